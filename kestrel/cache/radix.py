@@ -1,0 +1,214 @@
+"""The radix tree over context keys: one root per namespace, shared prefixes once, pages on the edges.
+
+Node boundaries need not be page-aligned. A page that straddles a boundary is held by the nodes on both sides; or the
+deeper node holds another page there, which has a copy of what comes before. Either way the page of the deepest node
+is complete up to that node's end, so in a page table the deepest node wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from kestrel.cache.eviction import EvictionOrder
+from kestrel.cache.integrity import PrefixRecount, recount_tree
+from kestrel.cache.keys import Keys, common_length, count_positions, page_aligned_cut, pages_for
+from kestrel.cache.nodes import EMPTY_MATCH, PrefixMatch, RadixNode, RadixRoot
+from kestrel.cache.pages import CacheMisuse, PagePool
+
+
+class RadixPrefixCache:
+    """Finds, locks, grows and evicts cached prefixes. Holds one reference on every page of every node."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._roots: dict[Hashable, RadixRoot] = {}
+        self._unlocked: EvictionOrder[RadixNode] = EvictionOrder()
+        self._num_cached_pages = 0
+
+    @property
+    def num_cached_pages(self) -> int:
+        return self._num_cached_pages
+
+    @property
+    def num_evictable_pages(self) -> int:
+        return self._unlocked.num_pages
+
+    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
+        """The longest cached prefix of `keys`, then ever shorter ones, the empty one last."""
+        root = self._roots.get(namespace)
+        if root is not None:
+            node, cut, num_keys = self._walk(root, keys)
+            while node.parent is not None:
+                position = self._position_of_cut(node, cut)
+                yield self._match(node, cut, num_keys, position)
+                if position % self._page_size:
+                    aligned, position = page_aligned_cut(node.keys, cut, position, self._page_size)
+                    if aligned:
+                        yield self._match(node, aligned, num_keys - cut + aligned, position)
+                num_keys -= cut
+                node = node.parent
+                cut = len(node.keys)
+        yield EMPTY_MATCH
+
+    def lock(self, match: PrefixMatch) -> RadixNode | None:
+        """Protects a match from eviction; returns the node that ends it (None for the empty match)."""
+        node = match.node
+        if node is None:
+            return None
+        if match.cut < len(node.keys):
+            node = self._split(node, match.cut)
+        self._lock_path(node, None)
+        return node
+
+    def unlock(self, anchor: RadixNode | None) -> None:
+        """Undoes the lock that `lock` and later `insert` calls left on `anchor`."""
+        node = anchor
+        while node is not None and node.parent is not None:
+            node.locks -= 1
+            if node.locks == 0:
+                self._unlocked.add(node, node.num_own_pages)
+            node = node.parent
+
+    def page_table(self, anchor: RadixNode | None) -> list[int]:
+        """The pages of all positions from 0 to the end of `anchor`, deepest node first choice."""
+        path: list[RadixNode] = []
+        node = anchor
+        while node is not None:
+            path.append(node)
+            node = node.parent
+        table: list[int] = []
+        for node in reversed(path):
+            del table[node.start // self._page_size :]
+            table += node.pages
+        return table
+
+    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]) -> RadixNode:
+        """Makes sure that `keys` follow the locked `anchor`, moves its lock to their end and returns that node.
+
+        What is missing takes its pages from `table`, a page table from position 0.
+        """
+        start = anchor if anchor is not None else self._roots.setdefault(namespace, RadixRoot(namespace))
+        node, cut, num_found = self._walk(start, keys)
+        if cut < len(node.keys):
+            node = self._split(node, cut)
+        if num_found < len(keys):
+            node = self._add_child(node, keys[num_found:], table)
+        self._lock_path(node, anchor)
+        return node
+
+    def evict(self, num_free_pages: int) -> None:
+        """Gives up the least recently used unlocked leaves until the pool has so many free pages, or none is left."""
+        while self._pool.num_free < num_free_pages and len(self._unlocked):
+            self._remove(self._unlocked.oldest())
+
+    def clear(self) -> None:
+        """Gives up every unlocked node."""
+        while len(self._unlocked):
+            self._remove(self._unlocked.oldest())
+
+    def check_integrity(self, anchors: Iterable[RadixNode | None]) -> PrefixRecount:
+        """Recounts the tree, given the anchor of every lease."""
+        recount = recount_tree(self._roots, list(self._unlocked), anchors, self._page_size)
+        num_cached, num_unlocked = recount.num_own_pages, recount.num_unlocked_own_pages
+        assert num_cached == self._num_cached_pages, f"{num_cached} pages are cached, not {self._num_cached_pages}"
+        assert num_unlocked == self._unlocked.num_pages, f"{num_unlocked} own pages, not {self._unlocked.num_pages}"
+        return recount
+
+    def _walk(self, node: RadixNode, keys: Keys) -> tuple[RadixNode, int, int]:
+        """Follows `keys` below `node`: the last node reached, how many of its keys agree, how many keys in all."""
+        num_found = 0
+        while num_found < len(keys):
+            child = node.children.get(keys[num_found])
+            if child is None:
+                break
+            cut = common_length(child.keys, keys, num_found)
+            node = child
+            num_found += cut
+            if cut < len(child.keys):
+                return node, cut, num_found
+        return node, len(node.keys), num_found
+
+    def _position_of_cut(self, node: RadixNode, cut: int) -> int:
+        return node.end if cut == len(node.keys) else node.start + count_positions(node.keys[:cut])
+
+    def _match(self, node: RadixNode, cut: int, num_keys: int, position: int) -> PrefixMatch:
+        num_pinned = 0
+        if node.locks == 0:
+            num_pages = pages_for(position, self._page_size) - node.start // self._page_size
+            num_pinned = num_pages - (len(node.pages) - node.num_own_pages)
+        above = node.parent
+        while above is not None and above.locks == 0:
+            num_pinned += above.num_own_pages
+            above = above.parent
+        return PrefixMatch(node, cut, num_keys, position, num_pinned)
+
+    def _lock_path(self, node: RadixNode, above: RadixNode | None) -> None:
+        """Adds one lock to `node` and its ancestors below `above`."""
+        step: RadixNode | None = node
+        while step is not above and step is not None and step.parent is not None:
+            if step.locks == 0:
+                self._unlocked.remove(step)
+            step.locks += 1
+            step = step.parent
+
+    def _split(self, node: RadixNode, cut: int) -> RadixNode:
+        """Cuts `node` before its key `cut` and returns the new upper part.
+
+        The lower part stays the same object, so that whoever is anchored at its end stays so. An unlocked upper part
+        stands at the recent end of the eviction order, out of place unless it is locked at once, as every caller does.
+        """
+        parent = node.parent
+        if parent is None or not 0 < cut < len(node.keys):
+            raise CacheMisuse(f"a node of {len(node.keys)} keys cannot be cut before key {cut}")
+        position = self._position_of_cut(node, cut)
+        first_index = node.start // self._page_size
+        num_upper_pages = pages_for(position, self._page_size) - first_index
+        upper = RadixNode(parent, node.keys[:cut], node.start, position, node.pages[:num_upper_pages])
+        upper.num_own_pages -= len(node.pages) - node.num_own_pages
+        upper.locks = node.locks
+        upper.children[node.keys[cut]] = node
+        parent.children[upper.keys[0]] = upper
+        straddling = upper.pages[-1:] if position % self._page_size else []
+        self._pool.retain(straddling)
+        node.parent, node.keys, node.start = upper, node.keys[cut:], position
+        node.pages = straddling + node.pages[num_upper_pages:]
+        node.num_own_pages = len(node.pages) - len(straddling)
+        if node.locks == 0:
+            self._unlocked.resize(node, node.num_own_pages)
+            self._unlocked.add(upper, upper.num_own_pages)
+        return upper
+
+    def _add_child(self, parent: RadixNode, keys: Keys, table: Sequence[int]) -> RadixNode:
+        start = parent.end
+        end = start + count_positions(keys)
+        first_index = start // self._page_size
+        pages = list(table[first_index : pages_for(end, self._page_size)])
+        node = RadixNode(parent, keys, start, end, pages)
+        if self._is_held_above(parent, first_index, pages[0]):
+            node.num_own_pages -= 1
+        self._pool.retain(pages)
+        parent.children[keys[0]] = node
+        self._num_cached_pages += node.num_own_pages
+        self._unlocked.add(node, node.num_own_pages)
+        return node
+
+    def _is_held_above(self, parent: RadixNode, index: int, page: int) -> bool:
+        """Whether `parent` or a node above it holds `page` at `index`. Not always the nearest one that covers it."""
+        node: RadixNode | None = parent
+        while node is not None and node.end > index * self._page_size:
+            if node.pages[index - node.start // self._page_size] == page:
+                return True
+            node = node.parent
+        return False
+
+    def _remove(self, leaf: RadixNode) -> None:
+        parent = leaf.parent
+        if parent is None or leaf.children or leaf.locks:
+            raise CacheMisuse("only an unlocked leaf can be evicted")
+        self._unlocked.remove(leaf)
+        del parent.children[leaf.keys[0]]
+        self._num_cached_pages -= leaf.num_own_pages
+        self._pool.release(leaf.pages)
+        if isinstance(parent, RadixRoot) and not parent.children:
+            del self._roots[parent.namespace]

@@ -1,0 +1,156 @@
+"""Runtime configuration: frozen, inert data. Nothing is downloaded, probed or opened here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kestrel.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def _doc(text: str, **extra: Any) -> dict[str, Any]:
+    return {"help": text, **extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How one engine runs one model. Every field is also a CLI flag."""
+
+    model: str | None = field(
+        default=None, metadata=_doc("Registered model name; fetched from the hub unless model_path is given.")
+    )
+    model_path: str | os.PathLike[str] | None = field(
+        default=None, metadata=_doc("A model folder, or a single weights file.", flags=("--model-path", "--weights"))
+    )
+    weights_path: str | os.PathLike[str] | None = field(
+        default=None, metadata=_doc("Another name for model_path.", flags=())
+    )
+    tokenizer_path: str | os.PathLike[str] | None = field(
+        default=None, metadata=_doc("tokenizer.json to use with a single weights file.")
+    )
+    device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
+    dtype: Any = field(
+        default="auto", metadata=_doc("auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
+    )
+    max_batch_size: int = field(default=16, metadata=_doc("Sequences that run at the same time."))
+    max_seq_length: int | None = field(
+        default=None, metadata=_doc("Longest prompt plus answer in tokens. Default: the model's own context.")
+    )
+    page_size: int = field(default=16, metadata=_doc("Positions per KV cache page."))
+    kv_cache_pages: int | None = field(
+        default=None, metadata=_doc("Pages in the KV cache. Default: planned from free memory.")
+    )
+    kv_cache_memory_fraction: float = field(
+        default=0.5, metadata=_doc("Share of the free memory that the planned KV cache may take.")
+    )
+    enable_prefix_cache: bool = field(
+        default=True, metadata=_doc("Reuse the KV of repeated images, prompts and earlier answers.")
+    )
+    max_prefill_tokens: int = field(
+        default=2048, metadata=_doc("Prompt positions one step may hold, so that running streams keep moving.")
+    )
+    max_queue_size: int = field(default=1024, metadata=_doc("Waiting requests before new ones are refused."))
+    priority_ageing_s: float = field(
+        default=5.0, metadata=_doc("Seconds of waiting that weigh as much as one priority level.")
+    )
+    enable_cuda_graphs: bool = field(
+        default=False, metadata=_doc("Capture decode steps as CUDA graphs (not available yet: refused when set).")
+    )
+    compile: bool = field(
+        default=False, metadata=_doc("Compile the model with torch.compile (not available yet: refused when set).")
+    )
+    honour_exif_orientation: bool = field(
+        default=True,
+        metadata=_doc("Turn pictures upright by their EXIF tag. The reference implementation ignores the tag."),
+    )
+    max_image_pixels: int = field(
+        default=100_000_000, metadata=_doc("Largest picture in pixels, read from its header before decoding.")
+    )
+    max_image_bytes: int = field(default=64 * 2**20, metadata=_doc("Largest encoded picture in bytes."))
+    image_threads: int = field(default=2, metadata=_doc("Threads that decode pictures."))
+
+    def __post_init__(self) -> None:
+        _check_sources(self)
+        _check_numbers(self)
+        _check_device(self.device)
+        normalise_dtype(self.dtype)
+        if self.enable_cuda_graphs:
+            raise ConfigError("enable_cuda_graphs", "CUDA graphs are not available in this version; leave it False")
+        if self.compile:
+            raise ConfigError("compile", "torch.compile is not available in this version; leave it False")
+
+    @property
+    def weights(self) -> Path | None:
+        """The local model folder or weights file, if one was given."""
+        source = self.model_path if self.model_path is not None else self.weights_path
+        return None if source is None else Path(source).expanduser()
+
+    @property
+    def dtype_name(self) -> str:
+        return normalise_dtype(self.dtype)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        return None if self.tokenizer_path is None else Path(self.tokenizer_path).expanduser()
+
+
+def normalise_dtype(value: Any) -> str:
+    """ "bfloat16" from "bf16", "torch.bfloat16" or the torch dtype itself."""
+    name = str(value).removeprefix("torch.").lower()
+    name = DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError("dtype", f"{value!r} is not supported; use one of: {', '.join(DTYPES)}")
+    return name
+
+
+def _check_sources(config: RuntimeConfig) -> None:
+    if config.model_path is not None and config.weights_path is not None:
+        raise ConfigError("weights_path", "is another name for model_path; give only one of them")
+    for name in ("model_path", "weights_path", "tokenizer_path"):
+        value = getattr(config, name)
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise ConfigError(name, f"must be a path (got {value!r})")
+    if config.model is not None and (not isinstance(config.model, str) or not config.model.strip()):
+        raise ConfigError("model", f"must be a registered model name (got {config.model!r}); see `kestrel models`")
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_batch_size": (1, 4096),
+    "page_size": (1, 1024),
+    "max_prefill_tokens": (1, 2**20),
+    "max_queue_size": (1, 10**7),
+    "max_image_pixels": (1, 2**31),
+    "max_image_bytes": (1, 2**40),
+    "image_threads": (1, 256),
+    "max_seq_length": (2, 2**20),
+    "kv_cache_pages": (2, 2**31 - 1),
+}
+
+
+def _check_numbers(config: RuntimeConfig) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(name, f"must be an integer from {low} to {high} (got {value!r})")
+    for name, low, high in (("kv_cache_memory_fraction", 0.01, 0.98), ("priority_ageing_s", 0.001, 1e6)):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigError(name, f"must be a number from {low} to {high} (got {value!r})")
+    for f in fields(config):
+        if f.type == "bool" and not isinstance(getattr(config, f.name), bool):
+            raise ConfigError(f.name, f"must be True or False (got {getattr(config, f.name)!r})")
+
+
+def _check_device(device: Any) -> None:
+    valid = isinstance(device, str) and (
+        device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdigit())
+    )
+    if not valid:
+        raise ConfigError("device", f"{device!r} is not supported; use auto, cpu, cuda or cuda:N")

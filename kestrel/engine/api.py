@@ -1,0 +1,343 @@
+"""The engine: skills in, results out, everything between on one worker thread.
+
+Life of a call: the skill parses the fields → pictures are decoded in a pool → the skill lays out the prompt → the
+worker's scheduler runs it → updates come back to the event loop and complete the caller's stream or result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from kestrel.cache import CacheManager
+from kestrel.config import RuntimeConfig
+from kestrel.engine.images import ImageDecoder
+from kestrel.engine.refinement import RefinedSegment
+from kestrel.engine.results import EngineResult
+from kestrel.engine.streams import EngineStream
+from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
+from kestrel.errors import AdapterNotFound, EngineStopped, RequestError
+from kestrel.families import LoadedModel, load_model
+from kestrel.images import RgbImage
+from kestrel.models.progress import ProgressCallback
+from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate, TokenConsumer
+from kestrel.scheduler import GenerationScheduler
+from kestrel.skills import default_registry
+from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, SkillSpec
+from kestrel.tokens import ImageSpan
+
+
+class InferenceEngine:
+    """Use `await InferenceEngine.create(config)`; `await engine.shutdown()` (or `async with`) when done."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        loaded: LoadedModel,
+        skills: SkillRegistry,
+        loop: asyncio.AbstractEventLoop,
+        api_key: str | None = None,
+    ) -> None:
+        self.config = config
+        self.skills = skills
+        self.api_key = api_key
+        self._loaded = loaded
+        self._loop = loop
+        self._streams: dict[str, EngineStream] = {}
+        self._images = ImageDecoder(config)
+        self._accepting = True
+        limits = loaded.runtime.limits
+        self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
+        self._scheduler = GenerationScheduler(
+            loaded.runtime,
+            self._cache,
+            max_queue_size=config.max_queue_size,
+            priority_ageing_s=config.priority_ageing_s,
+        )
+        self._worker = EngineWorker(self._scheduler, self._deliver_from_worker)
+
+    @classmethod
+    async def create(
+        cls,
+        config: RuntimeConfig,
+        *,
+        skills: SkillRegistry | None = None,
+        api_key: str | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> InferenceEngine:
+        """Load the model and start. `api_key` is kept for hosted adapters; running a model needs none."""
+        loaded = await asyncio.to_thread(load_model, config, progress)
+        engine = cls(config, loaded, skills or default_registry(), asyncio.get_running_loop(), api_key)
+        engine._worker.start()
+        return engine
+
+    # ------------------------------------------------------------------ what is loaded and how it is doing
+
+    @property
+    def model_name(self) -> str:
+        return self._loaded.profile.name
+
+    @property
+    def profile(self) -> ModelProfile:
+        return self._loaded.profile
+
+    @property
+    def max_model_length(self) -> int:
+        return self._loaded.runtime.limits.max_positions
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What stopped the worker, if anything did."""
+        return self._worker.fault
+
+    @property
+    def is_running(self) -> bool:
+        return self._accepting and self._worker.is_alive
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not got their answer yet."""
+        return len(self._streams)
+
+    # ------------------------------------------------------------------ skills
+
+    async def query(
+        self,
+        image: Any = None,
+        question: str | None = None,
+        *,
+        reasoning: bool | None = None,
+        spatial_refs: Sequence[Sequence[float]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Answer a question, about a picture or without one."""
+        fields = {"image": image, "question": question, "reasoning": reasoning, "spatial_refs": spatial_refs}
+        return await self._call("query", stream, {**fields, "settings": settings, **options})
+
+    async def caption(
+        self,
+        image: Any,
+        length: str | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Describe a picture: "short", "normal" or "long"."""
+        return await self._call("caption", stream, {"image": image, "length": length, "settings": settings, **options})
+
+    async def point(
+        self,
+        image: Any,
+        object: str | None = None,
+        *,
+        spatial_refs: Sequence[Sequence[float]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Points on every instance of an object."""
+        fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
+        return await self._call("point", stream, {**fields, **options})
+
+    async def detect(
+        self,
+        image: Any,
+        object: str | None = None,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Boxes around every instance of an object."""
+        return await self._call("detect", stream, {"image": image, "object": object, "settings": settings, **options})
+
+    async def segment(
+        self,
+        image: Any,
+        object: str | None = None,
+        *,
+        spatial_refs: Sequence[Sequence[float]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """The outline of an object as an SVG path inside its box."""
+        fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
+        return await self._call("segment", stream, {**fields, **options})
+
+    async def run(self, skill: str, *, stream: bool = False, **fields: Any) -> Any:
+        """Any registered skill by name, with its own fields."""
+        return await self._call(skill, stream, fields)
+
+    @overload
+    async def submit(
+        self, prompt: Any = None, *, skill: str = ..., stream: Literal[False] = False, **fields: Any
+    ) -> EngineResult: ...
+
+    @overload
+    async def submit(
+        self, prompt: Any = None, *, skill: str = ..., stream: Literal[True], **fields: Any
+    ) -> EngineStream: ...
+
+    async def submit(self, prompt: Any = None, *, skill: str = "complete", stream: bool = False, **fields: Any) -> Any:
+        """Raw access: `prompt` is text or token ids for the "complete" skill; other skills take their fields."""
+        if prompt is not None:
+            fields["prompt"] = prompt
+        return await self._call(skill, stream, fields)
+
+    # ------------------------------------------------------------------ one request
+
+    async def _call(self, skill_name: str, stream: bool, fields: dict[str, Any]) -> EngineResult | EngineStream:
+        handle = await self._start(skill_name, fields)
+        return handle if stream else await handle.result()
+
+    async def _start(self, skill_name: str, fields: dict[str, Any]) -> EngineStream:
+        """Parse, decode, lay out and hand over. `priority`, `request_id` and `tenant` are the engine's own fields."""
+        submitted_s = time.monotonic()
+        self._require_running()
+        route = _take_route(fields)
+        skill = self.skills.get(skill_name)
+        request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
+        if request.adapter is not None:
+            raise AdapterNotFound(f"adapter {request.adapter!r}: this version serves base models only; leave it out")
+        stream = self._open_stream(route.request_id, skill_name)
+        try:
+            images = await self._images.decode(request.images)
+            self._require_running()
+            generation = self._lay_out(skill, request, images, stream.request_id)
+        except BaseException:
+            self._streams.pop(stream.request_id, None)
+            raise
+        generation.namespace = CacheNamespace(tenant=route.tenant)
+        generation.priority = route.priority
+        generation.submitted_s = submitted_s
+        self._worker.send(Add(generation))
+        return stream
+
+    def _lay_out(
+        self, skill: SkillSpec[Any], request: SkillRequest, images: list[RgbImage], request_id: str
+    ) -> GenerationRequest:
+        if images and self._loaded.num_image_positions == 0:
+            raise RequestError("image", f"{self.model_name} reads text only; leave the image out")
+        spans = [ImageSpan(image.digest, self._loaded.num_image_positions) for image in images]
+        prompt = skill.prompt(request, spans, self.profile)
+        consumer: TokenConsumer = skill.start(request, self.profile)
+        if skill.name == "segment" and self._loaded.refiner is not None:
+            consumer = RefinedSegment(consumer, self._loaded.refiner, images[0])
+        return GenerationRequest(
+            request_id=request_id,
+            items=prompt.items,
+            grammar=prompt.grammar,
+            sampling=prompt.sampling,
+            consumer=consumer,
+            images={image.digest: image for image in images},
+        )
+
+    def _open_stream(self, request_id: str | None, skill: str) -> EngineStream:
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._streams:
+            raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
+        stream = EngineStream(request_id, skill, self.cancel)
+        self._streams[request_id] = stream
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its pages come back within a step. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._worker.send(Cancel(request_id))
+
+    def _require_running(self) -> None:
+        if self._worker.fault is not None:
+            raise EngineStopped(f"the engine's worker failed: {self._worker.fault}") from self._worker.fault
+        if not self.is_running:
+            raise EngineStopped("the engine has been shut down; create a new one")
+
+    # ------------------------------------------------------------------ updates from the worker
+
+    def _deliver_from_worker(self, updates: list[StreamUpdate]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._dispatch, updates)
+
+    def _dispatch(self, updates: list[StreamUpdate]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is None:
+                continue
+            stream.deliver(update)
+            if stream.is_done:
+                del self._streams[update.request_id]
+
+    # ------------------------------------------------------------------ the end
+
+    async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
+        """Stop. With `drain` running and waiting requests may finish within `timeout_s`; the rest get EngineStopped."""
+        self._accepting = False
+        deadline = time.monotonic() + timeout_s
+        if not drain:
+            self._worker.send(CancelAll(EngineStopped("the engine was shut down before the request finished")))
+        self._worker.send(Stop())
+        finished = await self._join(deadline - time.monotonic())
+        if not finished:
+            self._worker.send(CancelAll(EngineStopped(f"the engine was shut down; {timeout_s:g} s were not enough")))
+            await self._join(GRACE_AFTER_TIMEOUT_S)
+        await asyncio.sleep(0)  # let updates already handed to the loop arrive first
+        error = EngineStopped("the engine was shut down before the request finished")
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+        self._streams.clear()
+        self._images.close()
+
+    async def _join(self, timeout_s: float) -> bool:
+        """Wait for the worker in short naps, so that no helper thread outlives a time-out."""
+        deadline = time.monotonic() + timeout_s
+        for nap_s in itertools.chain((0.0005, 0.001, 0.002, 0.005), itertools.repeat(0.01)):
+            if not self._worker.is_alive or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(nap_s)
+        return not self._worker.is_alive
+
+    async def __aenter__(self) -> InferenceEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown(drain=kind is None)
+
+
+GRACE_AFTER_TIMEOUT_S = 2.0
+"""How long a cancelled worker may take to end its current step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The engine's own fields of a request, which no skill sees."""
+
+    request_id: str | None
+    priority: int
+    tenant: str | None
+
+
+def _take_route(fields: dict[str, Any]) -> Route:
+    request_id, tenant = fields.pop("request_id", None), fields.pop("tenant", None)
+    priority = fields.pop("priority", None)
+    for name, value in (("request_id", request_id), ("tenant", tenant)):
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH):
+            raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {value!r:.80})")
+    priority = 0 if priority is None else priority
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {priority!r})")
+    return Route(request_id, priority, tenant)
+
+
+MAX_NAME_LENGTH = 256
+MAX_PRIORITY = 1_000_000

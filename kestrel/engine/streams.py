@@ -1,0 +1,94 @@
+"""The caller's end of a running request, on the event loop's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from kestrel.engine.results import EngineResult, StreamChunk
+from kestrel.request import StreamUpdate
+
+
+class EngineStream:
+    """Async iterator over a request's chunks; `await result()` gives the final result.
+
+    Leaving the iteration early does not end the request: call `cancel()`, or use `async with`. Cancelling the task
+    that waits here cancels the request.
+    """
+
+    def __init__(self, request_id: str, skill: str, cancel: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.skill = skill
+        self._cancel = cancel
+        self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
+        self._result: asyncio.Future[EngineResult] = asyncio.get_running_loop().create_future()
+
+    def __aiter__(self) -> EngineStream:
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        try:
+            chunk = await self._chunks.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if chunk is not None:
+            return chunk
+        self._chunks.put_nowait(None)  # keep the end visible for a second iteration
+        if (error := self._result.exception()) is not None:
+            raise error
+        raise StopAsyncIteration
+
+    async def result(self) -> EngineResult:
+        try:
+            return await asyncio.shield(self._result)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """End the request; a no-op when it is over. Waiting callers get RequestCancelled."""
+        if not self._result.done():
+            self._cancel(self.request_id)
+
+    @property
+    def is_done(self) -> bool:
+        return self._result.done()
+
+    async def __aenter__(self) -> EngineStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def deliver(self, update: StreamUpdate) -> None:
+        """Called on the event loop, in order, by the engine."""
+        if self._result.done():
+            return
+        if update.delta is not None:
+            delta = update.delta
+            self._chunks.put_nowait(StreamChunk(delta.text, update.token_index, delta.kind, delta.data))
+        if update.error is not None:
+            self.fail(update.error)
+        elif update.output is not None and update.finish_reason is not None and update.metrics is not None:
+            self._result.set_result(
+                EngineResult(
+                    request_id=self.request_id,
+                    skill=self.skill,
+                    output=update.output.fields,
+                    text=update.output.text,
+                    finish_reason=update.finish_reason.value,
+                    metrics=update.metrics,
+                )
+            )
+            self._chunks.put_nowait(None)
+
+    def fail(self, error: BaseException) -> None:
+        if self._result.done():
+            return
+        self._result.set_exception(error)
+        self._result.exception()  # mark as seen: a caller that never awaits must not cause a warning
+        self._chunks.put_nowait(None)

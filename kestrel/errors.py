@@ -1,0 +1,55 @@
+"""Every failure Kestrel reports on purpose, as one tree. A message names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+
+class KestrelError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class ConfigError(KestrelError, ValueError):
+    """A configuration field holds a value that cannot work."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class RequestError(KestrelError, ValueError):
+    """One request is malformed; only that request fails."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class CapacityError(KestrelError):
+    """Something finite ran out; retrying later can succeed."""
+
+
+class OutOfPages(CapacityError):
+    """The KV page pool cannot serve an allocation even after eviction."""
+
+
+class OutOfAdapterSlots(CapacityError):
+    """All adapter slots are leased."""
+
+
+class QueueFull(CapacityError):
+    """The waiting queue reached its limit."""
+
+
+class AdapterNotFound(KestrelError):
+    """No configured source knows this adapter id."""
+
+
+class CheckpointError(KestrelError):
+    """A model folder or weights file is missing, damaged or does not fit its config."""
+
+
+class RequestCancelled(KestrelError):
+    """The caller (or a shutdown that does not drain) cancelled this request."""
+
+
+class EngineStopped(KestrelError):
+    """The engine has shut down or its worker failed; `__cause__` says why."""

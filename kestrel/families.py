@@ -1,0 +1,91 @@
+"""The one table of models: name to spec, and from a configuration to a model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from kestrel.config import RuntimeConfig
+from kestrel.errors import CheckpointError, ConfigError
+from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
+from kestrel.models.hub import fetch_file, fetch_weights
+from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
+from kestrel.models.progress import Progress
+from kestrel.models.weight_files import find_weights, open_checkpoint
+from kestrel.moondream.spec import MoondreamFamily
+
+FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
+
+
+def registered_models() -> tuple[ModelSpec, ...]:
+    return tuple(spec for family in FAMILIES for spec in family.models)
+
+
+def find_model(name: str) -> ModelSpec:
+    for spec in registered_models():
+        if spec.name == name:
+            return spec
+    known = ", ".join(spec.name for spec in registered_models())
+    raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {known}")
+
+
+def find_family(name: str) -> ModelFamily:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def resolve(config: RuntimeConfig) -> LocatedModel:
+    """Finds the model that a configuration asks for, fetching it if it is only named.
+
+    A local folder's own config.json decides the dimensions, and a name given with it only labels the model. Without
+    dimensions there, the name decides; without a name, the names and shapes of the weights do.
+    """
+    spec = None if config.model is None else find_model(config.model)
+    if config.weights is not None:
+        return _on_disk(config.weights, spec, config.tokenizer_file)
+    if spec is None:
+        known = ", ".join(known.name for known in registered_models())
+        raise ConfigError("model", f"is not set; name a model ({known}) or give model_path")
+    return _on_hub(spec, config.tokenizer_file)
+
+
+def load(
+    located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+) -> LoadedModel[nn.Module, object]:
+    """Model, tokenizer and config in memory."""
+    return find_family(located.family).load(located, device, dtype, progress)
+
+
+def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> LocatedModel:
+    weights = find_weights(path)
+    config = read_config(weights.parent)
+    if config is None:
+        spec = spec or _recognised(weights)
+        return LocatedModel(spec.name, spec.family, spec.config, weights, find_tokenizer(weights, tokenizer))
+    family = next((family for family in FAMILIES if family.owns(config)), None)
+    if family is None:
+        raise CheckpointError(f"{weights.parent / 'config.json'} describes no known family of models")
+    name = weights.parent.resolve().name if spec is None else spec.name
+    return LocatedModel(name, family.name, config, weights, find_tokenizer(weights, tokenizer))
+
+
+def _on_hub(spec: ModelSpec, tokenizer: Path | None) -> LocatedModel:
+    if spec.source is None:
+        raise CheckpointError(f"{spec.name} cannot be fetched. {spec.source_note}")
+    weights = fetch_weights(spec.source.weights)
+    tokenizer = fetch_file(spec.source.tokenizer) if tokenizer is None else find_tokenizer(weights, tokenizer)
+    return LocatedModel(spec.name, spec.family, spec.config, weights, tokenizer)
+
+
+def _recognised(weights: Path) -> ModelSpec:
+    with open_checkpoint(weights) as checkpoint:
+        names = (family.recognise(checkpoint) for family in FAMILIES)
+        name = next((name for name in names if name is not None), None)
+    if name is None:
+        known = ", ".join(spec.name for spec in registered_models())
+        raise CheckpointError(
+            f"{weights.parent} has no config.json with dimensions, and the weights look like no registered model; "
+            f"pass model= (one of {known}), or add a config.json"
+        )
+    return find_model(name)

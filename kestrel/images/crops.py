@@ -1,0 +1,50 @@
+"""A decoded picture -> the encoder's crops, and crops -> normalised patches."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel.images.resize import resize_lanczos
+from kestrel.images.rgb import RgbImage
+from kestrel.images.tiling import TilingPlan
+
+
+def image_tensor(image: RgbImage, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[height, width, 3] uint8 with memory of its own."""
+    pixels = torch.empty(image.pixels.shape, dtype=torch.uint8)
+    pixels.numpy()[...] = image.pixels
+    return pixels.to(device)
+
+
+def make_crops(image: RgbImage | torch.Tensor, plan: TilingPlan) -> torch.Tensor:
+    """[num_crops, crop, crop, 3] uint8 on the image's device: the global crop, then the local ones row by row.
+
+    With a 1x1 grid the local crop equals the global one and only one is returned; `plan.local_crop_indices` says
+    where the local crops are in either case.
+    """
+    pixels = image_tensor(image) if isinstance(image, RgbImage) else image
+    if pixels.shape != (plan.height, plan.width, 3):
+        raise ValueError(f"the plan is for {plan.height}x{plan.width} pixels, the image is {tuple(pixels.shape)}")
+    size = plan.params.crop_size
+    crops = pixels.new_empty(plan.num_crops, size, size, 3)
+    crops[0] = resize_lanczos(pixels, size, size)
+    if plan.has_distinct_locals:
+        resized = resize_lanczos(pixels, plan.resized_height, plan.resized_width)
+        for index, (top, left) in zip(plan.local_crop_indices, plan.local_origins, strict=True):
+            crops[index] = resized[top : top + size, left : left + size]
+    return crops
+
+
+def normalise_and_patchify(crops_NHWC: torch.Tensor, patch_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[N, crop, crop, 3] uint8 -> [N, grid * grid, 3 * patch * patch] in -1..1.
+
+    Patches go row by row; inside a patch the order is channel, row, column. The arithmetic is float32 whatever
+    `dtype` the result is cast to.
+    """
+    num_crops, height, width, channels = crops_NHWC.shape
+    rows, cols = height // patch_size, width // patch_size
+    assert crops_NHWC.dtype == torch.uint8
+    assert (rows * patch_size, cols * patch_size) == (height, width)
+    split = crops_NHWC.view(num_crops, rows, patch_size, cols, patch_size, channels)
+    patches = split.permute(0, 1, 3, 5, 2, 4).reshape(num_crops, rows * cols, channels * patch_size**2)
+    return patches.to(torch.float32).div_(255).sub_(0.5).div_(0.5).to(dtype)

@@ -1,0 +1,65 @@
+"""The door for pictures: whatever a caller may hand over -> RgbImage, under limits."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from kestrel.errors import RequestError
+from kestrel.images.arrays import pixels_from_array
+from kestrel.images.limits import ImageLimits
+from kestrel.images.pillow import pixels_from_encoded, pixels_from_pillow
+from kestrel.images.rgb import RgbImage
+from kestrel.images.vips import is_vips_image, pixels_from_vips
+
+__all__ = ["ImageLimits", "decode_image"]
+
+_ACCEPTED = "encoded bytes, a path, a PIL image, a uint8 NumPy array, a pyvips image or an RgbImage"
+
+
+def decode_image(source: Any, limits: ImageLimits) -> RgbImage:
+    """Decode one picture.
+
+    Bytes and paths are encoded files: `limits.honour_exif` applies to them. PIL and pyvips images and arrays are
+    taken as they are. Alpha is dropped, not blended. Raises RequestError for everything that is not a picture.
+    """
+    if isinstance(source, RgbImage):
+        limits.check_size(source.height, source.width)
+        return source
+    if isinstance(source, np.ndarray):
+        return RgbImage.from_pixels(pixels_from_array(np.asarray(source), limits))
+    if isinstance(source, Image.Image):
+        return RgbImage.from_pixels(pixels_from_pillow(source, limits), copy=False)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        limits.check_bytes(memoryview(source).nbytes)
+        return RgbImage.from_pixels(pixels_from_encoded(bytes(source), limits), copy=False)
+    if isinstance(source, (str, os.PathLike)):
+        return RgbImage.from_pixels(pixels_from_encoded(_read_file(source, limits), limits), copy=False)
+    if is_vips_image(source):
+        return RgbImage.from_pixels(pixels_from_vips(source, limits), copy=False)
+    raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
+
+
+def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:
+    path = os.path.expanduser(os.fsdecode(source))
+    shown = path if len(path) <= 200 else f"{path[:200]}..."
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+            raise RequestError("image", f"{shown!r} is {kind}; give the path of one picture")
+        limits.check_bytes(status.st_size)
+        with open(path, "rb") as file:
+            return file.read(limits.max_bytes + 1)
+    except FileNotFoundError as error:
+        raise RequestError(
+            "image", f"no file at {shown!r}; a str is a path here, pass encoded data as bytes"
+        ) from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError("image", f"cannot read {shown!r} ({error}); give a readable file") from error

@@ -1,0 +1,50 @@
+"""Mixture-of-experts MLP: each token goes through its own few experts.
+
+    ids, top = top-k of the router logits;  w = softmax(top)  in fp32
+    z        = fc1_e · x        = [h | g]
+    out_e    = fc2_e · (GELU_erf(h) · (g + 1))
+    y        = Σ_k w_k · out_{ids_k}
+
+Matrix products run in the dtype of x; the weighted sum runs in fp32 over a token's experts in routing order, so the
+result of a token does not depend on where it stands in the batch.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(weights [T, k] fp32 summing to one, expert ids [T, k]), most likely expert first."""
+    top_TK, ids_TK = router_logits_TE.float().topk(k, dim=1)
+    return top_TK.softmax(dim=1), ids_TK
+
+
+def moe_mlp(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, fc1_EFD: Tensor, fc2_EDI: Tensor) -> Tensor:
+    """y [T, D] for routed tokens; F = 2·I. Reads the number of tokens per expert on the host."""
+    assert x_TD.ndim == 2
+    assert weights_TK.shape == ids_TK.shape == (x_TD.shape[0], ids_TK.shape[1])
+    assert fc1_EFD.shape[1] == 2 * fc2_EDI.shape[2]
+    num_tokens, k = ids_TK.shape
+    if num_tokens == 0:
+        return x_TD
+    sorted_ids, order = ids_TK.reshape(-1).sort(stable=True)
+    bounds = torch.searchsorted(sorted_ids, torch.arange(fc1_EFD.shape[0] + 1, device=sorted_ids.device)).tolist()
+    x_sorted = x_TD[order // k]
+    outputs = [
+        expert_mlp(x_sorted[start:end], fc1_EFD[expert], fc2_EDI[expert])
+        for expert, (start, end) in enumerate(pairwise(bounds))
+        if end > start
+    ]
+    out_TKD = torch.cat(outputs)[order.argsort()].view(num_tokens, k, -1)
+    return (out_TKD * weights_TK[:, :, None]).sum(dim=1).to(x_TD.dtype)
+
+
+def expert_mlp(x_ND: Tensor, fc1_FD: Tensor, fc2_DI: Tensor) -> Tensor:
+    """One expert on the tokens routed to it."""
+    hidden, gate = functional.linear(x_ND, fc1_FD).chunk(2, dim=1)
+    return functional.linear(functional.gelu(hidden) * (gate + 1.0), fc2_DI)

@@ -1,0 +1,230 @@
+"""Weights files, read lazily: names, shapes and dtypes on opening, data one tensor at a time.
+
+Files are mapped into memory, and mapped pages count as resident once touched. A file is therefore mapped anew after
+every sixteenth of it, so that reading a whole checkpoint never holds a second copy of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kestrel.errors import CheckpointError
+
+SAFETENSORS_SUFFIXES = (".safetensors",)
+TORCH_SUFFIXES = (".pt", ".pth")
+
+_MAPPINGS_PER_FILE = 16
+_SMALLEST_MAPPING_BYTES = 16 * 2**20
+_GIT_LFS_POINTER = b"version https://git-lfs"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a file's header says about one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+class TensorFile(ABC):
+    """One weights file. What `read` returns looks into the mapped file, and keeps it mapped while it lives."""
+
+    def __init__(self, path: Path) -> None:
+        _require_real_file(path)
+        self.path = path
+        self._mapping_bytes = max(_SMALLEST_MAPPING_BYTES, path.stat().st_size // _MAPPINGS_PER_FILE)
+        self._read_bytes = 0
+        self.tensors: Mapping[str, TensorInfo] = self._list()
+
+    def read(self, name: str) -> Tensor:
+        if self._read_bytes > self._mapping_bytes:
+            self.close()
+        self._read_bytes += self.tensors[name].num_bytes
+        return self._get(name)
+
+    def close(self) -> None:
+        """Lets go of the mapping; a later `read` maps the file again."""
+        self._read_bytes = 0
+        self._unmap()
+
+    @abstractmethod
+    def _list(self) -> dict[str, TensorInfo]: ...
+
+    @abstractmethod
+    def _get(self, name: str) -> Tensor: ...
+
+    @abstractmethod
+    def _unmap(self) -> None: ...
+
+
+class SafetensorsFile(TensorFile):
+    """A .safetensors file."""
+
+    _handle: Any = None
+
+    def _list(self) -> dict[str, TensorInfo]:
+        infos: dict[str, TensorInfo] = {}
+        handle = self._mapped()
+        for name in handle.keys():  # noqa: SIM118
+            header = handle.get_slice(name)
+            dtype = _DTYPES.get(header.get_dtype())
+            if dtype is None:
+                raise CheckpointError(f"{self.path}: tensor {name} has the unsupported type {header.get_dtype()}")
+            infos[name] = TensorInfo(tuple(header.get_shape()), dtype)
+        self._unmap()
+        return infos
+
+    def _get(self, name: str) -> Tensor:
+        return self._mapped().get_tensor(name)
+
+    def _unmap(self) -> None:
+        self._handle = None
+
+    def _mapped(self) -> Any:
+        if self._handle is None:
+            try:
+                self._handle = safe_open(self.path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{self.path} is damaged or not a safetensors file ({error}); download or copy it again"
+                ) from error
+        return self._handle
+
+
+class TorchFile(TensorFile):
+    """A .pt file: one flat dictionary of tensors, in the zip format of torch.save. Pickled code is never run."""
+
+    _content: dict[str, Tensor] | None = None
+
+    def _list(self) -> dict[str, TensorInfo]:
+        infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._mapped().items()}
+        self._unmap()
+        return infos
+
+    def _get(self, name: str) -> Tensor:
+        return self._mapped()[name]
+
+    def _unmap(self) -> None:
+        self._content = None
+
+    def _mapped(self) -> dict[str, Tensor]:
+        if self._content is None:
+            self._content = _load_torch_dictionary(self.path)
+        return self._content
+
+
+class Checkpoint:
+    """Tensors by name over one or more files, of which at most one is mapped at a time."""
+
+    def __init__(self, path: Path, files: Sequence[TensorFile]) -> None:
+        self.path = path
+        """What messages call this checkpoint: the folder, index or file it was opened from."""
+        self._file_of = {name: file for file in files for name in file.tensors}
+        self._mapped: TensorFile | None = None
+        self.tensors: Mapping[str, TensorInfo] = {name: file.tensors[name] for file in files for name in file.tensors}
+        """In file order."""
+
+    def read(self, name: str) -> Tensor:
+        """Data of one tensor. It looks into the mapped file: copy what must outlive the loading."""
+        file = self._file_of[name]
+        if self._mapped is not file:
+            self.close()
+            self._mapped = file
+        return file.read(name)
+
+    def close(self) -> None:
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_tensor_file(path: Path) -> TensorFile:
+    """The reader for a file, by its suffix."""
+    if path.suffix in SAFETENSORS_SUFFIXES:
+        return SafetensorsFile(path)
+    if path.suffix in TORCH_SUFFIXES:
+        return TorchFile(path)
+    known = ", ".join(SAFETENSORS_SUFFIXES + TORCH_SUFFIXES)
+    raise CheckpointError(f"{path} is not a weights file; supported suffixes: {known}")
+
+
+def _require_real_file(path: Path) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; check the path, or download the file")
+    with path.open("rb") as file:
+        if file.read(len(_GIT_LFS_POINTER)) == _GIT_LFS_POINTER:
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+
+
+def _load_torch_dictionary(path: Path) -> dict[str, Tensor]:
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is truncated or in the old torch format; download it again, "
+            "or save it again with a recent torch.save or as safetensors"
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds pickled objects other than tensors, which are never run; "
+            "save a plain dictionary of tensors, or use safetensors"
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download or copy it again") from error
+    _require_flat_tensors(path, content)
+    return content
+
+
+def _require_flat_tensors(path: Path, content: object) -> None:
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise CheckpointError(f"{path} holds a {kind}, not a dictionary of tensors; save the model's state_dict")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise CheckpointError(
+                f"{path} holds a {kind} under {name!r}; save one flat dictionary of tensors (the model's state_dict)"
+            )

@@ -1,0 +1,70 @@
+"""What a family's model must offer to the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kestrel.images.rgb import RgbImage
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The numbers the runtime sizes its tensors by."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    vocab_size: int
+    max_context: int
+    num_image_positions: int
+    """Positions one picture takes; 0 for a text-only model."""
+    coord_id: int
+    size_id: int
+
+
+class Attend(Protocol):
+    """Stores the keys and values of one layer's new positions and attends over everything stored for their rows."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
+
+
+class DecoderModel(Protocol):
+    """A decoder with typed inputs and outputs. Tensors are flat: T positions of any rows, one after another."""
+
+    @property
+    def shape(self) -> DecoderShape: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def embed_text(self, ids_T: Tensor) -> Tensor: ...
+
+    def embed_coords(self, values_N: Tensor) -> Tensor: ...
+
+    def embed_sizes(self, values_N2: Tensor) -> Tensor: ...
+
+    def embed_image(self, image: RgbImage) -> Tensor:
+        """[num_image_positions, hidden_dim]"""
+        ...
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """The last layer's residual stream, [T, hidden_dim]."""
+        ...
+
+    def logits(self, hidden_ND: Tensor) -> Tensor: ...
+
+    def decode_coords(self, hidden_ND: Tensor) -> Tensor:
+        """The most likely coordinate per row, [N] in 0..1."""
+        ...
+
+    def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
+        """The most likely width and height per row, [N, 2] in 0..1."""
+        ...

@@ -1,0 +1,56 @@
+"""Where one model's parts lie on this machine: weights, config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kestrel.errors import CheckpointError
+
+CONFIG_NAME = "config.json"
+TOKENIZER_NAME = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedModel:
+    """Everything needed to load a model, without having read its weights."""
+
+    name: str
+    family: str
+    config: Mapping[str, Any]
+    """As config.json holds it."""
+    weights: Path
+    """A weights file or shard index."""
+    tokenizer: Path
+
+
+def read_config(folder: Path) -> Mapping[str, Any] | None:
+    """The config.json of a folder; None when there is none, or when it gives no dimensions.
+
+    Published folders say `"config": {}`: their dimensions are known by the name of the release only.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download or write it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; download or write it again")
+    if "text" in content:
+        return content
+    nested = content.get("config")
+    return nested if isinstance(nested, dict) and nested else None
+
+
+def find_tokenizer(weights: Path, given: Path | None) -> Path:
+    """The tokenizer that was given, or the one beside the weights."""
+    path = given or weights.parent / TOKENIZER_NAME
+    if not path.is_file():
+        remedy = "check tokenizer_path" if given else "put it beside the weights, or pass tokenizer_path"
+        raise CheckpointError(f"{path} does not exist; {remedy}")
+    return path

@@ -1,0 +1,33 @@
+"""The mixture-of-experts MLP of Moondream 3."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
+from kestrel.moondream.config import MoeConfig
+
+
+class ExpertMatrices(nn.Module):
+    """One bias-free matrix per expert: `weight` [num_experts, out_dim, in_dim]."""
+
+    def __init__(self, num_experts: int, out_dim: int, in_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim))
+        nn.init.normal_(self.weight, std=in_dim**-0.5)
+
+
+class MoeMlp(nn.Module):
+    """A router and its experts. `fc1` stacks the activated half over the gating half."""
+
+    def __init__(self, dim: int, config: MoeConfig) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.router = nn.Linear(dim, config.num_experts)
+        self.fc1 = ExpertMatrices(config.num_experts, 2 * config.expert_inner_dim, dim)
+        self.fc2 = ExpertMatrices(config.num_experts, dim, config.expert_inner_dim)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, ids_TK = route_top_k(self.router(x_TD), self.experts_per_token)
+        return moe_mlp(x_TD, weights_TK, ids_TK, self.fc1.weight, self.fc2.weight)

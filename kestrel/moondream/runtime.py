@@ -1,0 +1,111 @@
+"""Moondream behind the runtime's contracts: embeddings, forward pass, heads, and the torch executor around them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
+from kestrel.images.rgb import RgbImage
+from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.models.contract import Attend, DecoderShape
+from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.region import coord_from_bins, size_from_bins
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.executor import Executor
+from kestrel.runtime.memory import plan_pages
+
+
+class MoondreamDecoder:
+    """A loaded model as `kestrel.models.contract.DecoderModel`."""
+
+    def __init__(self, model: MoondreamModel) -> None:
+        text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
+        self._model = model
+        self._tiling = TilingParams(
+            crop_size=vision.crop_size,
+            patch_size=vision.enc_patch_size,
+            overlap_margin=vision.overlap_margin,
+            max_crops=vision.max_crops,
+        )
+        self._shape = DecoderShape(
+            num_layers=text.n_layers,
+            num_kv_heads=text.n_kv_heads,
+            head_dim=text.head_dim,
+            hidden_dim=text.dim,
+            vocab_size=text.vocab_size,
+            max_context=text.max_context,
+            num_image_positions=vision.num_patches,
+            coord_id=ids.coord_id,
+            size_id=ids.size_id,
+        )
+
+    @property
+    def shape(self) -> DecoderShape:
+        return self._shape
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.text.wte.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.text.wte.dtype
+
+    def embed_text(self, ids_T: Tensor) -> Tensor:
+        return self._model.text.embed(ids_T)
+
+    def embed_coords(self, values_N: Tensor) -> Tensor:
+        return self._model.region.encode_coord(values_N)
+
+    def embed_sizes(self, values_N2: Tensor) -> Tensor:
+        return self._model.region.encode_size(values_N2)
+
+    def embed_image(self, image: RgbImage) -> Tensor:
+        plan = plan_tiling(image.height, image.width, self._tiling)
+        crops_NHWC = make_crops(image_tensor(image, self.device), plan)
+        patches_NPC = normalise_and_patchify(crops_NHWC, self._tiling.patch_size, self.dtype)
+        features_NPD = self._model.vision.encode_crops(patches_NPC)
+        return self._model.vision.embed_image(features_NPD, (plan.rows, plan.cols))
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        return self._model.text(x_TD, positions_T, attend)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return self._model.text.logits(hidden_ND)
+
+    def decode_coords(self, hidden_ND: Tensor) -> Tensor:
+        logits_NC = self._model.region.decode_coord(hidden_ND)
+        return coord_from_bins(logits_NC.argmax(-1), logits_NC.shape[-1])
+
+    def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
+        logits_N2C = self._model.region.decode_size(hidden_ND)
+        return size_from_bins(logits_N2C.argmax(-1), logits_N2C.shape[-1])
+
+
+class MoondreamRuntime(Executor):
+    """One Moondream on one device, ready for a scheduler."""
+
+    def __init__(self, model: MoondreamModel, config: RuntimeConfig) -> None:
+        decoder = MoondreamDecoder(model)
+        super().__init__(decoder, runtime_limits(decoder, config))
+        self.decoder = decoder
+
+
+def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig) -> RuntimeLimits:
+    shape = decoder.shape
+    max_seq_length = config.max_seq_length or shape.max_context
+    if max_seq_length > shape.max_context:
+        raise ConfigError(
+            "max_seq_length", f"{max_seq_length} exceeds the model's context of {shape.max_context}; lower it"
+        )
+    return RuntimeLimits(
+        max_batch_size=config.max_batch_size,
+        max_seq_length=max_seq_length,
+        num_pages=plan_pages(config, shape, decoder.device, decoder.dtype),
+        page_size=config.page_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        steps_in_flight=1 if decoder.device.type == "cuda" else 0,
+    )

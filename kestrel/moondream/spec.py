@@ -1,0 +1,141 @@
+"""The Moondream family: its published models, where they are, and how one is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kestrel.errors import CheckpointError
+from kestrel.models.checkpoint_files import Checkpoint
+from kestrel.models.family import LoadedModel, ModelSpec
+from kestrel.models.hub import HubFile, HubSource
+from kestrel.models.locate import LocatedModel
+from kestrel.models.progress import Progress
+from kestrel.models.tokenizer import TextTokenizer
+from kestrel.models.weight_files import open_checkpoint
+from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoondreamConfig
+from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.quantised_weights import KvScale, read_kv_scales, refuse_mlx_int4
+from kestrel.moondream.weight_names import to_hub_name
+from kestrel.moondream.weights import load_moondream
+
+FAMILY = "moondream"
+
+# The tokenizer.json inside vikhyatk/moondream2 belongs to releases before 2025-06 and does not fit later weights.
+_STARMIE = HubFile("moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json")
+_BRANCH_NOTE = "No commit is pinned: the weights are those of the branch main when they were first fetched."
+
+MODELS = (
+    ModelSpec(
+        name="moondream2",
+        family=FAMILY,
+        description="Moondream 2, release 2025-06-21: 1.9B dense, answers, captions, points and boxes.",
+        num_parameters=1_927_237_104,
+        licence="Apache-2.0",
+        config=MOONDREAM2.to_dict(),
+        source=HubSource(HubFile("vikhyatk/moondream2", "2025-06-21", "model.safetensors"), _STARMIE),
+        source_note="Pinned by the release tag, not by a commit.",
+    ),
+    ModelSpec(
+        name="moondream-0.5b",
+        family=FAMILY,
+        description="Moondream 0.5B: the small dense model for weak machines.",
+        num_parameters=631_889_382,
+        licence="Apache-2.0",
+        config=MOONDREAM_0_5B.to_dict(),
+        source=None,
+        source_note=(
+            "Only ONNX archives of it are known to be public (vikhyatk/moondream2, branch onnx); this engine needs "
+            "torch weights and the GPT-2 tokenizer.json of that time. Pass them with --model-path and --tokenizer-path."
+        ),
+    ),
+    ModelSpec(
+        name="moondream3-preview",
+        family=FAMILY,
+        description="Moondream 3 preview: 9.3B mixture of experts, 2B active, reasoning and 32k context.",
+        num_parameters=9_268_622_832,
+        licence="BSL 1.1 (no third-party service)",
+        config=MOONDREAM3.to_dict(),
+        source=HubSource(HubFile("moondream/moondream3-preview", "main", "model.safetensors.index.json"), _STARMIE),
+        source_note=_BRANCH_NOTE,
+    ),
+    ModelSpec(
+        name="moondream3.1-9B-A2B",
+        family=FAMILY,
+        description="Moondream 3.1: 9.3B mixture of experts, 2B active, float8 experts on disk.",
+        num_parameters=9_268_622_832,
+        licence="Moondream Model License 1.0 (unverified; see the model page)",
+        config=MOONDREAM3.to_dict(),
+        source=HubSource(HubFile("moondream/moondream3.1-9B-A2B", "main", "model.safetensors"), _STARMIE),
+        source_note=_BRANCH_NOTE,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class LoadedMoondream(LoadedModel[MoondreamModel, MoondreamConfig]):
+    kv_scales: Mapping[int, KvScale] = field(default_factory=dict)
+    """Scales for a float8 KV cache by layer, if the checkpoint has them. The loaded weights do not depend on them."""
+
+
+class MoondreamFamily:
+    """Stateless; one entry of the table of families."""
+
+    name = FAMILY
+    models = MODELS
+
+    def owns(self, config: Mapping[str, Any]) -> bool:
+        return {"text", "vision", "region"} <= config.keys()
+
+    def recognise(self, checkpoint: Checkpoint) -> str | None:
+        """By tau attention and by the shape of the embedding. Both releases of Moondream 3 look alike."""
+        infos = {to_hub_name(name): info for name, info in checkpoint.tensors.items()}
+        refuse_mlx_int4(infos, str(checkpoint.path))
+        has_tau = any(".attn.tau." in name for name in infos)
+        for spec in MODELS:
+            text = MoondreamConfig.from_dict(spec.config).text
+            wte = infos.get("text.wte")
+            if wte is not None and wte.shape == (text.vocab_size, text.dim) and has_tau == text.tau_attn:
+                return spec.name
+        return None
+
+    def load(
+        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+    ) -> LoadedMoondream:
+        config = MoondreamConfig.from_dict(located.config)
+        tokenizer = TextTokenizer.from_file(located.tokenizer)
+        _check_tokenizer(located, tokenizer, config)
+        with open_checkpoint(located.weights) as checkpoint:
+            kv_scales = read_kv_scales(checkpoint)
+            model = load_moondream(checkpoint, config, device, dtype, progress, self._hint(checkpoint, config))
+        return LoadedMoondream(located.name, model, model.config, tokenizer, kv_scales)
+
+    def _hint(self, checkpoint: Checkpoint, config: MoondreamConfig) -> str:
+        """Which name to pass instead, for weights that fit another registered model."""
+        name = self.recognise(checkpoint)
+        if name is None or _spec(name).config["text"] == config.to_dict()["text"]:
+            return ""
+        return f'these weights look like {name}; pass model="{name}"'
+
+
+def _spec(name: str) -> ModelSpec:
+    return next(spec for spec in MODELS if spec.name == name)
+
+
+def _check_tokenizer(located: LocatedModel, tokenizer: TextTokenizer, config: MoondreamConfig) -> None:
+    if tokenizer.vocab_size > config.text.vocab_size:
+        raise CheckpointError(
+            f"{located.tokenizer} has {tokenizer.vocab_size} ids, the model only {config.text.vocab_size}; "
+            "pass the model's own tokenizer.json as tokenizer_path"
+        )
+    for token_id in (config.tokenizer.bos_id, config.tokenizer.eos_id):
+        if token_id not in tokenizer.special_ids:
+            raise CheckpointError(
+                f"{located.tokenizer} does not fit the model: its id {token_id} is the text "
+                f"{tokenizer.token_name(token_id)!r} where the model expects the end of text. Releases since 2025-06 "
+                "need the tokenizer.json of moondream/starmie-v1, not the one inside vikhyatk/moondream2; "
+                "pass it as tokenizer_path"
+            )

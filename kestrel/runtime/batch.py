@@ -1,0 +1,146 @@
+"""A step plan as tensors: which positions run, where their keys go, who reads what.
+
+Positions lie flat, prefill chunks first, then one per decoding row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel.kernels.paged_attention import attend_decode, attend_segment, causal_mask, write_kv
+from kestrel.models.contract import DecoderModel
+from kestrel.runtime.contract import DecodeRow, PrefillChunk
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.rows import COORD, SIZE, RowTable
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
+
+
+@dataclass(slots=True)
+class Segment:
+    """A prefill chunk inside the flat batch."""
+
+    first: int
+    last: int
+    kv_slots_K: Tensor
+    mask_QK: Tensor | None
+    is_causal: bool
+
+
+class StepBatch:
+    """The tensors of one step, and its attention (`attend` is handed to the model)."""
+
+    def __init__(self, kv: PagedKVCache, table: RowTable, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> None:
+        self._kv = kv
+        self._table = table
+        self.sample_at: list[int] = []
+        self.sample_rows: list[int] = []
+        rows, positions = self._lay_out(prefill, decode)
+        self.positions_T = torch.tensor(positions, device=table.device)
+        rows_T = torch.tensor(rows, device=table.device)
+        self._slots_T = self._slots(rows_T, self.positions_T)
+        self._segments = self._make_segments(prefill)
+        self._first_decode = len(positions) - len(decode)
+        if decode:
+            self._prepare_decode(decode)
+
+    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        k_cache, v_cache = self._kv.layer(layer)
+        write_kv(k_cache, v_cache, self._slots_T, k_THD, v_THD)
+        out_THD = torch.empty_like(q_THD)
+        for s in self._segments:
+            q_QHD = q_THD[s.first : s.last]
+            out_THD[s.first : s.last] = attend_segment(q_QHD, k_cache, v_cache, s.kv_slots_K, s.mask_QK, s.is_causal)
+        if self._first_decode < len(q_THD):
+            q_BHD = q_THD[self._first_decode :]
+            out_THD[self._first_decode :] = attend_decode(
+                q_BHD, k_cache, v_cache, self._decode_slots_BK, self._decode_mask_BK
+            )
+        return out_THD
+
+    def _lay_out(self, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> tuple[list[int], list[int]]:
+        rows: list[int] = []
+        positions: list[int] = []
+        for chunk in prefill:
+            rows += [chunk.row] * chunk.num_positions
+            positions += range(chunk.start, chunk.start + chunk.num_positions)
+            if chunk.samples:
+                self.sample_at.append(len(positions) - 1)
+                self.sample_rows.append(chunk.row)
+        for one in decode:
+            rows.append(one.row)
+            positions.append(one.position)
+            self.sample_at.append(len(positions) - 1)
+            self.sample_rows.append(one.row)
+        return rows, positions
+
+    def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        page_size = self._kv.page_size
+        pages = self._table.pages[rows, positions // page_size]
+        return pages * page_size + positions % page_size
+
+    def _make_segments(self, prefill: list[PrefillChunk]) -> list[Segment]:
+        segments: list[Segment] = []
+        first = 0
+        for chunk in prefill:
+            device = self._table.device
+            num_keys = chunk.start + chunk.num_positions
+            keys_K = torch.arange(num_keys, device=device)
+            kv_slots_K = self._slots(torch.full_like(keys_K, chunk.row), keys_K)
+            is_span = isinstance(chunk.items[0], ImageSpan)
+            is_causal = not is_span and chunk.start == 0
+            needs_mask = not is_span and chunk.start > 0 and chunk.num_positions > 1
+            mask_QK = causal_mask(chunk.num_positions, num_keys, device) if needs_mask else None
+            segments.append(Segment(first, first + chunk.num_positions, kv_slots_K, mask_QK, is_causal))
+            first += chunk.num_positions
+        return segments
+
+    def _prepare_decode(self, decode: list[DecodeRow]) -> None:
+        rows_B1 = torch.tensor([one.row for one in decode], device=self._table.device)[:, None]
+        positions_B1 = self.positions_T[self._first_decode :, None]
+        keys_1K = torch.arange(max(one.position for one in decode) + 1, device=self._table.device)[None]
+        self._decode_mask_BK = keys_1K <= positions_B1
+        self._decode_slots_BK = self._slots(rows_B1, keys_1K)
+
+
+def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[str, Tensor]) -> list[Tensor]:
+    """Embeddings of each chunk; `images` holds the picture embeddings by digest."""
+    device = model.device
+    embedded: list[Tensor] = []
+    for chunk in chunks:
+        first = chunk.items[0]
+        if isinstance(first, ImageSpan):
+            x_TD = images[first.digest]
+            if first.bos_id is not None:
+                x_TD = torch.cat((model.embed_text(torch.tensor([first.bos_id], device=device)), x_TD))
+        else:
+            ids = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
+            x_TD = model.embed_text(torch.tensor(ids, device=device))
+            x_TD = _with_region_values(model, chunk, x_TD)
+        embedded.append(x_TD)
+    return embedded
+
+
+def _with_region_values(model: DecoderModel, chunk: PrefillChunk, x_TD: Tensor) -> Tensor:
+    coords = [(i, item.value) for i, item in enumerate(chunk.items) if isinstance(item, CoordToken)]
+    sizes = [(i, (item.width, item.height)) for i, item in enumerate(chunk.items) if isinstance(item, SizeToken)]
+    for values, embed in ((coords, model.embed_coords), (sizes, model.embed_sizes)):
+        if values:
+            index = torch.tensor([i for i, _ in values], device=x_TD.device)
+            value = torch.tensor([v for _, v in values], dtype=torch.float32, device=x_TD.device)
+            x_TD = x_TD.index_copy(0, index, embed(value).to(x_TD.dtype))
+    return x_TD
+
+
+def embed_decode(model: DecoderModel, table: RowTable, decode: list[DecodeRow]) -> Tensor:
+    """Embeddings of the rows' last tokens, which only the device knows."""
+    t = table.tensors
+    rows_B = torch.tensor([one.row for one in decode], device=table.device)
+    x_BD = model.embed_text(t.last_id[rows_B])
+    if any(table.host[one.row].carries for one in decode):
+        kind_B1, value_B2 = t.last_kind[rows_B][:, None], t.last_value[rows_B]
+        x_BD = torch.where(kind_B1 == COORD, model.embed_coords(value_B2[:, 0]).to(x_BD.dtype), x_BD)
+        x_BD = torch.where(kind_B1 == SIZE, model.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
+    return x_BD

@@ -1,0 +1,138 @@
+"""What the scheduler and a runtime say to each other: a plan goes in, typed tokens come out. No torch.
+
+A sequence keeps one *row* from its start to its end. Its last token, grammar state, spent budget and page table live on
+the device under that row, so a step can be launched before the host has seen the previous one's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from kestrel.grammar import Grammar
+from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
+from kestrel.tokens import ContextItem, Token
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeLimits:
+    max_batch_size: int
+    max_seq_length: int
+    num_pages: int
+    page_size: int
+    max_prefill_tokens: int
+    """Prefill positions one step may hold; a single image span may exceed it."""
+    steps_in_flight: int
+    """1: the next step is planned while one runs. 0: each step is committed before the next is planned."""
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that fits both the context and the page pool."""
+        return min(self.max_seq_length, self.num_pages * self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """(Re)initialises a row. After a preemption the counters say where the sequence stood."""
+
+    row: int
+    grammar: Grammar
+    sampling: SamplingParams
+    max_total_tokens: int
+    """Tokens the row may emit over all phases: what is left of the context."""
+    grammar_state: int = 0
+    phase_spent: int = 0
+    num_generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """Puts `page` at `index` of a row's page table."""
+
+    row: int
+    index: int
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Consecutive context items of one row: either one image span (bidirectional) or tokens (causal)."""
+
+    row: int
+    start: int
+    items: Sequence[ContextItem]
+    num_positions: int
+    samples: bool
+    """Whether the chunk ends the known context, so that its last position yields a token."""
+    images: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One more token for a row whose last token is on the device; `position` is where that token goes."""
+
+    row: int
+    position: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One launch. Applied in this order: starts, page writes, page copies, forward, sampling."""
+
+    step_id: int
+    starts: list[RowStart] = field(default_factory=list)
+    page_writes: list[PageWrite] = field(default_factory=list)
+    page_copies: list[PageCopy] = field(default_factory=list)
+    prefill: list[PrefillChunk] = field(default_factory=list)
+    decode: list[DecodeRow] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prefill and not self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What one row sampled. `token` is None when the end was sampled; `finish` is None while the row goes on."""
+
+    row: int
+    token: Token | None
+    finish: FinishReason | None
+    grammar_state: int
+    phase_spent: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """`failures` names rows whose own input made the step fail for them (a damaged picture); the others went on."""
+
+    step_id: int
+    rows: list[RowOutput] = field(default_factory=list)
+    failures: dict[int, Exception] = field(default_factory=dict)
+
+
+class InFlightStep(Protocol):
+    @property
+    def step_id(self) -> int: ...
+
+
+StepT = TypeVar("StepT", bound=InFlightStep)
+
+
+class Runtime(Protocol[StepT]):
+    """Runs plans in the order they are launched. `collect` waits for one step; each step is collected once, in order."""
+
+    @property
+    def limits(self) -> RuntimeLimits: ...
+
+    def launch(self, plan: StepPlan) -> StepT: ...
+
+    def collect(self, step: StepT) -> StepOutput: ...

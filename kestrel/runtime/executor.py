@@ -1,0 +1,148 @@
+"""Runs step plans on one device with plain torch operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel.models.contract import DecoderModel
+from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
+from kestrel.runtime.contract import PrefillChunk, RowOutput, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
+from kestrel.runtime.sampler import GOING_ON, STOPPED, Sampled, sample_rows
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
+
+
+@dataclass(slots=True)
+class TorchStep:
+    """A launched step. `sampled` is on its way to the host; `arrived` tells when it is there."""
+
+    step_id: int
+    row_indices: list[int]
+    host_rows: list[HostRow]
+    sampled: Sampled | None
+    failures: dict[int, Exception]
+    arrived: torch.cuda.Event | None
+
+
+class Executor:
+    """The torch runtime behind `kestrel.runtime.contract.Runtime`."""
+
+    def __init__(self, model: DecoderModel, limits: RuntimeLimits) -> None:
+        self._model = model
+        self._limits = limits
+        device = model.device
+        self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
+        self._table = RowTable(
+            num_rows=limits.max_batch_size,
+            max_pages_per_row=-(-limits.max_positions // limits.page_size),
+            vocab_size=model.shape.vocab_size,
+            grammars=GrammarTables(model.shape.vocab_size, device),
+            device=device,
+        )
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._limits
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> TorchStep:
+        self._table.apply_starts(plan.starts)
+        self._table.apply_page_writes(plan.page_writes)
+        self._kv.copy_pages(plan.page_copies)
+        images, failures = self._embed_images(plan.prefill)
+        prefill = [chunk for chunk in plan.prefill if chunk.row not in failures]
+        if not prefill and not plan.decode:
+            return TorchStep(plan.step_id, [], [], None, failures, None)
+
+        batch = StepBatch(self._kv, self._table, prefill, plan.decode)
+        embedded = embed_prefill(self._model, prefill, images)
+        if plan.decode:
+            embedded.append(embed_decode(self._model, self._table, plan.decode))
+        hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend)
+        sampled = None
+        if batch.sample_at:
+            hidden_BD = hidden_TD[torch.tensor(batch.sample_at, device=hidden_TD.device)]
+            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows)
+        host_rows = [self._table.host[row] for row in batch.sample_rows]
+        sampled, arrived = _send_to_host(sampled)
+        return TorchStep(plan.step_id, batch.sample_rows, host_rows, sampled, failures, arrived)
+
+    def collect(self, step: TorchStep) -> StepOutput:
+        if step.arrived is not None:
+            step.arrived.synchronize()
+        output = StepOutput(step.step_id, failures=step.failures)
+        if step.sampled is not None:
+            integers = step.sampled.integers_B5.tolist()
+            values = step.sampled.values_B2.tolist()
+            logprobs = _logprobs(step.sampled, step.host_rows)
+            for b, row in enumerate(step.row_indices):
+                output.rows.append(_row_output(row, step.host_rows[b], integers[b], values[b], logprobs[b]))
+        return output
+
+    def _embed_images(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
+        """Encode the pictures of this step; a picture that cannot be encoded fails its own row only."""
+        images: dict[str, Tensor] = {}
+        failures: dict[int, Exception] = {}
+        for chunk in prefill:
+            for item in chunk.items:
+                if not isinstance(item, ImageSpan) or item.digest in images:
+                    continue
+                try:
+                    images[item.digest] = self._model.embed_image(chunk.images[item.digest])
+                except Exception as error:  # whatever a picture provokes stays with its request
+                    failures[chunk.row] = error
+        return images, failures
+
+
+def _send_to_host(sampled: Sampled | None) -> tuple[Sampled | None, torch.cuda.Event | None]:
+    """Start the copy to pinned host memory; on the CPU the tensors are there already."""
+    if sampled is None or not sampled.integers_B5.is_cuda:
+        return sampled, None
+    on_host = Sampled(_pinned(sampled.integers_B5), _pinned(sampled.values_B2))
+    if sampled.chosen_logprob_B is not None:
+        on_host.chosen_logprob_B = _pinned(sampled.chosen_logprob_B)
+    if sampled.top_logprob_BK is not None and sampled.top_id_BK is not None:
+        on_host.top_logprob_BK, on_host.top_id_BK = _pinned(sampled.top_logprob_BK), _pinned(sampled.top_id_BK)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return on_host, arrived
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)
+
+
+def _row_output(
+    row: int, host: HostRow, integers: list[int], value: list[float], logprobs: TokenLogprobs | None
+) -> RowOutput:
+    token_id, kind, finish, state, spent = integers
+    token: Token | None = TextToken(token_id)
+    if finish == STOPPED:
+        token = None
+    elif kind == COORD:
+        token = CoordToken(value[0])
+    elif kind == SIZE:
+        token = SizeToken(value[0], value[1])
+    reason = None
+    if finish != GOING_ON:
+        reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
+    return RowOutput(row, token, reason, state - host.grammar_base, spent, logprobs)
+
+
+def _logprobs(sampled: Sampled, hosts: list[HostRow]) -> list[TokenLogprobs | None]:
+    if sampled.chosen_logprob_B is None:
+        return [None] * len(hosts)
+    chosen = sampled.chosen_logprob_B.tolist()
+    top_ids = [[]] * len(hosts) if sampled.top_id_BK is None else sampled.top_id_BK.tolist()
+    top = [[]] * len(hosts) if sampled.top_logprob_BK is None else sampled.top_logprob_BK.tolist()
+    return [
+        None if host.logprobs is None else TokenLogprobs(c, tuple(zip(ids, lps, strict=True))[: host.logprobs])
+        for host, c, ids, lps in zip(hosts, chosen, top_ids, top, strict=True)
+    ]

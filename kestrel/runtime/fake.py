@@ -1,0 +1,156 @@
+"""A runtime whose tokens can be worked out by hand, for tests and for measuring the scheduler alone.
+
+Every position has a value: a text token its id, a coordinate `round(1024·value)`, a size the sum of its two, position k
+of an image span `int(digest[:4], 16) + k`. The KV slot of a position holds the running sum of values up to it, read
+through the row's page table, so a wrong page gives a wrong token. The token sampled after position p is
+`(running sum at p + p) mod vocab_size`, then moved to an id the grammar allows. Example (vocab 10): prompt 3, 4 gives
+running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and the next is 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrel.grammar import END, Carries, State
+from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.runtime.contract import PrefillChunk, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
+from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
+
+
+@dataclass(slots=True)
+class FakeStep:
+    step_id: int
+    output: StepOutput
+
+
+@dataclass(slots=True)
+class _Row:
+    start: RowStart
+    state: int
+    spent: int
+    generated: int
+    pages: list[int]
+    last: Token | None = None
+    failed: bool = False
+
+
+class FakeRuntime:
+    def __init__(self, limits: RuntimeLimits, vocab_size: int = 1000, coord_id: int = 5, size_id: int = 6) -> None:
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._coord_id = coord_id
+        self._size_id = size_id
+        self._slots = [0] * (limits.num_pages * limits.page_size)
+        self._rows: dict[int, _Row] = {}
+        self._next_collect = 0
+        self.num_positions_computed = 0
+        self.failing_digests: dict[str, Exception] = {}
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._limits
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        output = StepOutput(plan.step_id)
+        for start in plan.starts:
+            self._rows[start.row] = _Row(start, start.grammar_state, start.phase_spent, start.num_generated, [])
+        for write in plan.page_writes:
+            pages = self._rows[write.row].pages
+            assert write.index <= len(pages), "page table written with a gap"
+            pages[write.index : write.index + 1] = [write.page]
+        for copy in plan.page_copies:
+            self._copy_page(copy.source, copy.target)
+        for chunk in plan.prefill:
+            if chunk.row not in output.failures:
+                self._prefill(chunk, output)
+        for decode in plan.decode:
+            row = self._rows[decode.row]
+            if row.failed:
+                continue
+            assert row.last is not None, "decode before prefill"
+            self._write(row, decode.position, item_value(row.last))
+            output.rows.append(self._sample(decode.row, decode.position))
+        return FakeStep(plan.step_id, output)
+
+    def collect(self, step: FakeStep) -> StepOutput:
+        assert step.step_id >= self._next_collect, "steps must be collected in order"
+        self._next_collect = step.step_id + 1
+        return step.output
+
+    def _prefill(self, chunk: PrefillChunk, output: StepOutput) -> None:
+        row = self._rows[chunk.row]
+        position = chunk.start
+        for item in chunk.items:
+            if isinstance(item, ImageSpan):
+                if item.digest in self.failing_digests:
+                    output.failures[chunk.row] = self.failing_digests[item.digest]
+                    row.failed = True
+                    return
+                for k in range(item.num_positions):
+                    self._write(row, position + k, int(item.digest[:4], 16) + k)
+                position += item.num_positions
+            else:
+                self._write(row, position, item_value(item))
+                position += 1
+        if chunk.samples:
+            output.rows.append(self._sample(chunk.row, position - 1))
+
+    def _sample(self, row_index: int, position: int) -> RowOutput:
+        row = self._rows[row_index]
+        grammar, budget = row.start.grammar, row.start.sampling.max_new_tokens
+        state = grammar.states[row.state]
+        sampled = self._pick(state, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
+        if row.spent >= budget and state.when_spent is not None:
+            sampled = state.when_spent
+        emitted, goto = grammar.advance(row.state, sampled)
+        if goto == END:
+            row.last = TextToken(emitted)  # a step already in flight still feeds something
+            return RowOutput(row_index, None, FinishReason.STOP, row.state, row.spent)
+        token = self._typed(state, emitted, position)
+        changes_phase = grammar.states[goto].phase != state.phase
+        row.spent = 0 if changes_phase else row.spent + 1
+        row.state, row.last = goto, token
+        row.generated += 1
+        spent_out = row.spent >= budget and grammar.states[goto].when_spent is None
+        ended = spent_out or row.generated >= row.start.max_total_tokens
+        logprobs = TokenLogprobs(-1.0) if row.start.sampling.logprobs is not None else None
+        return RowOutput(row_index, token, FinishReason.LENGTH if ended else None, goto, row.spent, logprobs)
+
+    def _pick(self, state: State, candidate: int) -> int:
+        if state.allowed is not None:
+            return state.allowed[candidate % len(state.allowed)]
+        while candidate in state.suppressed:
+            candidate = (candidate + 1) % self._vocab_size
+        return candidate
+
+    def _typed(self, state: State, emitted: int, position: int) -> Token:
+        if emitted == self._coord_id and state.carries & Carries.COORD:
+            return CoordToken((position * 37 % 1024) / 1024)
+        if emitted == self._size_id and state.carries & Carries.SIZE:
+            return SizeToken((position * 11 % 1024) / 1024, (position * 13 % 1024) / 1024)
+        return TextToken(emitted)
+
+    def _write(self, row: _Row, position: int, value: int) -> None:
+        before = self._slots[self._slot(row, position - 1)] if position else 0
+        self._slots[self._slot(row, position)] = before + value
+        self.num_positions_computed += 1
+
+    def _slot(self, row: _Row, position: int) -> int:
+        page, offset = divmod(position, self._limits.page_size)
+        return row.pages[page] * self._limits.page_size + offset
+
+    def _copy_page(self, source: int, target: int) -> None:
+        size = self._limits.page_size
+        self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+
+
+def item_value(item: ContextItem) -> int:
+    match item:
+        case TextToken(id=token_id):
+            return token_id
+        case CoordToken(value=value):
+            return round(1024 * value)
+        case SizeToken(width=width, height=height):
+            return round(1024 * width) + round(1024 * height)
+        case ImageSpan():
+            raise AssertionError("an image span has one value per position")

@@ -1,0 +1,110 @@
+"""Grammars as device tables, and the machine that advances every row of a step at once.
+
+All grammars seen so far share one table; a row's state is an index into it. Ids are stored as short padded lists per
+state, so the tables stay small however large the vocabulary is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel.grammar import END, Grammar, State
+
+NO_ID = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What sampling did to each row."""
+
+    emitted_B: Tensor
+    state_B: Tensor
+    """Next state; the current one where the row ended."""
+    ended_B: Tensor
+    changes_phase_B: Tensor
+    carries_B: Tensor
+
+
+class GrammarTables:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._base: dict[Grammar, int] = {}
+        self._states: list[tuple[int, State]] = []  # (index of the grammar's first state, state)
+        self._upload()
+
+    def base_of(self, grammar: Grammar) -> int:
+        """Index of the grammar's first state; uploads a grammar not seen before."""
+        base = self._base.get(grammar)
+        if base is None:
+            base = len(self._states)
+            self._base[grammar] = base
+            self._states += [(base, state) for state in grammar.states]
+            self._upload()
+        return base
+
+    def mask(self, logits_BV: Tensor, state_B: Tensor) -> Tensor:
+        """Logits with everything a row's state forbids at −inf."""
+        padded = torch.nn.functional.pad(logits_BV, (0, 1))
+        limited = torch.full_like(padded, -torch.inf)
+        allowed_BA = self._allowed[state_B]
+        limited.scatter_(1, allowed_BA, padded.gather(1, allowed_BA))
+        masked = torch.where(self._is_limited[state_B][:, None], limited, padded)
+        masked.scatter_(1, self._suppressed[state_B], -torch.inf)
+        return masked[:, :-1]
+
+    def advance(self, state_B: Tensor, sampled_B: Tensor, is_spent_B: Tensor) -> Advance:
+        when_spent_B = self._when_spent[state_B]
+        sampled_B = torch.where(is_spent_B & (when_spent_B != NO_ID), when_spent_B, sampled_B)
+        hits_BE = self._edge_id[state_B] == sampled_B[:, None]
+        edge_B = torch.where(hits_BE.any(1), hits_BE.int().argmax(1), hits_BE.shape[1])
+        goto_B = self._edge_goto[state_B, edge_B]
+        emit_B = self._edge_emit[state_B, edge_B]
+        ended_B = goto_B == END
+        next_B = torch.where(ended_B, state_B, goto_B)
+        return Advance(
+            emitted_B=torch.where(emit_B == NO_ID, sampled_B, emit_B),
+            state_B=next_B,
+            ended_B=ended_B,
+            changes_phase_B=self._phase[next_B] != self._phase[state_B],
+            carries_B=self._carries[state_B],
+        )
+
+    def ends_when_spent(self, state_B: Tensor) -> Tensor:
+        """Rows that a spent phase finishes (the others are moved on by `when_spent`)."""
+        return self._when_spent[state_B] == NO_ID
+
+    def _upload(self) -> None:
+        states = [state for _, state in self._states]
+        dummy = self._vocab_size  # column past the vocabulary, cut off again
+        allowed = [state.allowed or () for state in states]
+        self._allowed = self._padded(allowed, dummy)
+        self._suppressed = self._padded([state.suppressed for state in states], dummy)
+        self._is_limited = self._tensor([state.allowed is not None for state in states], torch.bool)
+        self._phase = self._tensor([state.phase for state in states])
+        self._carries = self._tensor([int(state.carries) for state in states])
+        self._when_spent = self._tensor([NO_ID if s.when_spent is None else s.when_spent for s in states])
+        self._upload_edges()
+
+    def _upload_edges(self) -> None:
+        """Edge columns by id, then one last column for `otherwise`."""
+        self._edge_id = self._padded([[i for i, _ in s.edges] for _, s in self._states], NO_ID)
+        width = self._edge_id.shape[1]
+        goto, emit = [], []
+        for base, state in self._states:
+            edges = [edge for _, edge in state.edges]
+            edges += [state.otherwise] * (width + 1 - len(edges))
+            goto.append([END if edge.goto == END else base + edge.goto for edge in edges])
+            emit.append([NO_ID if edge.emit is None else edge.emit for edge in edges])
+        self._edge_goto = self._tensor(goto or [[END]])
+        self._edge_emit = self._tensor(emit or [[NO_ID]])
+
+    def _padded(self, rows: list, fill: int) -> Tensor:
+        width = max([1, *(len(row) for row in rows)])
+        return self._tensor([[*row, *[fill] * (width - len(row))] for row in rows] or [[fill] * width])
+
+    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)

@@ -1,0 +1,38 @@
+"""The paged key/value tensors of all layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kestrel.models.contract import DecoderShape
+from kestrel.runtime.contract import PageCopy
+
+
+class PagedKVCache:
+    """Per layer [num_pages · page_size, kv_heads, head_dim]; slot of a position = its page · page_size + offset."""
+
+    def __init__(
+        self, shape: DecoderShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # Zeros, not empty: masked slots are multiplied by a zero weight, which garbage NaNs would survive.
+        size = (shape.num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        self._k = torch.zeros(size, dtype=dtype, device=device)
+        self._v = torch.zeros(size, dtype=dtype, device=device)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._k[index], self._v[index]
+
+    def copy_pages(self, copies: list[PageCopy]) -> None:
+        if not copies:
+            return
+        pages = torch.tensor([(copy.source, copy.target) for copy in copies]).to(self._k.device)
+        for cache in (self._k, self._v):
+            by_page = cache.view(cache.shape[0], self.num_pages, self.page_size, *cache.shape[2:])
+            by_page[:, pages[:, 1]] = by_page[:, pages[:, 0]]
+
+
+def bytes_per_page(shape: DecoderShape, page_size: int, dtype: torch.dtype) -> int:
+    return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize

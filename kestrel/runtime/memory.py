@@ -1,0 +1,53 @@
+"""How many KV pages fit: measured once at start-up, passed on as a plain number."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+from kestrel.models.contract import DecoderShape
+from kestrel.runtime.kv_cache import bytes_per_page
+
+MIN_TEXT_POSITIONS = 64
+CACHED_CONTEXTS_PER_ROW = 4
+"""Planned pages beyond what running sequences can use, kept for the prefix cache: this many contexts per row."""
+
+
+def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
+    """Pages to allocate: as configured, or as many as are useful and fit the allowed share of the free memory."""
+    least = -(-(shape.num_image_positions + MIN_TEXT_POSITIONS) // config.page_size)
+    page_bytes = bytes_per_page(shape, config.page_size, dtype)
+    if config.kv_cache_pages is not None:
+        if config.kv_cache_pages < least:
+            raise ConfigError(
+                "kv_cache_pages",
+                f"{config.kv_cache_pages} pages of {config.page_size} cannot hold one picture and a question; "
+                f"use at least {least}",
+            )
+        return config.kv_cache_pages
+    context = config.max_seq_length or shape.max_context
+    useful = config.max_batch_size * (1 + CACHED_CONTEXTS_PER_ROW) * -(-context // config.page_size)
+    free = free_memory_bytes(device)
+    affordable = int(free * config.kv_cache_memory_fraction) // page_bytes
+    if affordable < least:
+        raise ConfigError(
+            "kv_cache_memory_fraction",
+            f"{config.kv_cache_memory_fraction} of {free / 2**30:.1f} GiB free on {device} cannot hold one picture "
+            f"({least * page_bytes / 2**30:.2f} GiB needed); free memory, raise it, or use a smaller model",
+        )
+    return min(useful, affordable)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,137 @@
+"""What the device remembers of each row between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kestrel.grammar import Carries
+from kestrel.runtime.contract import PageWrite, RowStart
+from kestrel.runtime.grammar_tables import GrammarTables
+
+TEXT, COORD, SIZE = 0, 1, 2  # kinds of a row's last token
+
+
+@dataclass(slots=True)
+class HostRow:
+    """What the host needs to know of a row to skip work that no row of a step asks for."""
+
+    grammar_base: int = 0
+    carries: Carries = Carries.NOTHING
+    samples_randomly: bool = False
+    logprobs: int | None = None
+    has_id_limits: bool = False
+
+
+@dataclass(slots=True)
+class RowTensors:
+    last_id: Tensor
+    last_kind: Tensor
+    last_value: Tensor  # [rows, 2]
+    state: Tensor
+    spent: Tensor
+    generated: Tensor
+    budget: Tensor
+    max_total: Tensor
+    seed: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+
+
+@dataclass(slots=True)
+class RowTable:
+    """Rows by index. Integers of a start travel in one copy, numbers in another."""
+
+    num_rows: int
+    max_pages_per_row: int
+    vocab_size: int
+    grammars: GrammarTables
+    device: torch.device
+    tensors: RowTensors = field(init=False)
+    pages: Tensor = field(init=False)  # [rows, max pages]
+    host: list[HostRow] = field(init=False)
+    id_limits: Tensor | None = field(init=False, default=None)  # [rows, vocab], true where an id may be sampled
+
+    def __post_init__(self) -> None:
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(self.num_rows, *shape, dtype=torch.int64, device=self.device)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(self.num_rows, *shape, dtype=torch.float32, device=self.device)
+
+        self.tensors = RowTensors(
+            last_id=integers(),
+            last_kind=integers(),
+            last_value=numbers(2),
+            state=integers(),
+            spent=integers(),
+            generated=integers(),
+            budget=integers(),
+            max_total=integers(),
+            seed=integers(),
+            temperature=numbers(),
+            top_p=numbers(),
+            top_k=integers(),
+            min_p=numbers(),
+        )
+        self.pages = integers(self.max_pages_per_row)
+        self.host = [HostRow() for _ in range(self.num_rows)]
+
+    def apply_starts(self, starts: list[RowStart]) -> None:
+        if not starts:
+            return
+        for start in starts:
+            self._note_on_host(start)
+        rows = torch.tensor([start.row for start in starts], device=self.device)
+        integers = torch.tensor([self._integers(start) for start in starts]).to(self.device)
+        numbers = torch.tensor([self._numbers(start) for start in starts]).to(self.device)
+        t = self.tensors
+        for column, tensor in enumerate((t.state, t.spent, t.generated, t.budget, t.max_total, t.seed, t.top_k)):
+            tensor[rows] = integers[:, column]
+        for column, tensor in enumerate((t.temperature, t.top_p, t.min_p)):
+            tensor[rows] = numbers[:, column]
+
+    def apply_page_writes(self, writes: list[PageWrite]) -> None:
+        if writes:
+            table = torch.tensor([(w.row, w.index, w.page) for w in writes]).to(self.device)
+            self.pages[table[:, 0], table[:, 1]] = table[:, 2]
+
+    def _note_on_host(self, start: RowStart) -> None:
+        sampling = start.sampling
+        self.host[start.row] = HostRow(
+            grammar_base=self.grammars.base_of(start.grammar),
+            carries=start.grammar.carries,
+            samples_randomly=sampling.temperature > 0.0,
+            logprobs=sampling.logprobs,
+            has_id_limits=bool(sampling.allowed_ids or sampling.suppressed_ids),
+        )
+        if self.host[start.row].has_id_limits:
+            self._write_id_limits(start)
+
+    def _write_id_limits(self, start: RowStart) -> None:
+        allowed, suppressed = start.sampling.allowed_ids, start.sampling.suppressed_ids
+        if self.id_limits is None:
+            self.id_limits = torch.ones(self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device)
+        assert self.id_limits is not None
+        limits = torch.full((self.vocab_size,), not allowed, dtype=torch.bool)
+        limits[list(allowed)] = True
+        limits[list(suppressed)] = False
+        self.id_limits[start.row] = limits.to(self.device)
+
+    def _integers(self, start: RowStart) -> tuple[int, ...]:
+        return (
+            self.host[start.row].grammar_base + start.grammar_state,
+            start.phase_spent,
+            start.num_generated,
+            start.sampling.max_new_tokens,
+            start.max_total_tokens,
+            start.sampling.seed,
+            start.sampling.top_k,
+        )
+
+    def _numbers(self, start: RowStart) -> tuple[float, ...]:
+        return (start.sampling.temperature, start.sampling.top_p, start.sampling.min_p)

@@ -1,0 +1,138 @@
+"""Who may start: rows, pages, and one prefill per picture.
+
+Requests about a picture that another sequence is just prefilling are parked until that picture is in the prefix cache,
+so that each picture is encoded once however many ask about it at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from kestrel.cache import CacheManager
+from kestrel.errors import OutOfPages
+from kestrel.request import CacheNamespace
+from kestrel.scheduler.queues import WaitingQueue
+from kestrel.scheduler.sequence import Sequence
+from kestrel.tokens import ContextItem
+
+
+class DeferReason(Enum):
+    NO_ROW = "no free row"
+    NO_PAGES = "no free pages"
+    IMAGE_IN_PROGRESS = "the same picture is being prefilled"
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    reason: DeferReason
+
+
+Decision: TypeAlias = Admitted | Deferred
+PictureKey: TypeAlias = tuple[CacheNamespace, tuple[ContextItem, ...]]
+
+
+class Admission:
+    def __init__(self, cache: CacheManager, queue: WaitingQueue, num_rows: int) -> None:
+        self._cache = cache
+        self._queue = queue
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._num_rows = num_rows
+        self._waits_for_release = False
+        self._picture_owner: dict[PictureKey, Sequence] = {}
+        self._picture_of: dict[str, PictureKey] = {}
+        self._parked: dict[PictureKey, list[Sequence]] = {}
+
+    @property
+    def num_parked(self) -> int:
+        return sum(len(group) for group in self._parked.values())
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def admit_waiting(self) -> list[Sequence]:
+        """Start waiting sequences in order until rows or pages run out."""
+        admitted: list[Sequence] = []
+        while self._free_rows and not self._waits_for_release:
+            sequence = self._queue.try_pop()
+            if sequence is None:
+                break
+            match self.decide(sequence):
+                case Admitted():
+                    admitted.append(sequence)
+                case Deferred(reason=DeferReason.IMAGE_IN_PROGRESS):
+                    self._park(sequence)
+                case Deferred():
+                    self._queue.push(sequence)
+                    self._waits_for_release = True
+        return admitted
+
+    def decide(self, sequence: Sequence) -> Decision:
+        if not self._free_rows:
+            return Deferred(DeferReason.NO_ROW)
+        if self._picture_key(sequence) in self._picture_owner:
+            return Deferred(DeferReason.IMAGE_IN_PROGRESS)
+        try:
+            lease = self._cache.acquire(sequence.request.namespace, sequence.items)
+        except OutOfPages:
+            return Deferred(DeferReason.NO_PAGES)
+        sequence.start(self._free_rows.pop(), lease)
+        self._own_missing_picture(sequence)
+        return Admitted(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back the row and pages of a sequence that no step names any more."""
+        assert sequence.lease is not None
+        sequence.lease.release()
+        sequence.lease = None
+        self._free_rows.append(sequence.row)
+        self._waits_for_release = False
+        self.picture_done(sequence)
+
+    def hold_until_release(self) -> None:
+        """After a preemption nothing new starts before something ends, or the two would take turns."""
+        self._waits_for_release = True
+
+    def picture_done(self, sequence: Sequence) -> None:
+        """The sequence's first picture is shared now (or given up): those parked behind it may try."""
+        key = self._picture_of.pop(sequence.request_id, None)
+        if key is None:
+            return
+        del self._picture_owner[key]
+        for parked in self._parked.pop(key, ()):
+            self._queue.push(parked)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop a sequence that never started from the queue or the parked ones."""
+        self._queue.remove(sequence)
+        key = self._picture_key(sequence)
+        if key is not None and sequence in self._parked.get(key, ()):
+            self._parked[key].remove(sequence)
+
+    def check_integrity(self, running: int) -> None:
+        assert len(self._free_rows) + running == self._num_rows, "a row is lost or held twice"
+        assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
+        assert set(self._parked) <= set(self._picture_owner), "sequences are parked behind no one"
+
+    def _park(self, sequence: Sequence) -> None:
+        key = self._picture_key(sequence)
+        assert key is not None
+        self._parked.setdefault(key, []).append(sequence)
+
+    def _own_missing_picture(self, sequence: Sequence) -> None:
+        key = self._picture_key(sequence)
+        if key is not None and self._cache.shares_prefixes and sequence.misses_leading_picture:
+            self._picture_owner[key] = sequence
+            self._picture_of[sequence.request_id] = key
+
+    def _picture_key(self, sequence: Sequence) -> PictureKey | None:
+        if sequence.leading_picture is None:
+            return None
+        return sequence.request.namespace, sequence.leading_picture

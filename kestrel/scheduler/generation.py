@@ -1,0 +1,213 @@
+"""The step loop: commit what is due, admit, plan, launch.
+
+A request's life: `add` checks it can ever fit and queues it; `admit` gives it a row and pages (a cached prefix makes
+that cheap); each `step` prefills a chunk of it or decodes one token; `commit` feeds tokens to its skill until the
+grammar or a budget ends it; then its context is published for follow-ups and everything it held is released.
+
+Not thread-safe: one thread owns the scheduler and its runtime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic
+
+from kestrel.cache import CacheManager
+from kestrel.errors import QueueFull, RequestCancelled, RequestError
+from kestrel.request import GenerationRequest, StreamUpdate
+from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
+from kestrel.scheduler.admission import Admission
+from kestrel.scheduler.commit import Committer
+from kestrel.scheduler.pipeline import LaunchedStep, Pipeline
+from kestrel.scheduler.plan import PlannedStep, StepPlanner, reserve_next_token
+from kestrel.scheduler.queues import WaitingQueue
+from kestrel.scheduler.sequence import Sequence, Stage
+
+
+class GenerationScheduler(Generic[StepT]):
+    def __init__(
+        self,
+        runtime: Runtime[StepT],
+        cache: CacheManager,
+        *,
+        max_queue_size: int = 1024,
+        priority_ageing_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits = runtime.limits
+        self._runtime = runtime
+        self._limits = limits
+        self._cache = cache
+        self._clock = clock
+        self._max_queue_size = max_queue_size
+        self._queue = WaitingQueue(priority_ageing_s)
+        self._admission = Admission(cache, self._queue, limits.max_batch_size)
+        self._planner = StepPlanner(limits)
+        self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight)
+        self._committer = Committer(clock, self._admission.picture_done)
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._leaving: list[Sequence] = []
+        self._notices: list[StreamUpdate] = []
+
+    # ------------------------------------------------------------------ what callers see
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._leaving or self._notices or len(self._pipeline))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) + self._admission.num_parked
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestError when it can never run and QueueFull when too many wait."""
+        if request.request_id in self._sequences:
+            raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
+        if self.num_waiting >= self._max_queue_size:
+            raise QueueFull(f"{self.num_waiting} requests are waiting (max_queue_size); retry later")
+        key = self._queue.key(request.priority, self._clock())
+        sequence = Sequence(request, key, max_total_tokens(request, self._limits))
+        self._sequences[request.request_id] = sequence
+        self._queue.push(sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now; False when it is unknown or already over. Its pages come back within a step."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence, RequestCancelled(f"request {request_id} was cancelled"))
+        return True
+
+    def fail_all(self, error: BaseException) -> list[StreamUpdate]:
+        """End every request with `error`, without touching the runtime again."""
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, error)
+        notices, self._notices = self._notices, []
+        return notices
+
+    def step(self) -> list[StreamUpdate]:
+        """One turn of the loop; returns what became known."""
+        updates, self._notices = self._notices, []
+        while self._pipeline.is_over_depth:
+            updates += self._commit_oldest()
+        self._admit()
+        planned = self._plan()
+        if planned is not None:
+            self._launch(planned)
+        elif len(self._pipeline):
+            updates += self._commit_oldest()
+        self._release_leaving()
+        return updates
+
+    def check_integrity(self) -> None:
+        """Recount rows, pages and queues; for tests and idle moments."""
+        self._cache.check_integrity()
+        holders = [s for s in self._running + self._leaving if s.lease is not None]
+        self._admission.check_integrity(len(holders))
+        assert self._cache.num_leases == len(holders), "a lease belongs to no sequence"
+        assert len({s.row for s in holders}) == len(holders), "two sequences share a row"
+        if not self._sequences:
+            assert not self._running, "a running sequence is not registered"
+            assert self.num_waiting == 0, "a waiting sequence is not registered"
+
+    # ------------------------------------------------------------------ the four parts of a step
+
+    def _commit_oldest(self) -> list[StreamUpdate]:
+        launched = self._pipeline.pop()
+        output = self._runtime.collect(launched.step)
+        updates = self._committer.commit(output, launched.work)
+        self._retire_done()
+        return updates
+
+    def _admit(self) -> None:
+        for sequence in self._admission.admit_waiting():
+            self._running.append(sequence)
+            self._planner.announce(sequence)
+
+    def _plan(self) -> PlannedStep | None:
+        """The next step, or None when there is nothing to do or pages must first come back from a step in flight."""
+        if not self._make_room():
+            return None
+        planned = self._planner.plan(self._running)
+        return None if planned.plan.is_empty else planned
+
+    def _launch(self, planned: PlannedStep) -> None:
+        now = self._clock()
+        for work in planned.work.values():
+            if work.sequence.first_step_s is None:
+                work.sequence.first_step_s = now
+        step = self._runtime.launch(planned.plan)
+        self._pipeline.push(LaunchedStep(step, planned.work))
+
+    # ------------------------------------------------------------------ pages for running sequences
+
+    def _make_room(self) -> bool:
+        """Give every decoding sequence a page for its next token, preempting the least urgent if need be."""
+        for sequence in list(self._running):
+            while sequence.can_decode and not reserve_next_token(sequence):
+                if len(self._pipeline):
+                    return False
+                self._preempt()
+        return True
+
+    def _preempt(self) -> None:
+        """Send the least urgent sequence back to the queue; it keeps its tokens and computes their KV again.
+
+        A sequence alone preempts itself: starting anew it may do without cached pages that are not its own.
+        """
+        victim = max(self._running, key=lambda s: s.queue_key)
+        self._running.remove(victim)
+        self._planner.withdraw(victim)
+        victim.share()
+        self._admission.release(victim)
+        victim.restart_later()
+        self._queue.push(victim)
+        if self._running:
+            self._admission.hold_until_release()
+
+    # ------------------------------------------------------------------ endings
+
+    def _end(self, sequence: Sequence, error: BaseException) -> None:
+        if sequence.stage is Stage.WAITING:
+            self._admission.forget(sequence)
+        self._notices.append(self._committer.fail(sequence, error))
+        self._retire_done()
+        self._sequences.pop(sequence.request_id, None)
+
+    def _retire_done(self) -> None:
+        done = [s for s in self._running if s.is_done]
+        if not done:
+            return
+        self._running = [s for s in self._running if not s.is_done]
+        for sequence in done:
+            del self._sequences[sequence.request_id]
+            self._planner.withdraw(sequence)
+            self._leaving.append(sequence)
+
+    def _release_leaving(self) -> None:
+        """Share the finished contexts and free what no step in flight names any more."""
+        still_named = [s for s in self._leaving if s.num_in_flight]
+        for sequence in self._leaving:
+            if sequence.num_in_flight == 0:
+                sequence.share()
+                self._admission.release(sequence)
+        self._leaving = still_named
+
+
+def max_total_tokens(request: GenerationRequest, limits: RuntimeLimits) -> int:
+    """Tokens a request may emit over all phases. Raises when not even one fits."""
+    room = limits.max_positions - request.num_prompt_positions
+    if room < 1:
+        raise RequestError(
+            "prompt",
+            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - 1} fit; "
+            "shorten it, or raise max_seq_length (and kv_cache_pages if set)",
+        )
+    has_one_phase = all(state.phase == 0 and state.when_spent is None for state in request.grammar.states)
+    return min(room, request.sampling.max_new_tokens) if has_one_phase else room

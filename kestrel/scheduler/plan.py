@@ -1,0 +1,132 @@
+"""What the next step does: one token for every running sequence, then prefill within the token budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrel.errors import OutOfPages
+from kestrel.runtime.contract import (
+    DecodeRow,
+    PageCopy,
+    PageWrite,
+    PrefillChunk,
+    RowStart,
+    RuntimeLimits,
+    StepPlan,
+)
+from kestrel.scheduler.pipeline import PlannedWork
+from kestrel.scheduler.sequence import Sequence, Stage
+from kestrel.tokens import ImageSpan
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    plan: StepPlan
+    work: dict[int, PlannedWork]
+
+
+class StepPlanner:
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self._limits = limits
+        self._next_step_id = 0
+        self._started: list[Sequence] = []
+
+    def announce(self, sequence: Sequence) -> None:
+        """A sequence took its row: the next step initialises it."""
+        self._started.append(sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """A sequence lost its row before any step named it."""
+        if sequence in self._started:
+            self._started.remove(sequence)
+
+    def plan(self, running: list[Sequence]) -> PlannedStep:
+        """`running` have pages for their next token already (see `reserve_next_token`)."""
+        step = PlannedStep(StepPlan(self._next_step_id), {})
+        self._next_step_id += 1
+        self._plan_starts(step.plan)
+        for sequence in running:
+            if sequence.can_decode:
+                self._plan_decode(step, sequence)
+        budget = self._limits.max_prefill_tokens
+        for sequence in running:
+            if sequence.stage is Stage.PREFILL and budget > 0:
+                budget = self._plan_prefill(step, sequence, budget)
+        return step
+
+    def _plan_starts(self, plan: StepPlan) -> None:
+        for sequence in self._started:
+            assert sequence.lease is not None
+            plan.starts.append(
+                RowStart(
+                    row=sequence.row,
+                    grammar=sequence.request.grammar,
+                    sampling=sequence.request.sampling,
+                    max_total_tokens=sequence.max_total_tokens,
+                    grammar_state=sequence.grammar_state,
+                    phase_spent=sequence.phase_spent,
+                    num_generated=sequence.num_generated,
+                )
+            )
+            plan.page_writes += [PageWrite(sequence.row, i, page) for i, page in enumerate(sequence.lease.pages)]
+            plan.page_copies += [PageCopy(source, target) for source, target in sequence.lease.take_copies()]
+            sequence.num_written_pages = len(sequence.lease.pages)
+        self._started.clear()
+
+    def _plan_decode(self, step: PlannedStep, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        position = sequence.num_launched
+        pages = sequence.lease.pages
+        for index in range(sequence.num_written_pages, len(pages)):
+            step.plan.page_writes.append(PageWrite(sequence.row, index, pages[index]))
+        sequence.num_written_pages = len(pages)
+        step.plan.decode.append(DecodeRow(sequence.row, position))
+        sequence.num_launched = position + 1
+        step.work[sequence.row] = PlannedWork(sequence, position + 1, samples=True, publishes=False)
+
+    def _plan_prefill(self, step: PlannedStep, sequence: Sequence, budget: int) -> int:
+        """Add the sequence's next chunks; returns the budget left. A span alone may exceed the budget."""
+        publishes = False
+        while budget > 0 and sequence.next_item < len(sequence.items):
+            chunk = self._next_chunk(sequence, budget)
+            if chunk.num_positions > budget and step.plan.prefill:
+                break
+            step.plan.prefill.append(chunk)
+            sequence.next_item += len(chunk.items)
+            sequence.num_launched += chunk.num_positions
+            publishes |= chunk.samples or isinstance(chunk.items[0], ImageSpan)
+            budget -= chunk.num_positions
+            samples = chunk.samples
+            step.work[sequence.row] = PlannedWork(sequence, sequence.num_launched, samples, publishes)
+        if sequence.next_item == len(sequence.items):
+            sequence.stage = Stage.DECODE
+        return budget
+
+    def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
+        items, first = sequence.items, sequence.next_item
+        if isinstance(items[first], ImageSpan):
+            last = first + 1
+            positions = items[first].num_positions  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            last = first
+            while last < len(items) and last - first < budget and not isinstance(items[last], ImageSpan):
+                last += 1
+            positions = last - first
+        return PrefillChunk(
+            row=sequence.row,
+            start=sequence.num_launched,
+            items=items[first:last],
+            num_positions=positions,
+            samples=last == len(items),
+            images=sequence.request.images,
+        )
+
+
+def reserve_next_token(sequence: Sequence) -> bool:
+    """Make sure the sequence has a page for its next position; False when the pool is exhausted."""
+    assert sequence.lease is not None
+    try:
+        sequence.lease.extend_to(sequence.num_launched + 1)
+    except OutOfPages:
+        return False
+    return True

@@ -1,0 +1,157 @@
+"""What a skill is: fields in, prompt and grammar, typed tokens, result out. No torch.
+
+One request walks through three calls: `parse` turns raw fields into a typed request, `prompt` lays it out as context
+items with decode rules, `start` gives the object that turns tokens into stream deltas and the final result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from kestrel.errors import RequestError
+from kestrel.grammar import Grammar
+from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.tokens import ContextItem, ImageSpan, Token
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; special-token strings inside it are plain text too."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special ids left out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    bos: int
+    eos: int
+    answer: int
+    thinking: int
+    coord: int
+    size: int
+    start_ground: int
+    end_ground: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Ids around the user's words."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SkillDefaults:
+    """What a request gets when it does not say otherwise; differs per model generation."""
+
+    temperature: float = 0.5
+    top_p: float = 0.9
+    max_new_tokens: int = 768
+    max_objects: int = 150
+    reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """Everything a skill may know about the loaded model."""
+
+    name: str
+    ids: SpecialIds
+    templates: Mapping[str, Template]
+    """By skill; captions as "caption.short", "caption.normal", "caption.long". A missing skill is not supported."""
+    answer_opener: tuple[int, ...]
+    """Ids after a question that open a direct answer (Moondream 2 doubles the suffix)."""
+    reasoning_opener: tuple[int, ...]
+    """Ids after a question that open thinking; empty when the model cannot reason."""
+    compares_coord_and_eos_only: bool
+    """Moondream 3: after an object only the coordinate and end ids compete for the next one."""
+    defaults: SkillDefaults
+    tokenizer: Tokenizer
+    has_vision: bool = True
+    max_text_id: int | None = None
+    """Largest non-text id (segment drops ids up to this one); None uses 20."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A laid-out request."""
+
+    items: tuple[ContextItem, ...]
+    grammar: Grammar
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SkillRequest:
+    """Base of every skill's parsed request. `images` are still encoded; the engine decodes them."""
+
+    images: tuple[Any, ...] = field(default=(), kw_only=True)
+    adapter: str | None = field(default=None, kw_only=True)
+
+
+RequestT = TypeVar("RequestT", bound=SkillRequest)
+
+
+class SkillState(ABC):
+    """Per request: consumes typed tokens, yields stream deltas, makes the result (a `TokenConsumer`)."""
+
+    @abstractmethod
+    def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
+        """Take one token; return what it adds to a stream, if anything."""
+
+    @abstractmethod
+    def finish(self, reason: FinishReason) -> SkillOutput:
+        """The result; called once, after the last token."""
+
+    def flush(self) -> StreamDelta | None:
+        """What was held back from the stream; called once, before `finish`."""
+        return None
+
+
+class SkillSpec(ABC, Generic[RequestT]):
+    """One skill. Stateless: everything of a request is in its request and state objects."""
+
+    name: str
+
+    @abstractmethod
+    def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> RequestT:
+        """Typed request from raw fields. Raises RequestError naming the first bad or unknown field."""
+
+    @abstractmethod
+    def prompt(self, request: RequestT, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
+        """Context items, grammar and sampling. `images` has one span per picture of the request, in order."""
+
+    @abstractmethod
+    def start(self, request: RequestT, profile: ModelProfile) -> SkillState:
+        """A fresh state for one run of the request."""
+
+
+class SkillRegistry:
+    """The skills an engine offers, by name."""
+
+    def __init__(self, skills: Iterable[SkillSpec[Any]]) -> None:
+        self._skills: dict[str, SkillSpec[Any]] = {}
+        for skill in skills:
+            if skill.name in self._skills:
+                raise ValueError(f"two skills are named {skill.name!r}; rename one")
+            self._skills[skill.name] = skill
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._skills)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._skills
+
+    def get(self, name: str) -> SkillSpec[Any]:
+        try:
+            return self._skills[name]
+        except KeyError:
+            known = ", ".join(sorted(self._skills))
+            raise RequestError("skill", f"{name!r} is not registered; choose one of: {known}") from None

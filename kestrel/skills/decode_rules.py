@@ -1,0 +1,105 @@
+"""The grammars of the built-in skills, as functions of a model's special ids.
+
+Grammars are memoised, so that all requests of a kind share one object and a runtime uploads it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from kestrel.errors import RequestError
+from kestrel.grammar import END, Carries, Edge, Grammar, State, free_text
+from kestrel.request import SamplingParams
+from kestrel.skills.base import ModelProfile, SpecialIds
+
+
+def answer_rules(profile: ModelProfile) -> Grammar:
+    """Text until the end id. From the second token on the answer id cannot come; coordinates are plain text here."""
+    return _answer(profile.ids)
+
+
+def reasoning_rules(profile: ModelProfile) -> Grammar:
+    """Thinking text with coordinates until the answer id, then the answer; each has its own token budget."""
+    suffix = profile.templates["query"].suffix
+    if not suffix:
+        raise ValueError(f"{profile.name} reasons but its query template has no suffix to open the answer with")
+    return _reasoning(profile.ids, suffix)
+
+
+def point_rules(profile: ModelProfile) -> Grammar:
+    """x, y, x, y, … until the end id takes the place of an x."""
+    return _objects(profile.ids, profile.compares_coord_and_eos_only, with_size=False)
+
+
+def detect_rules(profile: ModelProfile) -> Grammar:
+    """x, y, size, x, y, size, … until the end id takes the place of an x."""
+    return _objects(profile.ids, profile.compares_coord_and_eos_only, with_size=True)
+
+
+def segment_rules(profile: ModelProfile) -> Grammar:
+    """Anything until the end id; coordinates and sizes carry values."""
+    return _segment(profile.ids)
+
+
+def text_rules(profile: ModelProfile) -> Grammar:
+    """Anything until the end id, as plain text."""
+    return _text(profile.ids.eos)
+
+
+def require_choices(grammar: Grammar, sampling: SamplingParams) -> None:
+    """Refuse id lists that leave some step of the grammar without any id to sample."""
+    only, never = set(sampling.allowed_ids), set(sampling.suppressed_ids)
+    name = "allowed_ids" if only else "suppressed_ids"
+    for state in grammar.states:
+        limits = [choices for choices in (set(state.allowed or ()), only) if choices]
+        if limits and not set.intersection(*limits) - never - set(state.suppressed):
+            needed = "another id" if state.allowed is None else f"one of the ids {list(state.allowed)}"
+            raise RequestError(name, f"leaves no token for the step {state.name!r} of {grammar.name}; permit {needed}")
+
+
+@lru_cache(maxsize=64)
+def _text(eos: int) -> Grammar:
+    return free_text(eos)
+
+
+@lru_cache(maxsize=64)
+def _answer(ids: SpecialIds) -> Grammar:
+    return free_text(ids.eos, name="answer", suppressed_after_first=(ids.answer,))
+
+
+@lru_cache(maxsize=64)
+def _reasoning(ids: SpecialIds, suffix: tuple[int, ...]) -> Grammar:
+    answer_start = 1 + len(suffix)
+    leave = Edge(2, emit=suffix[0])
+    # The suffix id ends thinking too: after it is emitted nobody could tell it from the end that the answer id brings.
+    leaving = tuple((token_id, leave) for token_id in dict.fromkeys((ids.answer, suffix[0])))
+    first = State("first thought", Edge(1), leaving, carries=Carries.COORD, when_spent=ids.answer)
+    states = [first, replace(first, name="thought", suppressed=(ids.eos, ids.size))]
+    for token_id in suffix[1:]:
+        states.append(State("answer opening", Edge(len(states) + 1), allowed=(token_id,), when_spent=token_id))
+    stop = ((ids.eos, Edge(END)),)
+    states.append(State("first answer token", Edge(answer_start + 1), stop, phase=1))
+    states.append(State("answer", Edge(answer_start + 1), stop, suppressed=(ids.answer,), phase=1))
+    return Grammar("reasoning", tuple(states))
+
+
+@lru_cache(maxsize=64)
+def _objects(ids: SpecialIds, compares_coord_and_eos_only: bool, with_size: bool) -> Grammar:
+    stop = ((ids.eos, Edge(END)),)
+    next_object = (3 if with_size else 2) if compares_coord_and_eos_only else 0
+    # Whatever the model would say here instead of the end counts as "one more object".
+    states = [State("first x", Edge(1, emit=ids.coord), stop, carries=Carries.COORD)]
+    after_y = 2 if with_size else next_object
+    states.append(State("y", Edge(after_y), allowed=(ids.coord,), carries=Carries.COORD))
+    if with_size:
+        states.append(State("size", Edge(next_object), allowed=(ids.size,), carries=Carries.SIZE))
+    if compares_coord_and_eos_only:
+        states.append(State("next x", Edge(1), stop, allowed=(ids.coord, ids.eos), carries=Carries.COORD))
+    return Grammar("detect" if with_size else "point", tuple(states))
+
+
+@lru_cache(maxsize=64)
+def _segment(ids: SpecialIds) -> Grammar:
+    state = State("outline", Edge(0), ((ids.eos, Edge(END)),), carries=Carries.COORD | Carries.SIZE)
+    return Grammar("segment", (state,))

@@ -1,0 +1,53 @@
+"""The detect skill: where the named objects are, one box each."""
+
+from __future__ import annotations
+
+from kestrel.grammar import Grammar
+from kestrel.request import SamplingParams, SkillOutput, StreamDelta
+from kestrel.skills.base import ModelProfile, SkillState
+from kestrel.skills.decode_rules import detect_rules
+from kestrel.skills.fields import FieldTable, text
+from kestrel.skills.objects import ObjectRequest, ObjectSkill
+from kestrel.skills.recording import RecordingState, compact_json
+from kestrel.tokens import CoordToken, SizeToken, Token
+
+
+class DetectSkill(ObjectSkill):
+    """Result: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}. Boxes may reach beyond the picture."""
+
+    name = "detect"
+    tokens_per_object = 3
+    field_table = FieldTable("detect", {"object": text}, bound="max_objects")
+
+    def rules(self, profile: ModelProfile) -> Grammar:
+        return detect_rules(profile)
+
+    def start(self, request: ObjectRequest, profile: ModelProfile) -> SkillState:
+        return DetectState(profile, request.sampling)
+
+
+class DetectState(RecordingState):
+    """Streams an "object" delta per box; a centre without a size at the end is dropped."""
+
+    def __init__(self, profile: ModelProfile, sampling: SamplingParams) -> None:
+        super().__init__(profile, sampling)
+        self._centre: list[float] = []
+        self._objects: list[dict[str, float]] = []
+
+    def take(self, token: Token) -> StreamDelta | None:
+        if isinstance(token, CoordToken):
+            self._centre.append(token.value)
+        if not isinstance(token, SizeToken):
+            return None
+        box = box_around(self._centre[0], self._centre[1], token.width, token.height)
+        self._centre.clear()
+        self._objects.append(box)
+        return StreamDelta(kind="object", data=dict(box))
+
+    def output(self) -> SkillOutput:
+        fields = {"objects": self._objects}
+        return SkillOutput(fields, compact_json(fields))
+
+
+def box_around(x: float, y: float, width: float, height: float) -> dict[str, float]:
+    return {"x_min": x - width / 2, "y_min": y - height / 2, "x_max": x + width / 2, "y_max": y + height / 2}

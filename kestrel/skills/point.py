@@ -1,0 +1,56 @@
+"""The point skill: where the named objects are, one point each."""
+
+from __future__ import annotations
+
+from kestrel.grammar import Grammar
+from kestrel.request import SamplingParams, SkillOutput, StreamDelta
+from kestrel.skills.base import ModelProfile, SkillState
+from kestrel.skills.decode_rules import point_rules
+from kestrel.skills.fields import FieldTable, text
+from kestrel.skills.objects import ObjectRequest, ObjectSkill
+from kestrel.skills.recording import RecordingState, compact_json
+from kestrel.skills.spatial import spatial_refs
+from kestrel.tokens import CoordToken, Token
+
+
+class PointSkill(ObjectSkill):
+    """Result: {"points": [{"x", "y"}]}. Bounded by `max_objects`, also called `max_points`."""
+
+    name = "point"
+    tokens_per_object = 2
+    field_table = FieldTable(
+        "point",
+        {"object": text, "spatial_refs": spatial_refs},
+        bound="max_objects",
+        other_names={"max_points": "max_objects"},
+    )
+
+    def rules(self, profile: ModelProfile) -> Grammar:
+        return point_rules(profile)
+
+    def start(self, request: ObjectRequest, profile: ModelProfile) -> SkillState:
+        return PointState(profile, request.sampling)
+
+
+class PointState(RecordingState):
+    """Streams a "point" delta per point; a lone x at the end is dropped."""
+
+    def __init__(self, profile: ModelProfile, sampling: SamplingParams) -> None:
+        super().__init__(profile, sampling)
+        self._x: float | None = None
+        self._points: list[dict[str, float]] = []
+
+    def take(self, token: Token) -> StreamDelta | None:
+        if not isinstance(token, CoordToken):
+            return None
+        if self._x is None:
+            self._x = token.value
+            return None
+        point = {"x": self._x, "y": token.value}
+        self._x = None
+        self._points.append(point)
+        return StreamDelta(kind="point", data=dict(point))
+
+    def output(self) -> SkillOutput:
+        fields = {"points": self._points}
+        return SkillOutput(fields, compact_json(fields))

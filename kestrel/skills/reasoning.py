@@ -1,0 +1,91 @@
+"""The state of a question that is thought about first: thinking text, what it points at, then the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kestrel.request import SamplingParams, SkillOutput, StreamDelta
+from kestrel.skills.base import ModelProfile
+from kestrel.skills.recording import RecordingState, token_id
+from kestrel.skills.text_state import text_delta
+from kestrel.skills.text_stream import TextStream
+from kestrel.tokens import CoordToken, Token
+
+
+class ReasoningState(RecordingState):
+    """The ids of the query suffix part thinking from answer; they belong to neither."""
+
+    def __init__(self, profile: ModelProfile, sampling: SamplingParams) -> None:
+        super().__init__(profile, sampling)
+        suffix = profile.templates["query"].suffix
+        self._end_of_thinking = suffix[0]
+        self._suffix_left = len(suffix)
+        self._thoughts = _Thoughts(profile)
+        self._answer = TextStream(profile.tokenizer)
+
+    @property
+    def _answering(self) -> bool:
+        return self._suffix_left == 0
+
+    def take(self, token: Token) -> StreamDelta | None:
+        emitted = token_id(self.profile.ids, token)
+        if self._answering:
+            return text_delta(self._answer.push(emitted))
+        opening_answer = self._suffix_left < len(self.profile.templates["query"].suffix)
+        if opening_answer or emitted == self._end_of_thinking:
+            self._suffix_left -= 1
+            return text_delta(self._thoughts.flush(), "reasoning")
+        coordinate = token.value if isinstance(token, CoordToken) else None
+        return text_delta(self._thoughts.push(emitted, coordinate), "reasoning")
+
+    def flush(self) -> StreamDelta | None:
+        if self._answering:
+            return text_delta(self._answer.flush())
+        return text_delta(self._thoughts.flush(), "reasoning")
+
+    def output(self) -> SkillOutput:
+        text, grounding = self._thoughts.result()
+        answer = self._answer.text
+        return SkillOutput({"answer": answer, "reasoning": {"text": text, "grounding": grounding}}, answer)
+
+
+class _Chunk:
+    """A stretch of thinking between two grounding marks and the coordinates in it."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self.stream = stream
+        self.coordinates: list[float] = []
+
+
+class _Thoughts:
+    """Thinking text in chunks; every grounding mark starts one and is its first id."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self._profile = profile
+        self._marks = (profile.ids.start_ground, profile.ids.end_ground)
+        self._chunks = [_Chunk(TextStream(profile.tokenizer))]
+
+    def push(self, emitted_id: int, coordinate: float | None) -> str:
+        rest = ""
+        if emitted_id in self._marks:
+            rest = self.flush()
+            self._chunks.append(_Chunk(TextStream(self._profile.tokenizer)))
+        if coordinate is not None:
+            self._chunks[-1].coordinates.append(coordinate)
+        return rest + self._chunks[-1].stream.push(emitted_id)
+
+    def flush(self) -> str:
+        return self._chunks[-1].stream.flush()
+
+    def result(self) -> tuple[str, list[dict[str, Any]]]:
+        """The text, and for each chunk with a whole point its character range and points."""
+        text = ""
+        grounding: list[dict[str, Any]] = []
+        for chunk in self._chunks:
+            start = len(text)
+            text += chunk.stream.text
+            values = chunk.coordinates
+            points = [[values[i], values[i + 1]] for i in range(0, len(values) - 1, 2)]
+            if points:
+                grounding.append({"start_idx": start, "end_idx": len(text), "points": points})
+        return text, grounding

@@ -1,0 +1,172 @@
+"""The segment skill: the outline of the named object, as a box and an SVG path relative to that box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel.request import SkillOutput, StreamDelta
+from kestrel.skills.base import ModelProfile, Prompt, SkillState
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.decode_rules import segment_rules
+from kestrel.skills.detect import box_around
+from kestrel.skills.fields import FieldTable, text
+from kestrel.skills.layout import block, check_pictures, laid_out, opening, template_of
+from kestrel.skills.recording import RecordingState, compact_json
+from kestrel.skills.spatial import SpatialRef, spatial_refs
+from kestrel.skills.svg import PathCommand, PathReader, PathSyntaxError, parse_path, path_text
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Token
+
+DEFAULT_MAX_TEXT_ID = 20
+
+_FIELDS = FieldTable("segment", {"object": text, "spatial_refs": spatial_refs})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentRequest(SampledRequest):
+    object: str
+    spatial_refs: tuple[SpatialRef, ...] = ()
+
+
+class SegmentSkill(BuiltinSkill[SegmentRequest]):
+    """Result: {"path", "bbox", "segments": [details]}. Greedy unless the request gives a temperature."""
+
+    name = "segment"
+
+    def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> SegmentRequest:
+        template_of(profile, self.name)
+        values = _FIELDS.read(fields)
+        check_pictures(profile, values.images, needed_by=self.name)
+        return SegmentRequest(
+            object=values.required("object", "the name of what to outline"),
+            spatial_refs=values.own.get("spatial_refs", ()),
+            sampling=self.greedy_sampling(values, profile.defaults.max_new_tokens),
+            images=values.images,
+            adapter=values.adapter,
+        )
+
+    def prompt(self, request: SegmentRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
+        template = template_of(profile, self.name)
+        words = block(profile, template.prefix, request.spatial_refs, request.object, template.suffix)
+        return laid_out([*opening(profile, images), *words], segment_rules(profile), request.sampling)
+
+    def start(self, request: SegmentRequest, profile: ModelProfile) -> SkillState:
+        return SegmentState(profile, request)
+
+
+class SegmentState(RecordingState):
+    """Streams one "bbox" delta, then a "path_delta" per finished path command; joined they are the path."""
+
+    def __init__(self, profile: ModelProfile, request: SegmentRequest) -> None:
+        super().__init__(profile, request.sampling)
+        self._object = request.object
+        self._max_special_id = DEFAULT_MAX_TEXT_ID if profile.max_text_id is None else profile.max_text_id
+        self._coordinates: list[float] = []
+        self._sizes: list[tuple[float, float]] = []
+        self._text_ids: list[int] = []
+        self._items: list[str] = []
+        self._path = _PathStream()
+        self._bbox_sent = False
+
+    def take(self, token: Token) -> StreamDelta | None:
+        if isinstance(token, CoordToken):
+            self._coordinates.append(token.value)
+        elif isinstance(token, SizeToken):
+            self._sizes.append((token.width, token.height))
+        elif token.id > self._max_special_id:
+            self._take_text(token.id)
+        if self._bbox_sent:
+            return _path_delta(self._path.pop())
+        bbox = outline_box(self._coordinates, self._sizes)
+        self._bbox_sent = bbox is not None
+        return None if bbox is None else StreamDelta(kind="bbox", data={"bbox": bbox})
+
+    def flush(self) -> StreamDelta | None:
+        self._path.end()
+        return _path_delta(self._path.pop())
+
+    def output(self) -> SkillOutput:
+        try:
+            path, parse_error = path_text(parse_path(self._items)), None
+        except PathSyntaxError as error:
+            path, parse_error = "", str(error)
+        bbox = outline_box(self._coordinates, self._sizes)
+        segment: dict[str, Any] = {
+            "object": self._object,
+            "text": self.profile.tokenizer.decode(self._text_ids),
+            "svg_path": path,
+            "path_tokens": self._items,
+            "token_ids": self.token_ids,
+            "points": points_of(self._coordinates),
+            "coarse_path": path,
+            "bbox": bbox,
+            "coarse_bbox": bbox,
+            "sizes": [{"width": width, "height": height} for width, height in self._sizes],
+        }
+        if parse_error is not None:
+            segment["parse_error"] = parse_error
+        return SkillOutput(
+            {"path": path, "bbox": bbox, "segments": [segment]}, compact_json({"path": path, "bbox": bbox})
+        )
+
+    def _take_text(self, text_id: int) -> None:
+        self._text_ids.append(text_id)
+        item = self.profile.tokenizer.decode([text_id]).strip()
+        if item:
+            self._items.append(item)
+            self._path.push(item)
+
+
+class _PathStream:
+    """Finished commands as text, up to the first item that is no path."""
+
+    def __init__(self) -> None:
+        self._reader: PathReader | None = PathReader()
+        self._waiting = ""
+        self._started = False
+
+    def push(self, item: str) -> None:
+        self._read(item)
+
+    def end(self) -> None:
+        self._read(None)
+        self._reader = None
+
+    def pop(self) -> str:
+        waiting, self._waiting = self._waiting, ""
+        return waiting
+
+    def _read(self, item: str | None) -> None:
+        if self._reader is None:
+            return
+        try:
+            self._add(self._reader.finish() if item is None else self._reader.push(item))
+        except PathSyntaxError:
+            self._reader = None
+
+    def _add(self, command: PathCommand | None) -> None:
+        if command is not None:
+            self._waiting += f" {command}" if self._started else str(command)
+            self._started = True
+
+
+def _path_delta(chunk: str) -> StreamDelta | None:
+    return StreamDelta(chunk, "path_delta", {"chunk": chunk}) if chunk else None
+
+
+def outline_box(coordinates: Sequence[float], sizes: Sequence[tuple[float, float]]) -> dict[str, float] | None:
+    """The box of the first centre and size, kept inside the picture; None while either is missing."""
+    if len(coordinates) < 2 or not sizes:
+        return None
+    box = box_around(*(_clamped(v) for v in (*coordinates[:2], *sizes[0])))
+    return {side: _clamped(value) for side, value in box.items()}
+
+
+def points_of(coordinates: Sequence[float]) -> list[dict[str, float]]:
+    """Consecutive coordinates as points; a lone last one is dropped."""
+    return [{"x": coordinates[i], "y": coordinates[i + 1]} for i in range(0, len(coordinates) - 1, 2)]
+
+
+def _clamped(value: float) -> float:
+    return min(max(value, 0.0), 1.0)

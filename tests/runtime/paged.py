@@ -1,0 +1,89 @@
+"""The golden models behind the real scheduler and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kestrel.cache import CacheManager
+from kestrel.grammar import Grammar
+from kestrel.images.rgb import RgbImage
+from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.request import GenerationRequest, SamplingParams, StreamUpdate
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.executor import Executor
+from kestrel.scheduler import GenerationScheduler
+from kestrel.tokens import ContextItem, Token
+from tests.scheduler.harness import Recorder, run, tokens_of
+
+
+class RecordingDecoder(MoondreamDecoder):
+    """Keeps the raw logits of every sampling step."""
+
+    def __init__(self, model: MoondreamModel) -> None:
+        super().__init__(model)
+        self.logits_seen: list[Tensor] = []
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        logits = super().logits(hidden_ND)
+        self.logits_seen.append(logits.clone())
+        return logits
+
+
+@dataclass
+class Case:
+    """What to generate. `images` maps a digest to pixels."""
+
+    name: str
+    items: Sequence[ContextItem]
+    grammar: Grammar
+    max_new_tokens: int
+    images: dict[str, np.ndarray] = field(default_factory=dict)
+    sampling: SamplingParams | None = None
+
+    def request(self) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=self.name,
+            items=tuple(self.items),
+            grammar=self.grammar,
+            sampling=self.sampling or SamplingParams(max_new_tokens=self.max_new_tokens),
+            consumer=Recorder(),
+            images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
+        )
+
+
+@dataclass
+class Paged:
+    scheduler: GenerationScheduler
+    decoder: RecordingDecoder
+
+    def run(self, *cases: Case) -> dict[str, list[Token]]:
+        return {name: tokens_of(update) for name, update in self.finish(*cases).items()}
+
+    def finish(self, *cases: Case) -> dict[str, StreamUpdate]:
+        for case in cases:
+            self.scheduler.add(case.request())
+        return run(self.scheduler)
+
+
+def paged(model: MoondreamModel, *, prefix_cache: bool = True, **changes: int) -> Paged:
+    page_size = changes.get("page_size", 16)
+    numbers = {
+        "max_batch_size": 16,
+        "max_seq_length": model.config.text.max_context,
+        "num_pages": -(-16 * 900 // page_size),
+        "page_size": page_size,
+        "max_prefill_tokens": 2048,
+        "steps_in_flight": 0,
+    }
+    limits = RuntimeLimits(**(numbers | changes))
+    decoder = RecordingDecoder(model)
+    with torch.inference_mode():
+        runtime = Executor(decoder, limits)
+    cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
+    return Paged(GenerationScheduler(runtime, cache), decoder)

@@ -1,0 +1,189 @@
+"""The paged, batched path gives what the plain dense loop gives: alone, among strangers, cached, chunked, preempted."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from kestrel.request import SamplingParams
+from kestrel.tokens import TextToken
+from tests.moondream.goldens import FAMILIES, Golden, golden, pixels
+from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_grammar
+from tests.runtime.paged import Case, Paged, paged
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def all_skills(g: Golden, tag: str, picture: str = "small") -> list[Case]:
+    """One case per skill, all about one picture."""
+    naive, config = g.naive, g.config
+    text, reasoning = text_grammar(config), reasoning_grammar(config)
+    refs = [[0.25, 0.75], [0.125, 0.25, 0.5, 0.875]]
+    caption = config.tokenizer.templates["caption.short"].prefix
+    parts = {
+        "query": (naive.query_items("what is the cat?", [], False), text, 10),
+        "refs": (naive.query_items("what is the cat?", refs, False), text, 6),
+        "reason": (naive.query_items("what is the cat?", [], True), reasoning, 5),
+        "caption": ([TextToken(i) for i in caption], text, 8),
+        "point": (naive.object_items("point", "dog"), objects_grammar(config, with_size=False), 8),
+        "detect": (naive.object_items("detect", "dog"), objects_grammar(config, with_size=True), 9),
+    }
+    cases = []
+    for name, (items, grammar, budget) in parts.items():
+        context, images = naive.context(pixels(picture), items)
+        cases.append(Case(f"{tag}.{name}", context, grammar, budget, images))
+    context, images = naive.context(None, naive.query_items("what is the cat?", [], False))
+    return [*cases, Case(f"{tag}.text", context, text, 9, images)]
+
+
+def dense(g: Golden, cases: list[Case]) -> dict[str, list]:
+    return {c.name: g.naive.generate(c.items, c.images, c.grammar, c.max_new_tokens).tokens for c in cases}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, page_size: int, steps_in_flight: int) -> None:
+    g = golden(family)
+    cases = all_skills(g, "a", "small") + all_skills(g, "b", "multi")
+    engine = paged(g.model, page_size=page_size, steps_in_flight=steps_in_flight)
+    assert engine.run(*cases) == dense(g, cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_after_a_prefix_hit(family: str) -> None:
+    g = golden(family)
+    cases = all_skills(g, "a", "multi")
+    expected = dense(g, cases)
+    engine = paged(g.model)
+    for case in cases:
+        update = engine.finish(case)[case.name]
+        assert update.output is not None
+        assert update.output.fields["tokens"] == expected[case.name]
+        assert update.metrics is not None
+        has_picture = bool(case.images)
+        assert (update.metrics.cached_tokens >= 730) == (has_picture and case is not cases[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [1, 7, 731])
+def test_chunked_prefill(family: str, budget: int) -> None:
+    g = golden(family)
+    cases = all_skills(g, "a", "small")
+    assert paged(g.model, max_prefill_tokens=budget).run(*cases) == dense(g, cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_after_preemption_and_recompute(family: str, steps_in_flight: int) -> None:
+    g = golden(family)
+    cases = [case for case in all_skills(g, "a", "small") if case.images]
+    longest = max(sum(getattr(i, "num_positions", 1) for i in case.items) + 2 * case.max_new_tokens for case in cases)
+    pages = -(-longest // 4) + 8
+    engine = paged(g.model, page_size=4, num_pages=pages, steps_in_flight=steps_in_flight)
+    final = engine.finish(*cases)
+    assert sum(u.metrics.num_preemptions for u in final.values() if u.metrics) > 0
+    expected = dense(g, cases)
+    assert {name: u.output.fields["tokens"] for name, u in final.items() if u.output} == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_prefix_cache(family: str) -> None:
+    g = golden(family)
+    cases = all_skills(g, "a", "small")
+    assert paged(g.model, prefix_cache=False).run(*cases) == dense(g, cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_pictures_in_one_context(family: str) -> None:
+    """Each picture is bidirectional in itself; text between them stays causal."""
+    g = golden(family)
+    first, images = g.naive.context(pixels("small"), g.naive.query_items("one", [], False))
+    digest = hashlib.sha256(b"second").hexdigest()
+    span = type(first[0])(digest, 50, None)
+    images = images | {digest: pixels("multi")}
+    # The second picture is cut to 50 positions: the small context has no room for two whole ones.
+    g.naive.image_cache[digest] = g.naive.embed_image("full", pixels("multi"))[:50]
+    items = [*first, span, *g.naive.query_items("two", [], False)]
+    case = Case("two", items, text_grammar(g.config), 6, images)
+    expected = g.naive.generate(items, images, case.grammar, 6).tokens
+    engine = paged(g.model)
+    whole = engine.decoder.embed_image
+    engine.decoder.embed_image = lambda image: whole(image)[:50] if image.digest == digest else whole(image)
+    assert engine.run(case)["two"] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_stay_within_the_golden_tolerance(family: str) -> None:
+    g = golden(family)
+    for case in all_skills(g, "a", "multi"):
+        expected = g.naive.generate(case.items, case.images, case.grammar, case.max_new_tokens)
+        engine = paged(g.model)
+        engine.run(case)
+        seen = torch.cat(engine.decoder.logits_seen)
+        dense_logits = torch.stack([step.logits_V for step in expected.steps])[: len(seen)]
+        torch.testing.assert_close(seen, dense_logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seeded_sampling_is_the_same_in_any_company(family: str) -> None:
+    g = golden(family)
+    base = all_skills(g, "s", "small")[0]
+
+    def drawn(name: str, seed: int) -> Case:
+        sampling = SamplingParams(max_new_tokens=12, temperature=1.5, top_p=0.95, seed=seed)
+        return Case(name, base.items, base.grammar, 12, base.images, sampling)
+
+    alone = paged(g.model).run(drawn("x", 11))["x"]
+    assert paged(g.model).run(drawn("x", 11))["x"] == alone
+    crowd = paged(g.model).run(drawn("y", 12), drawn("x", 11), *all_skills(g, "a", "multi"), drawn("z", 13))
+    assert crowd["x"] == alone
+    assert len({tuple(crowd[name]) for name in "xyz"}) == 3
+    tight = paged(g.model, page_size=4, num_pages=200, steps_in_flight=1)
+    final = tight.finish(drawn("x", 11), drawn("y", 12), drawn("z", 13))
+    assert final["x"].output is not None
+    assert final["x"].output.fields["tokens"] == alone
+
+
+def test_logprobs_are_the_models_own() -> None:
+    g = golden("md2")
+    base = all_skills(g, "p", "small")[0]
+    case = Case("p", base.items, base.grammar, 4, base.images, SamplingParams(max_new_tokens=4, logprobs=3))
+    engine = paged(g.model)
+    seen = []
+    request = case.request()
+    consume = request.consumer.consume
+    request.consumer.consume = lambda token, logprobs: (seen.append((token, logprobs)), consume(token, logprobs))[1]
+    engine.scheduler.add(request)
+    while engine.scheduler.has_work:
+        engine.scheduler.step()
+    assert len(seen) == 4
+    for (token, logprobs), logits in zip(seen, torch.cat(engine.decoder.logits_seen), strict=True):
+        expected = torch.log_softmax(logits, -1)
+        assert len(logprobs.top) == 3
+        assert logprobs.chosen == pytest.approx(expected[token.id].item(), abs=1e-5)
+        assert logprobs.top[0][1] == pytest.approx(expected.max().item(), abs=1e-5)
+
+
+def test_a_requests_own_id_limits_hold() -> None:
+    g = golden("md2")
+    base = all_skills(g, "p", "small")[0]
+
+    def limited(name: str, **limits: tuple[int, ...]) -> Case:
+        return Case(name, base.items, base.grammar, 6, base.images, SamplingParams(max_new_tokens=6, **limits))
+
+    engine: Paged = paged(g.model)
+    free = engine.run(limited("free"))["free"]
+    first = free[0].id
+    final = engine.run(limited("without", suppressed_ids=(first,)), limited("only", allowed_ids=(40, 41)))
+    assert TextToken(first) not in final["without"]
+    assert {token.id for token in final["only"]} <= {40, 41}
+    assert engine.run(limited("again"))["again"] == free

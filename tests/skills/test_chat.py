@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrel.errors import RequestError
+from kestrel.skills.base import ModelProfile
+from kestrel.skills.chat import ChatSkill
+from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
+
+SKILL = ChatSkill()
+FIRST, SECOND, THIRD = "picture 1", "picture 2", "picture 3"
+
+
+def user(first: Any, *parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [first, *parts] if parts else first}
+
+
+def image(picture: str) -> dict[str, Any]:
+    return {"type": "image", "image": picture}
+
+
+def words(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def items_of(profile: ModelProfile, messages: list[Any], **fields: Any) -> list[ContextItem]:
+    request = SKILL.parse({"messages": messages, "reasoning": False, **fields}, profile)
+    spans = [ImageSpan(picture, 729) for picture in request.images]
+    return list(SKILL.prompt(request, spans, profile).items)
+
+
+def question(profile: ModelProfile, text: str, opener: tuple[int, ...]) -> list[ContextItem]:
+    return text_tokens([*profile.templates["query"].prefix, *profile.tokenizer.encode(text), *opener])
+
+
+def test_one_turn_is_a_query(md2: ModelProfile) -> None:
+    assert items_of(md2, [user("what?")]) == [TextToken(0), *question(md2, "what?", (3, 3))]
+
+
+def test_turns_are_query_blocks_after_one_beginning(md2: ModelProfile) -> None:
+    assert items_of(md2, [user("what?"), said(" a dog"), user("where?")]) == [
+        TextToken(0),
+        *question(md2, "what?", (3, 3)),
+        *text_tokens(md2.tokenizer.encode(" a dog")),
+        *question(md2, "where?", (3, 3)),
+    ]
+
+
+def test_only_the_last_turn_opens_reasoning(md3: ModelProfile) -> None:
+    assert items_of(md3, [user("what?"), said("dog"), user("why?")], reasoning=True) == [
+        TextToken(0),
+        *question(md3, "what?", (3,)),
+        *text_tokens(md3.tokenizer.encode("dog")),
+        *question(md3, "why?", (4,)),
+    ]
+
+
+def test_a_system_message_stands_before_the_first_question(md2: ModelProfile) -> None:
+    items = items_of(md2, [SYSTEM, user("what?"), said("dog"), user("why?")])
+    assert items[1 : 1 + len(question(md2, "be brief\n\nwhat?", (3, 3)))] == question(md2, "be brief\n\nwhat?", (3, 3))
+    assert items[-len(question(md2, "why?", (3, 3))) :] == question(md2, "why?", (3, 3))
+
+
+def test_an_empty_system_message_adds_nothing(md2: ModelProfile) -> None:
+    assert items_of(md2, [{"role": "system", "content": ""}, user("what?")]) == items_of(md2, [user("what?")])
+
+
+def test_pictures_stand_before_their_turn(md2: ModelProfile) -> None:
+    turns = [user(words("compare"), image(FIRST), image(SECOND)), said("ok"), user(image(THIRD), words("this?"))]
+    assert items_of(md2, turns) == [
+        ImageSpan(FIRST, 730, bos_id=0),
+        ImageSpan(SECOND, 729),
+        *question(md2, "compare", (3, 3)),
+        *text_tokens(md2.tokenizer.encode("ok")),
+        ImageSpan(THIRD, 729),
+        *question(md2, "this?", (3, 3)),
+    ]
+
+
+def test_a_later_picture_does_not_take_the_beginning(md2: ModelProfile) -> None:
+    items = items_of(md2, [user("hi"), said("ok"), user(image(FIRST), words("this?"))])
+    assert items[0] == TextToken(0)
+    assert [item for item in items if isinstance(item, ImageSpan)] == [ImageSpan(FIRST, 729)]
+
+
+def test_a_picture_beside_the_messages_comes_first(md2: ModelProfile) -> None:
+    items = items_of(md2, [user(image(SECOND), words("what?"))], image=FIRST)
+    assert items[:2] == [ImageSpan(FIRST, 730, bos_id=0), ImageSpan(SECOND, 729)]
+
+
+def test_text_parts_become_lines(md2: ModelProfile) -> None:
+    assert items_of(md2, [user(words("a"), words("b"))]) == items_of(md2, [user("a\nb")])
+
+
+def test_the_result_is_a_querys(md3: ModelProfile) -> None:
+    request = SKILL.parse({"messages": [user("what?")]}, md3)
+    assert request.reasoning
+    state = SKILL.start(request, md3)
+    for token_id in (*md3.tokenizer.encode("so"), 3, *md3.tokenizer.encode("dog")):
+        state.consume(TextToken(token_id), None)
+    output = state.finish(None)  # pyright: ignore[reportArgumentType]
+    assert output.fields == {"answer": "dog", "reasoning": {"text": "so", "grounding": []}}
+    assert output.text == "dog"
+
+
+BAD: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ("hello", "messages"),
+    ([SYSTEM], "messages"),
+    ([user("a"), said("b")], "messages"),
+    (["hello"], "messages[0]"),
+    ([{"role": "tool", "content": "a"}], "messages[0].role"),
+    ([{"content": "a"}], "messages[0].role"),
+    ([{"role": "user"}], "messages[0].content"),
+    ([user("")], "messages[0].content"),
+    ([user(5)], "messages[0].content"),
+    ([{"role": "user", "content": "a", "name": "me"}], "messages[0].name"),
+    ([user("a"), user("b")], "messages[1].role"),
+    ([said("a"), user("b")], "messages[0].role"),
+    ([user("a"), SYSTEM, user("b")], "messages[1].role"),
+    ([SYSTEM, SYSTEM, user("b")], "messages[1].role"),
+    ([{"role": "user", "content": [image(FIRST)]}], "messages[0].content"),
+    ([user(words("a"), {"type": "audio", "audio": b""})], "messages[0].content[1]"),
+    ([user(words("a"), {"type": "image"})], "messages[0].content[1]"),
+    ([user(words("a"), "b")], "messages[0].content[1]"),
+    ([user(words("a"), {"type": "text", "text": 5})], "messages[0].content[1].text"),
+    ([user("a"), {"role": "assistant", "content": [image(FIRST)]}, user("b")], "messages[1].content"),
+    ([{"role": "system", "content": [image(FIRST)]}, user("b")], "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize(("messages", "field"), BAD)
+def test_a_bad_message_is_refused_by_place(messages: Any, field: str, md2: ModelProfile) -> None:
+    with pytest.raises(RequestError) as caught:
+        SKILL.parse({"messages": messages}, md2)
+    assert caught.value.field == field

@@ -1,0 +1,127 @@
+"""Results and streams of the states beyond what the goldens show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
+from kestrel.skills.base import ModelProfile, SkillState
+from kestrel.skills.complete import CompleteState
+from kestrel.skills.detect import DetectState
+from kestrel.skills.point import PointState
+from kestrel.skills.reasoning import ReasoningState
+from kestrel.skills.text_state import TextState
+from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
+
+from .machine import feed
+
+PLAIN = SamplingParams()
+WITH_LOGPROBS = SamplingParams(logprobs=2)
+
+
+def words(profile: ModelProfile, text: str) -> list[Token]:
+    return [TextToken(token_id) for token_id in profile.tokenizer.encode(text)]
+
+
+def test_an_unfinished_point_is_dropped(md2: ModelProfile) -> None:
+    output, deltas = feed(PointState(md2, PLAIN), [CoordToken(0.25), CoordToken(0.5), CoordToken(0.75)])
+    assert output.fields == {"points": [{"x": 0.25, "y": 0.5}]}
+    assert [(delta.kind, delta.data) for delta in deltas] == [("point", {"x": 0.25, "y": 0.5})]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_an_unfinished_box_is_dropped(md2: ModelProfile, cut: int) -> None:
+    whole = [CoordToken(0.5), CoordToken(0.5), SizeToken(0.5, 0.25)]
+    output, deltas = feed(DetectState(md2, PLAIN), [*whole, *whole[:cut]])
+    box = {"x_min": 0.25, "y_min": 0.375, "x_max": 0.75, "y_max": 0.625}
+    assert output.fields == {"objects": [box]}
+    assert [(delta.kind, delta.data) for delta in deltas] == [("object", box)]
+
+
+def test_boxes_may_leave_the_picture(md2: ModelProfile) -> None:
+    output, _ = feed(DetectState(md2, PLAIN), [CoordToken(0.0), CoordToken(1.0), SizeToken(0.5, 0.5)])
+    assert output.fields["objects"] == [{"x_min": -0.25, "y_min": 0.75, "x_max": 0.25, "y_max": 1.25}]
+
+
+def test_structured_results_are_json_as_text(md2: ModelProfile) -> None:
+    output, _ = feed(PointState(md2, PLAIN), [CoordToken(0.25), CoordToken(0.5)])
+    assert output.text == '{"points":[{"x":0.25,"y":0.5}]}'
+    nothing, _ = feed(DetectState(md2, PLAIN), [])
+    assert json.loads(nothing.text) == {"objects": []}
+
+
+def test_a_complete_result_has_its_ids(md2: ModelProfile) -> None:
+    ids = md2.tokenizer.encode("a dog")
+    output, _ = feed(CompleteState(md2, PLAIN, "text"), words(md2, "a dog"))
+    assert output.fields == {"text": "a dog", "token_ids": ids}
+
+
+def test_thinking_cut_short_leaves_an_empty_answer(md3: ModelProfile) -> None:
+    state = ReasoningState(md3, PLAIN)
+    output, deltas = feed(state, words(md3, "let me see"))
+    assert output.fields == {"answer": "", "reasoning": {"text": "let me see", "grounding": []}}
+    assert {delta.kind for delta in deltas} == {"reasoning"}
+
+
+def test_thinking_streams_before_the_answer(md3: ModelProfile) -> None:
+    tokens = [*words(md3, "look at"), TextToken(7), *words(md3, " dog"), TextToken(3), *words(md3, "two of them")]
+    _, deltas = feed(ReasoningState(md3, PLAIN), tokens)
+    assert [(delta.kind, delta.text) for delta in deltas] == [
+        ("reasoning", "look "),
+        ("reasoning", "at"),
+        ("reasoning", " "),
+        ("reasoning", "dog"),
+        ("text", "two "),
+        ("text", "of "),
+        ("text", "them"),
+    ]
+
+
+def test_a_coordinate_may_be_the_first_thought(md3: ModelProfile) -> None:
+    output, _ = feed(ReasoningState(md3, PLAIN), [CoordToken(0.25), CoordToken(0.5), *words(md3, "here"), TextToken(3)])
+    assert output.fields["reasoning"]["grounding"] == [{"start_idx": 0, "end_idx": 4, "points": [[0.25, 0.5]]}]
+
+
+def test_characters_split_by_a_mark_stay_apart(md3: ModelProfile) -> None:
+    halves = md3.tokenizer.encode("é")
+    assert len(halves) == 2
+    tokens = [TextToken(halves[0]), TextToken(7), TextToken(halves[1]), TextToken(3)]
+    output, deltas = feed(ReasoningState(md3, PLAIN), tokens)
+    assert output.fields["reasoning"]["text"] == "\ufffd\ufffd"
+    assert "".join(delta.text for delta in deltas) == "\ufffd\ufffd"
+
+
+def test_finishing_without_a_flush_loses_nothing(md3: ModelProfile) -> None:
+    for state in (TextState(md3, PLAIN, "caption"), ReasoningState(md3, PLAIN)):
+        for token in [TextToken(3), *words(md3, "held back")]:
+            state.consume(token, None)
+        assert state.finish(FinishReason.LENGTH).text == "held back"
+
+
+def logprob_entries(state: SkillState, tokens: list, logprobs: list) -> list:
+    for token, entry in zip(tokens, logprobs, strict=True):
+        state.consume(token, entry)
+    return state.finish(FinishReason.STOP).fields["logprobs"]
+
+
+def test_logprobs_are_shown_when_asked_for(md2: ModelProfile) -> None:
+    dog, cat = md2.tokenizer.encode(" dog")[0], md2.tokenizer.encode(" cat")[0]
+    given = TokenLogprobs(-0.5, ((dog, -0.5), (cat, -1.5)))
+    entries = logprob_entries(TextState(md2, WITH_LOGPROBS, "answer"), [TextToken(dog)], [given])
+    top = [{"id": dog, "token": " dog", "logprob": -0.5}, {"id": cat, "token": " cat", "logprob": -1.5}]
+    assert entries == [{"id": dog, "token": " dog", "logprob": -0.5, "top": top}]
+
+
+def test_typed_tokens_have_their_ids_in_logprobs(md2: ModelProfile) -> None:
+    tokens = [CoordToken(0.5), CoordToken(0.5), SizeToken(0.5, 0.5)]
+    logprobs = [TokenLogprobs(-1.0), None, TokenLogprobs(-2.0)]
+    entries = logprob_entries(DetectState(md2, WITH_LOGPROBS), tokens, logprobs)
+    assert [(entry["id"], entry["logprob"]) for entry in entries] == [(5, -1.0), (5, None), (6, -2.0)]
+
+
+def test_logprobs_are_absent_unless_asked_for(md2: ModelProfile) -> None:
+    state = TextState(md2, PLAIN, "answer")
+    state.consume(TextToken(40), TokenLogprobs(-1.0))
+    assert "logprobs" not in state.finish(FinishReason.STOP).fields
