@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +16,41 @@ from kestrel.models.hub import fetch_file, fetch_weights
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
-from kestrel.moondream.spec import MoondreamFamily
+from kestrel.moondream.prompts import moondream_profile
+from kestrel.moondream.runtime import MoondreamRuntime
+from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
+from kestrel.runtime.contract import Runtime
+from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.skills.base import ModelProfile
 
 FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model on its device with a runtime around it: what an engine needs."""
+
+    runtime: Runtime[Any]
+    profile: ModelProfile
+    vocab_size: int
+    num_image_positions: int
+    """Positions a picture takes in the context; 0 when the model reads text only."""
+
+
+def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> ReadyModel:
+    """From a configuration to a model that can run: find, load, plan its memory."""
+    device = choose_device(config)
+    loaded = load(resolve(config), device, choose_dtype(config, device), progress)
+    match loaded:
+        case LoadedMoondream():
+            runtime = MoondreamRuntime(loaded.model, config)
+            return ReadyModel(
+                runtime=runtime,
+                profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name),
+                vocab_size=runtime.decoder.shape.vocab_size,
+                num_image_positions=runtime.decoder.shape.num_image_positions,
+            )
+    raise AssertionError(f"no runtime for {type(loaded).__name__}")
 
 
 def registered_models() -> tuple[ModelSpec, ...]:

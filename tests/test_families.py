@@ -45,7 +45,7 @@ def golden_folder(tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def hollow_weights(folder: Path, name: str, **missing: object) -> Path:
+def hollow_weights(folder: Path, name: str) -> Path:
     """A file with the headers of a real model and a sparse hole where the data would be."""
     config = MoondreamConfig.from_dict(families.find_model(name).config)
     shapes = {f"model.{key}": p.shape for key, p in build_on_meta(config).named_parameters()}
@@ -86,7 +86,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_neither_name_nor_path_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="name a model .*or give model_path"):
+    with pytest.raises(ConfigError, match=r"name a model .*or give model_path"):
         families.resolve(RuntimeConfig())
 
 
@@ -154,6 +154,15 @@ def test_weights_of_another_release_say_which_name_to_pass(tmp_path: Path) -> No
         CheckpointError, match=r'(?s)missing.*unexpected.*look like moondream3-preview; pass model="moondream3-preview"'
     ):
         load(located)
+
+
+def test_weights_that_contradict_their_config_json_say_what_to_change(golden_folder: Callable[..., Path]) -> None:
+    folder = golden_folder("md2", "config.json", "tokenizer.json")
+    hollow_weights(folder, "moondream2")
+    with pytest.raises(
+        CheckpointError, match=r'look like moondream2; remove the config.json .*pass model="moondream2"'
+    ):
+        load(families.resolve(RuntimeConfig(model_path=folder)))
 
 
 def test_the_stale_tokenizer_of_the_moondream2_repository_is_refused(golden_folder: Callable[..., Path]) -> None:

@@ -18,19 +18,19 @@ from typing import Any, Literal, overload
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.engine.images import ImageDecoder
-from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, RequestError
-from kestrel.families import LoadedModel, load_model
-from kestrel.images import RgbImage
-from kestrel.models.progress import ProgressCallback
-from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate, TokenConsumer
+from kestrel.families import ReadyModel, ready_model
+from kestrel.images.rgb import RgbImage
+from kestrel.models.progress import Progress
+from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
-from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, SkillSpec
-from kestrel.tokens import ImageSpan
+from kestrel.skills.base import ModelProfile, Prompt, SkillRegistry, SkillRequest, SkillSpec
+from kestrel.skills.decode_rules import require_choices
+from kestrel.tokens import ImageSpan, TextToken
 
 
 class InferenceEngine:
@@ -39,7 +39,7 @@ class InferenceEngine:
     def __init__(
         self,
         config: RuntimeConfig,
-        loaded: LoadedModel,
+        ready: ReadyModel,
         skills: SkillRegistry,
         loop: asyncio.AbstractEventLoop,
         api_key: str | None = None,
@@ -47,15 +47,15 @@ class InferenceEngine:
         self.config = config
         self.skills = skills
         self.api_key = api_key
-        self._loaded = loaded
+        self._ready = ready
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
         self._images = ImageDecoder(config)
         self._accepting = True
-        limits = loaded.runtime.limits
+        limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
         self._scheduler = GenerationScheduler(
-            loaded.runtime,
+            ready.runtime,
             self._cache,
             max_queue_size=config.max_queue_size,
             priority_ageing_s=config.priority_ageing_s,
@@ -69,11 +69,11 @@ class InferenceEngine:
         *,
         skills: SkillRegistry | None = None,
         api_key: str | None = None,
-        progress: ProgressCallback | None = None,
+        progress: Progress | None = None,
     ) -> InferenceEngine:
         """Load the model and start. `api_key` is kept for hosted adapters; running a model needs none."""
-        loaded = await asyncio.to_thread(load_model, config, progress)
-        engine = cls(config, loaded, skills or default_registry(), asyncio.get_running_loop(), api_key)
+        ready = await asyncio.to_thread(ready_model, config, progress)
+        engine = cls(config, ready, skills or default_registry(), asyncio.get_running_loop(), api_key)
         engine._worker.start()
         return engine
 
@@ -81,15 +81,15 @@ class InferenceEngine:
 
     @property
     def model_name(self) -> str:
-        return self._loaded.profile.name
+        return self._ready.profile.name
 
     @property
     def profile(self) -> ModelProfile:
-        return self._loaded.profile
+        return self._ready.profile
 
     @property
     def max_model_length(self) -> int:
-        return self._loaded.runtime.limits.max_positions
+        return self._ready.runtime.limits.max_positions
 
     @property
     def fault(self) -> BaseException | None:
@@ -98,7 +98,7 @@ class InferenceEngine:
 
     @property
     def is_running(self) -> bool:
-        return self._accepting and self._worker.is_alive
+        return self._accepting and self._worker.fault is None and self._worker.is_alive
 
     @property
     def num_requests(self) -> int:
@@ -226,19 +226,16 @@ class InferenceEngine:
     def _lay_out(
         self, skill: SkillSpec[Any], request: SkillRequest, images: list[RgbImage], request_id: str
     ) -> GenerationRequest:
-        if images and self._loaded.num_image_positions == 0:
-            raise RequestError("image", f"{self.model_name} reads text only; leave the image out")
-        spans = [ImageSpan(image.digest, self._loaded.num_image_positions) for image in images]
+        spans = [ImageSpan(image.digest, self._ready.num_image_positions) for image in images]
         prompt = skill.prompt(request, spans, self.profile)
-        consumer: TokenConsumer = skill.start(request, self.profile)
-        if skill.name == "segment" and self._loaded.refiner is not None:
-            consumer = RefinedSegment(consumer, self._loaded.refiner, images[0])
+        require_known_ids(prompt, self._ready.vocab_size)
+        require_choices(prompt.grammar, prompt.sampling)
         return GenerationRequest(
             request_id=request_id,
             items=prompt.items,
             grammar=prompt.grammar,
             sampling=prompt.sampling,
-            consumer=consumer,
+            consumer=skill.start(request, self.profile),
             images={image.digest: image for image in images},
         )
 
@@ -337,6 +334,16 @@ def _take_route(fields: dict[str, Any]) -> Route:
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
         raise RequestError("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {priority!r})")
     return Route(request_id, priority, tenant)
+
+
+def require_known_ids(prompt: Prompt, vocab_size: int) -> None:
+    """Refuse ids the model does not have; on the device they would be out of bounds for the whole batch."""
+    ids = {"prompt": [item.id for item in prompt.items if isinstance(item, TextToken)]}
+    ids |= {"allowed_ids": prompt.sampling.allowed_ids, "suppressed_ids": prompt.sampling.suppressed_ids}
+    for name, given in ids.items():
+        bad = next((i for i in given if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise RequestError(name, f"token id {bad} does not exist; ids run from 0 to {vocab_size - 1}")
 
 
 MAX_NAME_LENGTH = 256

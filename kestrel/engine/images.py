@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kestrel.config import RuntimeConfig
-from kestrel.images import ImageLimits, RgbImage, decode_image
+from kestrel.images.decode import decode_image
+from kestrel.images.limits import ImageLimits
+from kestrel.images.rgb import RgbImage
 
 
 class ImageDecoder:

@@ -55,11 +55,13 @@ def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:
         limits.check_bytes(status.st_size)
         with open(path, "rb") as file:
             return file.read(limits.max_bytes + 1)
+    except RequestError:
+        raise
     except FileNotFoundError as error:
         raise RequestError(
             "image", f"no file at {shown!r}; a str is a path here, pass encoded data as bytes"
         ) from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
-        raise RequestError("image", f"cannot read {shown!r} ({error}); give a readable file") from error
+    except OSError as error:
+        raise RequestError("image", f"cannot read {shown!r} ({error.strerror}); give a readable file") from error
+    except ValueError as error:
+        raise RequestError("image", f"{shown!r} is not a path ({error}); pass encoded data as bytes") from error

@@ -32,12 +32,12 @@ TINY_LOOP_LENGTH = 12
 TOLERANCE_PX = (0.42, 0.65)
 TOLERANCE_PER_THICKNESS = 0.01
 JOINT_REACH = 128
-MAX_FIT_ROUNDS = 5
+MAX_FIT_ROUNDS = 3
 HOPELESS_ERROR = 4.0
 CORNER_TURN = math.radians(40)
 CORNER_REACH_PX = 1.0
 CORNER_GAP = 2
-CORNER_ARM_LENGTH = 32
+ARM_LENGTHS = (32, 16, 8, 5, 3)
 
 
 def rasterise_path(svg_path: str, bbox: Mapping[str, float], height: int, width: int, supersample: int = 2) -> Mask:
@@ -71,6 +71,7 @@ def clean_mask(mask: Mask, min_area_fraction: float = 0.0015) -> Mask:
 
     Any small background region counts as a hole, at the border too.
     """
+    _check_mask(mask)
     min_area = min_area_fraction * mask.size
     filled = mask | _small_regions(~mask, min_area)
     return _close(filled & ~_small_regions(filled, min_area))
@@ -81,6 +82,7 @@ def trace_mask(mask: Mask) -> tuple[str, dict[str, float]] | None:
 
     Holes run against their outer outline, so both fill rules agree. Letters used: M L C Z.
     """
+    _check_mask(mask)
     if not mask.any():
         return None
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
@@ -95,6 +97,11 @@ def trace_mask(mask: Mask) -> tuple[str, dict[str, float]] | None:
     height, width = mask.shape
     box = {"x_min": left / width, "y_min": top / height, "x_max": right / width, "y_max": bottom / height}
     return " ".join(items), box
+
+
+def _check_mask(mask: Mask) -> None:
+    if mask.ndim != 2 or mask.dtype != np.bool_:
+        raise RequestError("mask", f"must be [height, width] bool (got {mask.shape} {mask.dtype})")
 
 
 # Path reading
@@ -237,7 +244,7 @@ def _on_unit_circle(point: complex, x_radius: float, y_radius: float) -> complex
 
 
 def _arc_angles(start: complex, end: complex, large: bool, sweep: bool) -> tuple[float, float, complex, float]:
-    """(first angle, turn, centre, radius) of a circle arc; the radius grows beyond 1 when the ends lie too far apart."""
+    """(first angle, turn, centre, radius) of a circle arc; the radius exceeds 1 when the ends lie too far apart."""
     half = (end - start) / 2
     radius = max(1.0, abs(half))
     offset = math.sqrt(max(0.0, (radius / abs(half)) ** 2 - 1))
@@ -277,7 +284,8 @@ def _coverage(outlines: list[list[Points]], height: int, width: int, scanlines: 
         np.add.at(cover, (rows[edge] // scanlines, column), sign * (1 - share))
         np.add.at(cover, (rows[edge] // scanlines, column + 1), sign * share)
     np.cumsum(cover, axis=1, out=cover)
-    return cover[:, :width] / scanlines
+    cover /= scanlines
+    return cover[:, :width]
 
 
 def _scanline_crossings(
@@ -379,7 +387,10 @@ def _boundary_loops(mask: Mask) -> Iterator[Points]:
 
 
 def _boundary_edges(mask: Mask) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """(start corner, direction, corners per row) of pixel sides between set and unset; 0 right, 1 down, 2 left, 3 up."""
+    """(start corners, directions, corners per row) of the sides between set and unset pixels.
+
+    Directions: 0 right, 1 down, 2 left, 3 up.
+    """
     stride = mask.shape[1] + 1
     unset = ~np.pad(mask, 1)
     neighbours = (unset[:-2, 1:-1], unset[1:-1, 2:], unset[2:, 1:-1], unset[1:-1, :-2])
@@ -410,7 +421,7 @@ def _outline_pieces(loop: Points) -> list[Points]:
     pieces: list[Points] = []
     if not corners:
         half = len(middles) // 2
-        place, along, _ = _joint(np.roll(middles, half), half, tolerance)
+        place, along = _joint(np.roll(middles, half), half, tolerance)
         _fit_curves(np.concatenate([[place], middles[1:], [place]]), along, -along, tolerance, pieces)
     for (index, place), (next_index, next_place) in zip(corners, corners[1:] + corners[:1], strict=True):
         count = (next_index - index - 1) % len(middles)
@@ -428,27 +439,44 @@ def _tolerance(loop: Points) -> float:
 
 def _find_corners(middles: Points, loop: Points, tolerance: float) -> list[tuple[int, complex]]:
     """(index of the side, place) of every corner: where the outline arrives and leaves in different directions."""
-    reach = min(CORNER_ARM_LENGTH, len(middles) // 2)
+    indices = _coarse_polygon(middles, tolerance)
+    reach = min(ARM_LENGTHS[0], len(middles) // 2)
+    around = middles[(indices[:, None] + np.arange(-reach, reach + 1)) % len(middles)]
+    back, towards_back, back_length = _arms(around[:, :reach][:, ::-1], tolerance)
+    front, towards_front, front_length = _arms(around[:, reach + 1 :], tolerance)
+    turns = np.pi - np.abs(np.angle(towards_front * np.conj(towards_back)))
+    sharp = turns > CORNER_TURN * (1 + 4 / np.minimum(back_length, front_length))
     corners: list[tuple[int, complex]] = []
     last_turn = 0.0
-    for index in _coarse_polygon(middles, tolerance).tolist():
-        around = middles[(index + np.arange(-reach, reach + 1)) % len(middles)]
-        back, towards_back, back_length = _joint(around[:reach][::-1], 0, tolerance)
-        front, towards_front, front_length = _joint(around[reach + 1 :], 0, tolerance)
-        turn = math.pi - abs(cmath.phase(towards_front / towards_back))
-        if turn < CORNER_TURN * (1 + 4 / min(back_length, front_length)):
-            continue
+    for row in np.flatnonzero(sharp):
+        index = int(indices[row])
         if corners and index - corners[-1][0] <= CORNER_GAP:
-            if turn <= last_turn:
+            if turns[row] <= last_turn:
                 continue
             corners.pop()
-        place = _crossing(back, towards_back, front, towards_front)
+        place = _crossing(back[row], towards_back[row], front[row], towards_front[row])
         if place is None or abs(place - middles[index]) > CORNER_REACH_PX:
-            ends, spots = around[[0, -1]], loop[[index, (index + 1) % len(loop)]]
+            ends, spots = around[row, [0, -1]], loop[[index, (index + 1) % len(loop)]]
             place = complex(max(spots, key=lambda spot: np.abs(spot - ends).sum()))
         corners.append((index, place))
-        last_turn = turn
+        last_turn = float(turns[row])
     return corners
+
+
+def _arms(points: Points, tolerance: float) -> tuple[Points, Points, NDArray[np.int64]]:
+    """Per row: place and unit direction at its start, and the number of leading points one parabola describes."""
+    steps = np.cumsum(np.abs(np.diff(points, axis=1, prepend=points[:, :1])), axis=1)
+    places, directions = np.empty((2, len(points)), np.complex128)
+    lengths = np.empty(len(points), np.int64)
+    rows = np.arange(len(points))
+    for length in (length for length in ARM_LENGTHS if length <= points.shape[1]):
+        window, t = points[rows, :length], steps[rows, :length] / length
+        basis = np.stack([np.ones_like(t), t, t * t], axis=2)
+        turned = basis.transpose(0, 2, 1)
+        fit = np.linalg.solve(turned @ basis, turned @ window[:, :, None])
+        places[rows], directions[rows], lengths[rows] = fit[:, 0, 0], fit[:, 1, 0], length
+        rows = rows[np.abs(basis @ fit - window[:, :, None]).max(axis=(1, 2)) > tolerance]
+    return places, directions / np.maximum(np.abs(directions), 1e-12), lengths
 
 
 def _crossing(a: complex, along_a: complex, b: complex, along_b: complex) -> complex | None:
@@ -489,14 +517,12 @@ def _fit_span(points: Points, tolerance: float, pieces: list[Points]) -> None:
     if len(points) <= 2 or _distance_to_line(points).max() <= tolerance:
         pieces.append(points[[0, -1]])
     else:
-        _, leave, _ = _joint(points, 0, tolerance)
-        _, arrive, _ = _joint(points, len(points) - 1, tolerance)
+        _, leave = _joint(points, 0, tolerance)
+        _, arrive = _joint(points, len(points) - 1, tolerance)
         _fit_curves(points, leave, -arrive, tolerance, pieces)
 
 
-def _fit_curves(
-    points: Points, tangent: complex, end_tangent: complex, tolerance: float, pieces: list[Points]
-) -> None:
+def _fit_curves(points: Points, tangent: complex, end_tangent: complex, tolerance: float, pieces: list[Points]) -> None:
     """Cubic curves through points, smoothly joined; where one misses by too much, two take its place."""
     todo = [(points, tangent, end_tangent)]
     while todo:
@@ -510,13 +536,13 @@ def _fit_curves(
             continue
         margin = max(1, len(span) // 4)
         split = int(errors[margin:-margin].argmax()) + margin
-        place, along, _ = _joint(span, split, tolerance)
+        place, along = _joint(span, split, tolerance)
         left, right = span[: split + 1].copy(), span[split:].copy()
         left[-1] = right[0] = place
         todo += [(right, along, arrive), (left, leave, -along)]
 
 
-def _joint(points: Points, index: int, tolerance: float) -> tuple[complex, complex, int]:
+def _joint(points: Points, index: int, tolerance: float) -> tuple[complex, complex]:
     """Place and unit direction of the outline at a point, from as many points around as one parabola describes."""
     steps = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(points)))])
     reach = min(len(points), JOINT_REACH)
@@ -528,7 +554,7 @@ def _joint(points: Points, index: int, tolerance: float) -> tuple[complex, compl
         coefficients = np.linalg.lstsq(basis, window, rcond=None)[0]
         if reach <= 2 or np.abs(basis @ coefficients - window).max() <= tolerance:
             place, direction = coefficients[:2]
-            return complex(place), complex(direction) / max(abs(direction), 1e-12), len(window)
+            return complex(place), complex(direction) / max(abs(direction), 1e-12)
         reach //= 2
 
 
@@ -536,12 +562,13 @@ def _fit_cubic(points: Points, leave: complex, arrive: complex, tolerance: float
     """Least-squares cubic with given end directions, and its distance from every point."""
     lengths = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(points)))])
     t = lengths / lengths[-1]
+    bezier = _solve_cubic(points, t, leave, arrive, lengths[-1])
     for _ in range(MAX_FIT_ROUNDS):
-        bezier = _solve_cubic(points, t, leave, arrive, lengths[-1])
         t, errors = _closest(bezier, points, t)
-        if not tolerance < errors.max() < HOPELESS_ERROR * tolerance:
-            break
-    return bezier, errors
+        if errors.max() > HOPELESS_ERROR * tolerance:
+            return bezier, errors
+        bezier = _solve_cubic(points, t, leave, arrive, lengths[-1])
+    return bezier, _closest(bezier, points, t)[1]
 
 
 def _solve_cubic(points: Points, t: NDArray[np.float64], leave: complex, arrive: complex, length: float) -> Points:
@@ -554,7 +581,7 @@ def _solve_cubic(points: Points, t: NDArray[np.float64], leave: complex, arrive:
     determinant = a * c - b * b
     if determinant > 1e-9:
         solved = (u * c - v * b) / determinant, (v * a - u * b) / determinant
-        if 0 < min(solved) and max(solved) < length:
+        if min(solved) > 0 and max(solved) < length:
             near_handle, far_handle = solved
     return np.array([first, first + leave * near_handle, last + arrive * far_handle, last])
 
@@ -580,7 +607,8 @@ def _axis_share(direction: Points) -> NDArray[np.float64]:
 
 def _path_items(pieces: list[Points], scale: tuple[int, int]) -> list[str]:
     items = ["M", *_coordinates(pieces[0][:1], scale)]
-    for piece in pieces:
+    # Z itself draws a last straight line.
+    for piece in pieces if len(pieces[-1]) > 2 else pieces[:-1]:
         items += ["L" if len(piece) == 2 else "C", *_coordinates(piece[1:], scale)]
     return [*items, "Z"]
 

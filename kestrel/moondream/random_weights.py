@@ -73,7 +73,8 @@ def write_random_folder(
 
 
 def _fill_randomly(values: Tensor, name: str, seed: int) -> None:
-    generator = torch.Generator(values.device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # The CPU generator takes only 32 bits of its seed.
+    generator = torch.Generator(values.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
     values.normal_(0.0, 1.0 if name in FOURIER_TABLES else _SPREAD, generator=generator)
     if _NORM_WEIGHT.fullmatch(name):
         values.add_(1.0)

@@ -110,15 +110,17 @@ class MoondreamFamily:
         _check_tokenizer(located, tokenizer, config)
         with open_checkpoint(located.weights) as checkpoint:
             kv_scales = read_kv_scales(checkpoint)
-            model = load_moondream(checkpoint, config, device, dtype, progress, self._hint(checkpoint, config))
+            model = load_moondream(checkpoint, config, device, dtype, progress, self._hint(checkpoint, located))
         return LoadedMoondream(located.name, model, model.config, tokenizer, kv_scales)
 
-    def _hint(self, checkpoint: Checkpoint, config: MoondreamConfig) -> str:
-        """Which name to pass instead, for weights that fit another registered model."""
+    def _hint(self, checkpoint: Checkpoint, located: LocatedModel) -> str:
+        """What to pass instead, for weights that fit another registered model."""
         name = self.recognise(checkpoint)
-        if name is None or _spec(name).config["text"] == config.to_dict()["text"]:
+        if name is None or _spec(name).config == located.config:
             return ""
-        return f'these weights look like {name}; pass model="{name}"'
+        by_name = any(spec.config == located.config for spec in MODELS)
+        first = "" if by_name else "remove the config.json beside them and "
+        return f'these weights look like {name}; {first}pass model="{name}"'
 
 
 def _spec(name: str) -> ModelSpec:

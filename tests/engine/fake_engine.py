@@ -1,0 +1,46 @@
+"""The real engine over the fake runtime: thousands of requests a second, answers known by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.families import ReadyModel
+from kestrel.models.tokenizer import TextTokenizer
+from kestrel.moondream.config import MoondreamConfig
+from kestrel.moondream.prompts import moondream_profile
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.fake import FakeRuntime
+from kestrel.skills import default_registry
+from tests.engine.conftest import GOLDENS
+
+
+def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> InferenceEngine:
+    """Started on the running loop; shut it down."""
+    runtime = runtime or FakeRuntime(fake_limits(), vocab_size=320)
+    config = MoondreamConfig.from_dict(json.loads((GOLDENS / "md3" / "config.json").read_text()))
+    tokenizer = TextTokenizer.from_file(GOLDENS / "md3" / "tokenizer.json")
+    ready = ReadyModel(
+        runtime=runtime,
+        profile=moondream_profile(config, tokenizer, "fake"),
+        vocab_size=320,
+        num_image_positions=config.vision.num_patches,
+    )
+    engine = InferenceEngine(RuntimeConfig(**changes), ready, default_registry(), asyncio.get_running_loop())
+    engine._worker.start()
+    return engine
+
+
+def fake_limits(**changes: int) -> RuntimeLimits:
+    numbers = {
+        "max_batch_size": 32,
+        "max_seq_length": 1000,
+        "num_pages": 2000,
+        "page_size": 16,
+        "max_prefill_tokens": 2048,
+        "steps_in_flight": 1,
+    }
+    return RuntimeLimits(**(numbers | changes))
