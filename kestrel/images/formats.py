@@ -27,7 +27,7 @@ class ImageFormat:
     early_size: Callable[[bytes], Size | None] = lambda data: None
 
     def matches(self, data: bytes) -> bool:
-        return data.startswith(self.signatures) and data[8:].startswith(self.marker)
+        return data.startswith(self.signatures) and data.startswith(self.marker, 8)
 
 
 def _gif_size(data: bytes) -> Size | None:
@@ -89,7 +89,7 @@ def identify(data: bytes) -> ImageFormat:
         if image_format.matches(data):
             return image_format
     for offset, signature, name in _UNSUPPORTED:
-        if data[offset:].startswith(signature):
+        if data.startswith(signature, offset):
             raise RequestError("image", f"the bytes are {name}, which is not supported; convert to one of: {SUPPORTED}")
     raise RequestError(
         "image", f"{len(data)} bytes that are not a picture (first: {data[:8]!r}); send one of: {SUPPORTED}"

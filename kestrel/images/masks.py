@@ -37,6 +37,7 @@ HOPELESS_ERROR = 4.0
 CORNER_TURN = math.radians(40)
 CORNER_REACH_PX = 1.0
 CORNER_GAP = 2
+SQUARE_RUN = 3
 ARM_LENGTHS = (32, 16, 8, 5, 3)
 
 
@@ -439,7 +440,27 @@ def _tolerance(loop: Points) -> float:
 
 def _find_corners(middles: Points, loop: Points, tolerance: float) -> list[tuple[int, complex]]:
     """(index of the side, place) of every corner: where the outline arrives and leaves in different directions."""
+    square = _square_corners(loop)
+    corners = [(int(index), complex(loop[index])) for index in square]
     indices = _coarse_polygon(middles, tolerance)
+    if len(square):
+        apart = np.abs(indices[:, None] - square)
+        indices = indices[np.minimum(apart, len(loop) - apart).min(axis=1) > CORNER_GAP]
+    return sorted(corners + _bent_corners(indices, middles, loop, tolerance), key=lambda corner: corner[0])
+
+
+def _square_corners(loop: Points) -> NDArray[np.int64]:
+    """Indices where two straight runs of pixel sides meet, each too long to be a step of a slanted line."""
+    steps = np.roll(loop, -1) - loop
+    turns = np.flatnonzero(steps != np.roll(steps, 1))
+    runs = np.diff(turns, append=turns[0] + len(loop))
+    return turns[np.minimum(runs, np.roll(runs, 1)) >= SQUARE_RUN]
+
+
+def _bent_corners(
+    indices: NDArray[np.int64], middles: Points, loop: Points, tolerance: float
+) -> list[tuple[int, complex]]:
+    """Those candidate sides at which smooth arms on both sides point in different directions."""
     reach = min(ARM_LENGTHS[0], len(middles) // 2)
     around = middles[(indices[:, None] + np.arange(-reach, reach + 1)) % len(middles)]
     back, towards_back, back_length = _arms(around[:, :reach][:, ::-1], tolerance)

@@ -91,7 +91,7 @@ class SegmentRefiner:
         side, place = self._head.config.mask_size, self._head.image_pe
         square = Image.fromarray(np.ascontiguousarray(crop)).resize((side, side), Image.Resampling.BILINEAR)
         square_mask = Image.fromarray(coarse.astype(np.uint8)).resize((side, side), Image.Resampling.NEAREST)
-        final, early = (features.to(place) for features in self._encode_crop(np.asarray(square)))
+        final, early = (features.to(place) for features in self._encode_crop(np.array(square)))
         mask = torch.from_numpy(np.array(square_mask)).to(place).unsqueeze(0)
         expected_iou = torch.zeros((), device=mask.device)
         for _ in range(NUM_ITERATIONS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import ConfigError
@@ -47,6 +47,7 @@ def test_slivers_get_one_crop(size: tuple[int, int]):
     assert select_tiling(*size, MOONDREAM) == (1, 1)
 
 
+@settings(deadline=None)
 @given(height=sides, width=sides)
 def test_turning_the_picture_turns_the_grid_unless_a_tie_is_broken(height: int, width: int):
     rows, cols = select_tiling(height, width, MOONDREAM)
@@ -54,6 +55,7 @@ def test_turning_the_picture_turns_the_grid_unless_a_tie_is_broken(height: int, 
     assert turned == (cols, rows) or rows == cols or turned[0] == turned[1] or height == width
 
 
+@settings(deadline=None)
 @given(height=sides, width=sides)
 def test_local_crops_cover_the_resized_picture_exactly(height: int, width: int):
     plan = plan_tiling(height, width, MOONDREAM)
@@ -62,6 +64,7 @@ def test_local_crops_cover_the_resized_picture_exactly(height: int, width: int):
     assert len(plan.local_origins) == len(plan.local_crop_indices) == plan.rows * plan.cols
 
 
+@settings(deadline=None)
 @given(height=st.integers(1, 4000), width=st.integers(1, 4000))
 def test_ordinary_shapes_stay_within_max_crops(height: int, width: int):
     rows, cols = select_tiling(height, width, MOONDREAM)

@@ -1,0 +1,66 @@
+"""Rows of bench/results: what was measured, on what, by which commit."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import kestrel
+
+
+def environment() -> dict[str, str]:
+    """The columns every row begins with."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": current_commit(),
+        "kestrel": kestrel.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": cpu_name(),
+        "gpu": gpu,
+    }
+
+
+def append_row(path: Path, row: Mapping[str, object]) -> None:
+    """Add a row, writing the header when the file is new. The columns of a file never change."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    if not is_new:
+        with path.open(newline="") as existing:
+            columns = next(csv.reader(existing))
+        if columns != list(row):
+            raise ValueError(f"{path} has the columns {columns}, not {list(row)}; write to another file")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def current_commit() -> str:
+    """Short hash of the checkout, with + when it has changes; "unknown" outside one."""
+    folder = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    if head.returncode != 0:
+        return "unknown"
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
