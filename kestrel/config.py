@@ -45,8 +45,13 @@ class RuntimeConfig:
     kv_cache_pages: int | None = field(
         default=None, metadata=_doc("Pages in the KV cache. Default: planned from free memory.")
     )
-    kv_cache_memory_fraction: float = field(
-        default=0.5, metadata=_doc("Share of the free memory that the planned KV cache may take.")
+    kv_cache_memory_fraction: float | None = field(
+        default=None,
+        metadata=_doc("Share of the free memory a planned KV cache may take. Default: 0.8 on a GPU, 0.25 on a CPU."),
+    )
+    refiner_path: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=_doc("Weights of the segmentation refiner; without them segment returns the model's own outline."),
     )
     enable_prefix_cache: bool = field(
         default=True, metadata=_doc("Reuse the KV of repeated images, prompts and earlier answers.")
@@ -95,6 +100,10 @@ class RuntimeConfig:
         return normalise_dtype(self.dtype)
 
     @property
+    def refiner_file(self) -> Path | None:
+        return None if self.refiner_path is None else Path(self.refiner_path).expanduser()
+
+    @property
     def tokenizer_file(self) -> Path | None:
         return None if self.tokenizer_path is None else Path(self.tokenizer_path).expanduser()
 
@@ -111,7 +120,7 @@ def normalise_dtype(value: Any) -> str:
 def _check_sources(config: RuntimeConfig) -> None:
     if config.model_path is not None and config.weights_path is not None:
         raise ConfigError("weights_path", "is another name for model_path; give only one of them")
-    for name in ("model_path", "weights_path", "tokenizer_path"):
+    for name in ("model_path", "weights_path", "tokenizer_path", "refiner_path"):
         value = getattr(config, name)
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(name, f"must be a path (got {value!r})")
@@ -141,6 +150,8 @@ def _check_numbers(config: RuntimeConfig) -> None:
             raise ConfigError(name, f"must be an integer from {low} to {high} (got {value!r})")
     for name, low, high in (("kv_cache_memory_fraction", 0.01, 0.98), ("priority_ageing_s", 0.001, 1e6)):
         value = getattr(config, name)
+        if value is None and name == "kv_cache_memory_fraction":
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise ConfigError(name, f"must be a number from {low} to {high} (got {value!r})")
     for f in fields(config):

@@ -151,9 +151,13 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
     for num_sequences in args.sequences:
-        best = min((measure_overhead(num_sequences, args.steps) for _ in range(3)), key=lambda o: o.us_per_sequence_step)
+        best = min(
+            (measure_overhead(num_sequences, args.steps) for _ in range(3)), key=lambda o: o.us_per_sequence_step
+        )
         print(f"{best.num_sequences:4d} sequences: {best.us_per_sequence_step:6.2f} µs per sequence and step")
-        rows.append({"metric": "overhead_us_per_sequence_step", "sequences": num_sequences, "value": best.us_per_sequence_step})
+        rows.append(
+            {"metric": "overhead_us_per_sequence_step", "sequences": num_sequences, "value": best.us_per_sequence_step}
+        )
     if args.requests:
         growth, rate = measure_memory_growth(args.requests)
         print(f"{args.requests} requests: grew {growth:.1f} MiB after the first tenth, {rate:.0f} requests/s")

@@ -28,7 +28,10 @@ class DecoderShape:
 
 
 class Attend(Protocol):
-    """Stores the keys and values of one layer's new positions and attends over everything stored for their rows."""
+    """Stores the keys and values of one layer's new positions and attends over everything stored for their rows.
+
+    q and k are rotated and scaled already: nothing is left to do but attention. Returns [T, heads, head_dim].
+    """
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
 

@@ -7,7 +7,6 @@ There is no batch dimension: T counts positions of any number of sequences. Who 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +14,10 @@ from torch.nn import functional
 
 from kestrel.kernels.rope import apply_rope, rope_tables
 from kestrel.kernels.tau import scale_heads, tau_factors
+from kestrel.models.contract import Attend
 from kestrel.models.layers import GeluMlp
 from kestrel.moondream.config import TextConfig
 from kestrel.moondream.moe import MoeMlp
-
-
-class Attend(Protocol):
-    """Stores k and v of a layer and returns the attention output of q, [T, n_heads, head_dim].
-
-    q is scaled (tau) and rotated, k is rotated, v is scaled: nothing is left to do but attention.
-    """
-
-    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
 
 
 class RotaryTables(nn.Module):

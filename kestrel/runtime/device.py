@@ -14,7 +14,9 @@ def choose_device(config: RuntimeConfig) -> torch.device:
     device = torch.device(config.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError("device", f"{config.device!r} was asked for but torch sees no NVIDIA GPU; use cpu or auto")
+            raise ConfigError(
+                "device", f"{config.device!r} was asked for but torch sees no NVIDIA GPU; use cpu or auto"
+            )
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError("device", f"{config.device!r}: this machine has {torch.cuda.device_count()} GPU(s)")
     return device

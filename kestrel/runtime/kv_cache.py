@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +20,9 @@ class PagedKVCache:
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        # Zeros, not empty: masked slots are multiplied by a zero weight, which garbage NaNs would survive.
         size = (shape.num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
-        self._k = torch.zeros(size, dtype=dtype, device=device)
-        self._v = torch.zeros(size, dtype=dtype, device=device)
+        self._k = _zeros(size, dtype, device)
+        self._v = _zeros(size, dtype, device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._k[index], self._v[index]
@@ -36,3 +38,14 @@ class PagedKVCache:
 
 def bytes_per_page(shape: DecoderShape, page_size: int, dtype: torch.dtype) -> int:
     return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: masked slots are multiplied by a zero weight, which garbage NaNs would survive.
+
+    On a CPU the operating system hands zero pages out as they are first touched, so an unused cache costs nothing.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(size)

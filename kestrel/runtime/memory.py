@@ -13,6 +13,7 @@ from kestrel.models.contract import DecoderShape
 from kestrel.runtime.kv_cache import bytes_per_page
 
 MIN_TEXT_POSITIONS = 64
+DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.25}
 CACHED_CONTEXTS_PER_ROW = 4
 """Planned pages beyond what running sequences can use, kept for the prefix cache: this many contexts per row."""
 
@@ -32,11 +33,12 @@ def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device,
     context = config.max_seq_length or shape.max_context
     useful = config.max_batch_size * (1 + CACHED_CONTEXTS_PER_ROW) * -(-context // config.page_size)
     free = free_memory_bytes(device)
-    affordable = int(free * config.kv_cache_memory_fraction) // page_bytes
+    fraction = config.kv_cache_memory_fraction or DEFAULT_FRACTION[device.type]
+    affordable = int(free * fraction) // page_bytes
     if affordable < least:
         raise ConfigError(
             "kv_cache_memory_fraction",
-            f"{config.kv_cache_memory_fraction} of {free / 2**30:.1f} GiB free on {device} cannot hold one picture "
+            f"{fraction} of {free / 2**30:.1f} GiB free on {device} cannot hold one picture "
             f"({least * page_bytes / 2**30:.2f} GiB needed); free memory, raise it, or use a smaller model",
         )
     return min(useful, affordable)

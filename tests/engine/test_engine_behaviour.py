@@ -36,9 +36,7 @@ async def test_settings_and_keywords_mean_the_same(make_engine: MakeEngine) -> N
     by_settings = await engine.query(
         image=image, question=QUESTION, reasoning=False, settings={"temperature": 0.0, "max_tokens": 6}
     )
-    by_keywords = await engine.query(
-        question=QUESTION, image=image, reasoning=False, max_new_tokens=6, temperature=0.0
-    )
+    by_keywords = await engine.query(question=QUESTION, image=image, reasoning=False, max_new_tokens=6, temperature=0.0)
     assert by_settings.text == by_keywords.text == by_settings.output["answer"]
     assert by_settings.finish_reason == "length"
     assert by_settings.metrics.output_tokens == 6

@@ -43,7 +43,8 @@ def test_cached_decoding_equals_one_uncached_pass(name: str, config: MoondreamCo
     span = ImageSpan("ab" * 16, 730, bos_id=0)
     grammar = free_text(NEVER_SAMPLED)
     cases = [
-        Case(f"q{i}", [span, *text_tokens(question(i, 1))], grammar, NUM_TOKENS, {span.digest: pixels}) for i in range(4)
+        Case(f"q{i}", [span, *text_tokens(question(i, 1))], grammar, NUM_TOKENS, {span.digest: pixels})
+        for i in range(4)
     ]
     alone = paged(model, page_size=16, num_pages=800, max_seq_length=2048, steps_in_flight=1)
     tokens = alone.run(cases[0])["q0"]

@@ -24,7 +24,7 @@ def test_fp32_logits_are_the_golden_ones(family: str, device: str) -> None:
     close = compare_with_golden(g, family, deepcopy(g.model).to(device))
     print(f"\n{family} fp32 {device}: {close}")
     assert close.agreement == 1.0
-    assert close.largest < 1e-4
+    assert close.largest < (1e-4 if device == "cpu" else 5e-4)  # another device sums in another order
 
 
 @pytest.mark.parametrize("device", DEVICES)

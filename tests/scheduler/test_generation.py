@@ -37,7 +37,9 @@ def test_an_answer_ends_at_the_end_token_or_at_its_budget(depth: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_strangers_in_a_batch_do_not_change_an_answer(depth: int, page_size: int, prefix_cache: bool) -> None:
-    scheduler, _ = make(page_size=page_size, num_pages=600 // page_size, steps_in_flight=depth, prefix_cache=prefix_cache)
+    scheduler, _ = make(
+        page_size=page_size, num_pages=600 // page_size, steps_in_flight=depth, prefix_cache=prefix_cache
+    )
     prompts = {f"r{i}": [image(f"p{i % 3}"), *text(i + 1, 5, i + 2)] for i in range(20)}
     for name, prompt in prompts.items():
         scheduler.add(request(name, prompt, max_new_tokens=5 + len(name)))

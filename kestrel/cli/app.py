@@ -1,0 +1,82 @@
+"""The program `kestrel`: its verbs, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from kestrel.cli.caption import caption
+from kestrel.cli.console import note, write
+from kestrel.cli.demo import demo
+from kestrel.cli.detect import detect
+from kestrel.cli.event_loop import Interrupted
+from kestrel.cli.exit_codes import FAILED, INTERRUPTED, OK, report
+from kestrel.cli.models import models
+from kestrel.cli.point import point
+from kestrel.cli.query import query
+from kestrel.cli.schedule import schedule
+from kestrel.cli.segment import segment
+
+VERBS = (query, caption, point, detect, segment, schedule, models, demo)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; return the exit code."""
+    try:
+        code = typer.main.get_command(make_app()).main(list(arguments), prog_name="kestrel", standalone_mode=False)
+        sys.stdout.flush()
+        return code or OK
+    except BrokenPipeError:
+        _drop_stdout()
+        return FAILED
+    except (Interrupted, KeyboardInterrupt, typer.Abort):
+        note("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        return report(error)
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(
+        help="Kestrel runs vision-language models: answers, captions, points, boxes and outlines.",
+        epilog="Start with `kestrel demo`, then `kestrel models`.",
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_kestrel)
+    for verb in VERBS:
+        app.command(verb.__name__)(verb)
+    return app
+
+
+def _kestrel(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, show_default=False)
+    ] = False,
+) -> None:
+    if show_version:
+        write(f"kestrel {_version()}\n")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        write(context.get_help() + "\n")
+        raise typer.Exit
+
+
+def _version() -> str:
+    try:
+        return version("kestrel")
+    except PackageNotFoundError:
+        return "(not installed: run from its source folder)"
+
+
+def _drop_stdout() -> None:
+    """Whoever read stdout has gone; keep the interpreter from complaining about it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

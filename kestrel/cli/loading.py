@@ -1,0 +1,86 @@
+"""From a configuration to a running engine, with a progress bar while it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from kestrel.cli.console import stderr_console
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.errors import ConfigError
+
+
+@asynccontextmanager
+async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
+    """An engine that is shut down at the end: drained normally, at once after an error or Ctrl-C."""
+    require_model(config)
+    with LoadingBars(stderr_console()) as bars:
+        try:
+            engine = await InferenceEngine.create(config, progress=bars)
+        except asyncio.CancelledError:
+            bars.abandon()
+            raise
+    async with engine:
+        yield engine
+
+
+def require_model(config: RuntimeConfig) -> None:
+    if config.model is None and config.weights is None:
+        raise ConfigError(
+            "model",
+            "none was given; name one with --model (see `kestrel models`) or pass a model folder with --weights. "
+            "`kestrel demo` runs without either",
+        )
+
+
+class LoadingAbandoned(Exception):
+    """Raised inside the loading thread to end it early."""
+
+
+class LoadingBars:
+    """A `Progress` callable that draws one bar per label, only on a terminal, and wipes them at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._started = False
+        self._abandoned = threading.Event()
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, label: str, done_bytes: int, total_bytes: int) -> None:
+        """Called on the loading thread. The display starts with the first call: downloads draw bars of their own."""
+        if self._abandoned.is_set():
+            raise LoadingAbandoned
+        if not self._started:
+            self._started = True
+            self._bars.start()
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task(label, total=total_bytes)
+        self._bars.update(self._tasks[label], completed=done_bytes, total=total_bytes)
+
+    def abandon(self) -> None:
+        """Nobody waits any more: the next call ends the loading thread."""
+        self._abandoned.set()
+
+    def __enter__(self) -> LoadingBars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._started:
+            self._bars.stop()

@@ -1,0 +1,64 @@
+"""kestrel models: what can be run by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from kestrel.cli.console import stdout_console, write
+from kestrel.families import registered_models
+from kestrel.models.family import ModelSpec
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
+) -> None:
+    """List the models that --model knows."""
+    specs = registered_models()
+    if as_json:
+        write(json.dumps([_as_json(spec) for spec in specs], indent=2, ensure_ascii=False) + "\n")
+    else:
+        stdout_console().print(_table(specs))
+
+
+def _table(specs: tuple[ModelSpec, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("licence", min_width=12)
+    table.add_column("about", min_width=24)
+    for spec in specs:
+        about = Text(spec.description)
+        about.append(f"\n{_source(spec)}", style="cyan")
+        if spec.source_note:
+            about.append(f"\n{spec.source_note}", style="dim")
+        table.add_row(spec.name, _size(spec.num_parameters), spec.licence, about)
+    return table
+
+
+def _size(num_parameters: int) -> str:
+    return f"{num_parameters / 1e9:.1f}B"
+
+
+def _source(spec: ModelSpec) -> str:
+    if spec.source is None:
+        return "not fetched by name"
+    return f"{spec.source.weights.repo} at {spec.source.weights.revision}"
+
+
+def _as_json(spec: ModelSpec) -> dict[str, Any]:
+    weights = None if spec.source is None else spec.source.weights
+    return {
+        "name": spec.name,
+        "family": spec.family,
+        "num_parameters": spec.num_parameters,
+        "licence": spec.licence,
+        "source": None if weights is None else {"repo": weights.repo, "revision": weights.revision},
+        "description": spec.description,
+        "note": spec.source_note,
+    }

@@ -1,0 +1,62 @@
+"""One request from the command line: check, read the picture, load, run, print, draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel.cli.console import note
+from kestrel.cli.drawing import draw_result, save_picture
+from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.loading import open_engine, require_model
+from kestrel.cli.options import ObjectSettings, OutputOptions, SaveOptions, Settings, check_settings
+from kestrel.cli.pictures import read_picture
+from kestrel.cli.printing import note_limit, note_metrics, printer_for
+from kestrel.config import RuntimeConfig
+from kestrel.engine import EngineResult, EngineStream
+from kestrel.images.rgb import RgbImage
+
+
+@dataclass(frozen=True)
+class SkillCall:
+    """What a verb was asked for."""
+
+    skill: str
+    fields: Mapping[str, Any]
+    """The skill's own fields; None counts as not given."""
+    source: str | None
+    """Where the picture is."""
+    settings: Settings
+    output: OutputOptions
+    config: RuntimeConfig
+
+
+def run_skill(call: SkillCall) -> None:
+    require_model(call.config)
+    check_settings(call.skill, call.settings, call.output)
+    run_to_end(_answer(call))
+
+
+async def _answer(call: SkillCall) -> None:
+    picture = None if call.source is None else await read_picture(call.source, call.config)
+    async with open_engine(call.config) as engine:
+        printer = printer_for(call.skill, engine.model_name, call.output.as_json, call.output.stream)
+        stream: EngineStream = await engine.run(
+            call.skill, stream=True, image=picture, settings=call.settings.given(), **call.fields
+        )
+        async for chunk in stream:
+            if call.output.stream:
+                printer.chunk(chunk)
+        result = await stream.result()
+        printer.result(result)
+    _save(call, picture, result)
+    note_limit(result, "--max-objects" if isinstance(call.settings, ObjectSettings) else "--max-new-tokens")
+    note_metrics(result.metrics)
+
+
+def _save(call: SkillCall, picture: RgbImage | None, result: EngineResult) -> None:
+    if not isinstance(call.output, SaveOptions) or call.output.save is None or picture is None:
+        return
+    save_picture(draw_result(picture, result.output, call.fields["object"]), call.output.save)
+    note(f"drew the result into {call.output.save}")

@@ -1,0 +1,37 @@
+"""Pictures named on the command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from kestrel.config import RuntimeConfig
+from kestrel.engine.images import ImageDecoder
+from kestrel.errors import RequestError
+from kestrel.images.rgb import RgbImage
+
+STDIN = "-"
+
+
+async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:
+    return (await read_pictures([source], config))[source]
+
+
+async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[str, RgbImage]:
+    """Decoded pictures by source, each read once, under the configuration's limits.
+
+    Read before a model is loaded, so that a wrong path is reported at once.
+    """
+    names = list(dict.fromkeys(sources))
+    decoder = ImageDecoder(config)
+    try:
+        pictures = await decoder.decode([_from_stdin(config) if name == STDIN else name for name in names])
+    finally:
+        decoder.close()
+    return dict(zip(names, pictures, strict=True))
+
+
+def _from_stdin(config: RuntimeConfig) -> bytes:
+    if sys.stdin.isatty():
+        raise RequestError("image", "- reads a picture from stdin, but nothing is piped in; give a file instead")
+    return sys.stdin.buffer.read(config.max_image_bytes + 1)

@@ -1,0 +1,66 @@
+"""How many KV pages are planned, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+from kestrel.models.contract import DecoderShape
+from kestrel.runtime import memory
+from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
+from kestrel.runtime.memory import plan_pages
+
+SHAPE = DecoderShape(
+    num_layers=2,
+    num_kv_heads=4,
+    head_dim=8,
+    hidden_dim=32,
+    vocab_size=100,
+    max_context=1024,
+    num_image_positions=729,
+    coord_id=5,
+    size_id=6,
+)
+CPU = torch.device("cpu")
+
+
+def plan(**config: object) -> int:
+    return plan_pages(RuntimeConfig(**config), SHAPE, CPU, torch.float32)  # type: ignore[arg-type]
+
+
+def test_a_page_holds_keys_and_values_of_every_layer() -> None:
+    assert bytes_per_page(SHAPE, 16, torch.float32) == 2 * 2 * 16 * 4 * 8 * 4
+    cache = PagedKVCache(SHAPE, 10, 16, torch.bfloat16, CPU)
+    k, v = cache.layer(1)
+    assert k.shape == v.shape == (160, 4, 8)
+    assert k.dtype == torch.bfloat16
+    assert not k.any()
+
+
+def test_configured_pages_are_taken_as_they_are() -> None:
+    assert plan(kv_cache_pages=123) == 123
+
+
+def test_too_few_pages_name_the_least_that_works() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_pages: 10 pages of 16 .* at least 50"):
+        plan(kv_cache_pages=10)
+
+
+def test_no_more_pages_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: 2**40)
+    assert plan(max_batch_size=2) == 2 * 5 * 64
+
+
+def test_no_more_memory_than_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = bytes_per_page(SHAPE, 16, torch.float32)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: 1000 * page)
+    assert plan() == 250
+    assert plan(kv_cache_memory_fraction=0.5) == 500
+    with pytest.raises(ConfigError, match="kv_cache_memory_fraction"):
+        plan(kv_cache_memory_fraction=0.02)
+
+
+def test_free_memory_is_a_sensible_number() -> None:
+    assert 2**27 < memory.free_memory_bytes(CPU) < 2**46

@@ -1,0 +1,75 @@
+"""RuntimeConfig refuses what cannot work, naming the field."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""),
+        ("model", 3),
+        ("model_path", 7),
+        ("tokenizer_path", ["x"]),
+        ("device", "tpu"),
+        ("device", "cuda:x"),
+        ("device", None),
+        ("dtype", "int4"),
+        ("dtype", torch.int32),
+        ("max_batch_size", 0),
+        ("max_batch_size", 2.0),
+        ("max_batch_size", True),
+        ("max_seq_length", 1),
+        ("page_size", 0),
+        ("page_size", "16"),
+        ("kv_cache_pages", 1),
+        ("kv_cache_memory_fraction", 0.0),
+        ("kv_cache_memory_fraction", 1.5),
+        ("priority_ageing_s", -1),
+        ("enable_prefix_cache", "yes"),
+        ("enable_cuda_graphs", True),
+        ("compile", True),
+        ("max_prefill_tokens", 0),
+        ("max_queue_size", 0),
+        ("image_threads", 0),
+        ("max_image_pixels", 0),
+    ],
+)
+def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig(**{field: value})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_weights_path_is_another_name_for_model_path() -> None:
+    assert RuntimeConfig(weights_path="~/m.pt").weights == Path("~/m.pt").expanduser()
+    assert RuntimeConfig(model_path="/x").weights == Path("/x")
+    with pytest.raises(ConfigError, match="weights_path"):
+        RuntimeConfig(model_path="/x", weights_path="/y")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [("bf16", "bfloat16"), (torch.bfloat16, "bfloat16"), ("fp32", "float32"), ("half", "float16")]
+)
+def test_dtypes_have_many_spellings(given: Any, name: str) -> None:
+    assert RuntimeConfig(dtype=given).dtype_name == name
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        RuntimeConfig().model = "moondream2"  # type: ignore[misc]
+
+
+def test_every_field_says_what_it_is_for() -> None:
+    for field in fields(RuntimeConfig):
+        assert field.metadata["help"].endswith("."), field.name
