@@ -113,15 +113,18 @@ def measure_overhead(num_sequences: int, steps: int) -> Overhead:
     return Overhead(num_sequences, steps, overhead * 1e6, wall / steps * 1e6)
 
 
-def measure_memory_growth(count: int) -> tuple[float, float]:
-    """(MiB grown after the first tenth, requests per second) over `count` short requests."""
-    scheduler, _ = make_scheduler(64)
+def measure_memory_growth(count: int, num_sequences: int = 64) -> tuple[float, float]:
+    """(MiB grown after the first tenth, requests per second) over `count` short requests.
+
+    The first tenth should fill the prefix cache: about 70 requests per sequence.
+    """
+    scheduler, _ = make_scheduler(num_sequences)
     pending = requests(count, max_new_tokens=8)
     done, baseline = 0, 0
     start = time.perf_counter()
     exhausted = False
     while not exhausted or scheduler.has_work:
-        while not exhausted and scheduler.num_waiting < 64:
+        while not exhausted and scheduler.num_waiting < num_sequences:
             request = next(pending, None)
             if request is None:
                 exhausted = True

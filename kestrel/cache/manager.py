@@ -150,7 +150,6 @@ class CacheManager:
             raise ConfigError("page_size", f"must be at least 1 (got {page_size})")
         self._pool = PagePool(num_pages)
         self._page_size = page_size
-        self._shares_prefixes = enable_prefix_cache
         self._prefixes: PrefixCache = (
             RadixPrefixCache(self._pool, page_size) if enable_prefix_cache else NoPrefixCache()
         )
@@ -184,7 +183,7 @@ class CacheManager:
     @property
     def shares_prefixes(self) -> bool:
         """Whether a published context can serve later leases at all."""
-        return self._shares_prefixes
+        return self._prefixes.shares_prefixes
 
     def acquire(self, namespace: Hashable, items: Sequence[ContextItem]) -> PageLease:
         """Leases pages for all positions of a context, the longest usable cached prefix included.

@@ -14,6 +14,11 @@ class PrefixCache(Protocol):
     """Remembers which pages hold which context prefixes. An *anchor* is where a lease's lock ends; None is nowhere."""
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether what is inserted can ever be matched."""
+        ...
+
+    @property
     def num_cached_pages(self) -> int: ...
 
     @property
@@ -53,6 +58,7 @@ class PrefixCache(Protocol):
 class NoPrefixCache:
     """Finds nothing and keeps nothing: every context is computed afresh."""
 
+    shares_prefixes = False
     num_cached_pages = 0
     num_evictable_pages = 0
 

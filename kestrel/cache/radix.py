@@ -19,6 +19,8 @@ from kestrel.cache.pages import CacheMisuse, PagePool
 class RadixPrefixCache:
     """Finds, locks, grows and evicts cached prefixes. Holds one reference on every page of every node."""
 
+    shares_prefixes = True
+
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size

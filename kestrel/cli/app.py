@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kestrel.cli.caption import caption
+from kestrel.cli.config_flags import ENVIRONMENT_HINT, takes_config
 from kestrel.cli.console import note, write
 from kestrel.cli.demo import demo
 from kestrel.cli.detect import detect
@@ -46,13 +47,13 @@ def make_app() -> typer.Typer:
         help="Kestrel runs vision-language models: answers, captions, points, boxes and outlines.",
         epilog="Start with `kestrel demo`, then `kestrel models`.",
         add_completion=False,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_kestrel)
     for verb in VERBS:
-        app.command(verb.__name__)(verb)
+        app.command(verb.__name__, epilog=ENVIRONMENT_HINT if takes_config(verb) else None)(verb)
     return app
 
 

@@ -4,7 +4,7 @@ A verb takes a dataclass as a parameter; `with_flags` puts a flag for each of it
 
 - help from `metadata["help"]`, names from `metadata["flags"]` or `--field-name`; no flag when "flags" is empty
 - `--x/--no-x` for booleans, unless "flags" says otherwise
-- the environment variable KESTREL_<FLAG> where the group has an environment
+- the environment variable KESTREL_<FLAG> for every flag of the RuntimeConfig
 """
 
 from __future__ import annotations
@@ -13,39 +13,22 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from kestrel.cli.options import ObjectSettings, OutputOptions, SaveOptions, TextOutputOptions, TextSettings
 from kestrel.config import RuntimeConfig
 
 ENVIRONMENT_PREFIX = "KESTREL_"
+ENVIRONMENT_HINT = "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
+"""For a verb's help; naming the variable at every flag would double its length."""
 
 GroupT = TypeVar("GroupT")
 
 
-@dataclass(frozen=True)
-class FlagGroup:
-    """How the flags of one dataclass appear."""
-
-    panel: str
-    reads_environment: bool = False
-
-
-FLAG_GROUPS: dict[type, FlagGroup] = {
-    RuntimeConfig: FlagGroup("Model and engine", reads_environment=True),
-    TextSettings: FlagGroup("Sampling"),
-    ObjectSettings: FlagGroup("Sampling"),
-    OutputOptions: FlagGroup("Output"),
-    SaveOptions: FlagGroup("Output"),
-    TextOutputOptions: FlagGroup("Output"),
-}
-
-
 def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with every parameter of a grouped dataclass type replaced by that dataclass's flags."""
+    """The verb with every parameter of a dataclass type replaced by its flags."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
@@ -69,6 +52,10 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return with_grouped_values
 
 
+def takes_config(verb: Callable[..., None]) -> bool:
+    return "model_path" in inspect.signature(verb).parameters
+
+
 def flag_parameters(group: type) -> list[inspect.Parameter]:
     """One keyword parameter per field that has a flag."""
     hints = get_type_hints(group)
@@ -77,7 +64,7 @@ def flag_parameters(group: type) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_default_of(field),
-            annotation=Annotated[_value_type(hints[field.name]), _option(field, FLAG_GROUPS[group])],
+            annotation=Annotated[_value_type(hints[field.name]), _option(field, group is RuntimeConfig)],
         )
         for field in fields(group)
         if flag_names(field)
@@ -93,7 +80,7 @@ def environment_names(field: Field[Any]) -> list[str]:
     return [ENVIRONMENT_PREFIX + name.removeprefix("--").replace("-", "_").upper() for name in flag_names(field)]
 
 
-def _option(field: Field[Any], group: FlagGroup) -> Any:
+def _option(field: Field[Any], reads_environment: bool) -> Any:
     names = flag_names(field)
     if "bool" in str(field.type) and "flags" not in field.metadata:
         names = tuple(f"{name}/--no-{name.removeprefix('--')}" for name in names)
@@ -102,10 +89,15 @@ def _option(field: Field[Any], group: FlagGroup) -> Any:
         help=field.metadata["help"],
         metavar=field.metadata.get("metavar"),
         hidden=field.metadata.get("hidden", False),
-        envvar=environment_names(field) if group.reads_environment else None,
+        envvar=_environment(field) if reads_environment else None,
+        show_envvar=False,
         show_default=field.metadata.get("show_default", True),
-        rich_help_panel=group.panel,
     )
+
+
+def _environment(field: Field[Any]) -> str | list[str]:
+    names = environment_names(field)
+    return names[0] if len(names) == 1 else names
 
 
 def _taken_from(values: dict[str, Any], group: type[GroupT]) -> GroupT:

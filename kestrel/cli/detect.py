@@ -17,5 +17,8 @@ def detect(
     output: SaveOptions,
     config: RuntimeConfig,
 ) -> None:
-    """Find the boxes around every instance of an object, from 0 to 1 across and down the picture."""
+    """Find the box of every instance of an object.
+
+    Prints the sides of each, from 0 to 1 across and down the picture; a box may reach beyond it.
+    """
     run_skill(SkillCall("detect", {"object": object}, image, settings, output, config))

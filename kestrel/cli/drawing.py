@@ -27,7 +27,7 @@ COLOURS: tuple[Colour, ...] = (
     (240, 92, 170),
 )
 WHITE, BLACK = (255, 255, 255), (16, 16, 20)
-MASK_OPACITY = 105
+MASK_OPACITY = 130
 LABEL_OPACITY = 235
 SMOOTHED_PIXELS = 8_000_000
 """Pictures up to this size are drawn on at twice their size, which smooths edges."""
@@ -69,39 +69,38 @@ class Canvas:
         self._layer = Image.new("RGBA", (self._width, self._height), (0, 0, 0, 0))
         self._pen = ImageDraw.Draw(self._layer)
         longest = max(self._width, self._height)
-        self._stroke = max(scale, round(longest / 280))
-        self._font = ImageFont.load_default(max(9.0 * scale, longest / 42))
+        self._stroke = max(scale, round(longest / 230))
+        self._labels: list[tuple[tuple[int, int], str, Colour]] = []  # drawn last, over everything else
+        self._font = ImageFont.load_default(max(8.0 * scale, longest / 40))
 
     def point(self, x: float, y: float, number: int, colour: Colour) -> None:
         """A dot with a white rim and its number inside."""
         at = (x * self._width, y * self._height)
         text = str(number)
         left, top, right, bottom = self._pen.textbbox((0, 0), text, font=self._font)
-        radius = max(right - left, bottom - top) * 0.5 + 2.2 * self._stroke
-        for extra, fill in ((1.9, (*BLACK, 110)), (1.2, (*WHITE, 255)), (0.0, (*colour, 255))):
+        radius = max(right - left, bottom - top) * 0.5 + 1.6 * self._stroke
+        for extra, fill in ((1.2, (*BLACK, 120)), (0.8, (*WHITE, 255)), (0.0, (*colour, 255))):
             self._pen.ellipse(_around(at, radius + extra * self._stroke), fill=fill)
         self._pen.text(at, text, font=self._font, fill=_text_colour(colour), anchor="mm")
 
     def box(self, box: Mapping[str, float], text: str, colour: Colour) -> None:
         """A frame with a label at its upper left corner; parts beyond the picture are cut off."""
-        left, top, right, bottom = self._frame_of(box)
-        halo = max(1, self._stroke // 2)
-        self._pen.rectangle(
-            (left - halo, top - halo, right + halo, bottom + halo), outline=(*BLACK, 110), width=self._stroke + 2 * halo
-        )
-        self._pen.rectangle((left, top, right, bottom), outline=(*colour, 255), width=self._stroke)
-        self._label((left, top), text, colour)
+        frame = self._frame_of(box)
+        self._pen.rectangle(frame, outline=(*colour, 255), width=self._stroke)
+        self._labels.append((frame[:2], text, colour))
 
     def outline(self, box: Mapping[str, float], path: str, text: str) -> None:
         """A tinted shape with a firm edge, in its frame."""
         colour = COLOURS[1]
         mask = rasterise_path(path, box, self._height, self._width, supersample=1)
         self._tint(mask, (*colour, MASK_OPACITY))
-        self._tint(mask & ~_shrunk(mask, self._stroke + 1), (*WHITE, 255))
         self._tint(mask & ~_shrunk(mask, self._stroke), (*colour, 255))
         self.box(box, text, colour)
 
     def finished(self) -> Image.Image:
+        """The picture with everything on it; call it once."""
+        for corner, text, colour in self._labels:
+            self._label(corner, text, colour)
         layer = self._layer.resize(self._picture.size, Image.Resampling.BOX)
         return Image.alpha_composite(self._picture, layer).convert("RGB")
 

@@ -29,20 +29,16 @@ def models(
 def _table(specs: tuple[ModelSpec, ...]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("licence", min_width=12)
-    table.add_column("about", min_width=24)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("description, licence, source, note")
     for spec in specs:
         about = Text(spec.description)
+        about.append(f"\n{spec.licence}", style="green")
         about.append(f"\n{_source(spec)}", style="cyan")
         if spec.source_note:
             about.append(f"\n{spec.source_note}", style="dim")
-        table.add_row(spec.name, _size(spec.num_parameters), spec.licence, about)
+        table.add_row(spec.name, f"{spec.num_parameters / 1e9:.1f}B", about)
     return table
-
-
-def _size(num_parameters: int) -> str:
-    return f"{num_parameters / 1e9:.1f}B"
 
 
 def _source(spec: ModelSpec) -> str:

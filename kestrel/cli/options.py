@@ -18,7 +18,7 @@ ImageArgument = Annotated[str, typer.Argument(metavar="IMAGE", help="A picture f
 ObjectArgument = Annotated[str, typer.Argument(metavar="OBJECT", help='What to look for, such as "red car".')]
 ReasoningOption = Annotated[
     bool | None,
-    typer.Option("--reasoning/--no-reasoning", help="Think before answering.  [default: as the model prefers]"),
+    typer.Option("--reasoning/--no-reasoning", help="Think before answering. Default: as the model prefers."),
 ]
 SpatialRefOption = Annotated[
     list[str] | None,
@@ -68,13 +68,18 @@ class ObjectSettings(Settings):
     """Settings of a skill that is bounded by objects."""
 
     max_objects: int | None = field(default=None, metadata=_doc("Most objects to find."))
+    max_new_tokens: int | None = field(
+        default=None, metadata=_doc("Refused, with a hint to the bound that counts.", hidden=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     as_json: bool = field(
         default=False,
-        metadata=_doc("Print JSON; with --stream one object per line.", flags=("--json",), show_default=False),
+        metadata=_doc(
+            "Print JSON; one object per line where there are several.", flags=("--json",), show_default=False
+        ),
     )
     stream: bool = field(
         default=False, metadata=_doc("Print pieces as they come.", flags=("--stream",), show_default=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine.images import ImageDecoder
@@ -23,6 +24,9 @@ async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[s
     Read before a model is loaded, so that a wrong path is reported at once.
     """
     names = list(dict.fromkeys(sources))
+    for name in names:
+        if name != STDIN and not Path(name).expanduser().exists():
+            raise RequestError("image", f"there is no file {name!r}; give the path of a picture, or - for stdin")
     decoder = ImageDecoder(config)
     try:
         pictures = await decoder.decode([_from_stdin(config) if name == STDIN else name for name in names])

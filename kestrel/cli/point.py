@@ -25,6 +25,9 @@ def point(
     output: SaveOptions,
     config: RuntimeConfig,
 ) -> None:
-    """Find the points of every instance of an object, from 0 to 1 across and down the picture."""
+    """Point at every instance of an object.
+
+    Prints x and y of each, from 0 to 1 across and down the picture.
+    """
     fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
     run_skill(SkillCall("point", fields, image, settings, output, config))

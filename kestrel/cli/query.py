@@ -36,6 +36,10 @@ def query(
 ) -> None:
     """Answer a question, about a picture or without one.
 
+    kestrel query photo.jpg "What is this?" --model moondream2
+
+    kestrel query "Why is the sky blue?" --model moondream2
+
     The answer goes to stdout; thinking, if any, to stderr.
     """
     source, question = picture_and_question(words, image)

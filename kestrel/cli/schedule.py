@@ -45,7 +45,7 @@ def schedule(
     output: OutputOptions,
     config: RuntimeConfig,
 ) -> None:
-    """Ask many questions at once and show what each of them took.
+    """Ask many questions at once and show what each took.
 
     Answers go to stdout, each line with the number of its prompt; the table of counts and times goes to stderr.
     """
@@ -62,7 +62,9 @@ async def _schedule(
 ) -> list[Exception]:
     pictures = await read_pictures(sources, config)
     turns = itertools.cycle(pictures[source] for source in sources) if sources else itertools.repeat(None)
-    batch = Batch(prompts, [{**fields, "question": p, "image": i} for p, i in zip(prompts, turns, strict=False)], output)
+    batch = Batch(
+        prompts, [{**fields, "question": p, "image": i} for p, i in zip(prompts, turns, strict=False)], output
+    )
     async with open_engine(config) as engine:
         began_s = time.monotonic()
         outcomes = await asyncio.gather(*(_ask(engine, batch, index) for index in range(len(prompts))))

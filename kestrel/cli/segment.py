@@ -25,6 +25,9 @@ def segment(
     output: SaveOptions,
     config: RuntimeConfig,
 ) -> None:
-    """Outline an object: its box, and an SVG path relative to that box."""
+    """Outline an object.
+
+    Prints its box, from 0 to 1 across and down the picture, and an SVG path relative to that box.
+    """
     fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
     run_skill(SkillCall("segment", fields, image, settings, output, config))

@@ -11,13 +11,13 @@ import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.engine.images import ImageDecoder
+from kestrel.engine.intake import require_known_ids, take_route
 from kestrel.engine.results import EngineResult
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
@@ -28,9 +28,9 @@ from kestrel.models.progress import Progress
 from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
-from kestrel.skills.base import ModelProfile, Prompt, SkillRegistry, SkillRequest, SkillSpec
+from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, SkillSpec
 from kestrel.skills.decode_rules import require_choices
-from kestrel.tokens import ImageSpan, TextToken
+from kestrel.tokens import ImageSpan
 
 
 class InferenceEngine:
@@ -204,7 +204,7 @@ class InferenceEngine:
         """Parse, decode, lay out and hand over. `priority`, `request_id` and `tenant` are the engine's own fields."""
         submitted_s = time.monotonic()
         self._require_running()
-        route = _take_route(fields)
+        route = take_route(fields)
         skill = self.skills.get(skill_name)
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
         if request.adapter is not None:
@@ -313,38 +313,3 @@ class InferenceEngine:
 
 GRACE_AFTER_TIMEOUT_S = 2.0
 """How long a cancelled worker may take to end its current step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The engine's own fields of a request, which no skill sees."""
-
-    request_id: str | None
-    priority: int
-    tenant: str | None
-
-
-def _take_route(fields: dict[str, Any]) -> Route:
-    request_id, tenant = fields.pop("request_id", None), fields.pop("tenant", None)
-    priority = fields.pop("priority", None)
-    for name, value in (("request_id", request_id), ("tenant", tenant)):
-        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH):
-            raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {value!r:.80})")
-    priority = 0 if priority is None else priority
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise RequestError("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {priority!r})")
-    return Route(request_id, priority, tenant)
-
-
-def require_known_ids(prompt: Prompt, vocab_size: int) -> None:
-    """Refuse ids the model does not have; on the device they would be out of bounds for the whole batch."""
-    ids = {"prompt": [item.id for item in prompt.items if isinstance(item, TextToken)]}
-    ids |= {"allowed_ids": prompt.sampling.allowed_ids, "suppressed_ids": prompt.sampling.suppressed_ids}
-    for name, given in ids.items():
-        bad = next((i for i in given if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise RequestError(name, f"token id {bad} does not exist; ids run from 0 to {vocab_size - 1}")
-
-
-MAX_NAME_LENGTH = 256
-MAX_PRIORITY = 1_000_000

@@ -118,7 +118,8 @@ def _config(vocabulary: dict[str, int]) -> MoondreamConfig:
 def _templates(vocabulary: dict[str, int]) -> dict[str, Template]:
     word = {word: vocabulary[_BLANK + word] for word in _TEMPLATE_WORDS.split()}
     templates = {
-        f"caption.{length}": Template((1, word["caption"], 2, word[length], 3)) for length in ("short", "normal", "long")
+        f"caption.{length}": Template((1, word["caption"], 2, word[length], 3))
+        for length in ("short", "normal", "long")
     }
     templates["query"] = Template((1, word["query"], 2), (3,))
     templates["detect"] = Template((1, word["detect"], word["objects"], 2), (3,))

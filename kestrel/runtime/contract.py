@@ -128,7 +128,7 @@ StepT = TypeVar("StepT", bound=InFlightStep)
 
 
 class Runtime(Protocol[StepT]):
-    """Runs plans in the order they are launched. `collect` waits for one step; each step is collected once, in order."""
+    """Runs plans in the order they are launched. `collect` waits for a step; each is collected once, in order."""
 
     @property
     def limits(self) -> RuntimeLimits: ...

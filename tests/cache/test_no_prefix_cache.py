@@ -26,6 +26,11 @@ def test_nothing_is_shared_or_kept() -> None:
     assert (stats.queries, stats.hits, stats.cached_pages, stats.evictable_pages) == (2, 0, 0, 0)
 
 
+def test_the_manager_says_whether_prefixes_are_shared() -> None:
+    assert not CacheManager(num_pages=4, page_size=2, enable_prefix_cache=False).shares_prefixes
+    assert CacheManager(num_pages=4, page_size=2).shares_prefixes
+
+
 def test_pages_run_out_and_leases_still_end_once() -> None:
     manager = CacheManager(num_pages=2, page_size=2, enable_prefix_cache=False)
     lease = open_lease(manager, text(1, 2, 3))

@@ -51,8 +51,9 @@ class Closeness:
 def compare_with_golden(g: Golden, family: str, model: MoondreamModel) -> Closeness:
     """Over every step of all text cases."""
     ours, golden = [], []
+    engine = paged(model)
     for name in text_cases(g):
-        engine = paged(model)
+        engine.decoder.logits_seen.clear()
         engine.run(case_of(g, name))
         ours.append(torch.cat(engine.decoder.logits_seen).float().cpu())
         golden.append(tensors(family, "text")[f"{name}.logits"][: len(ours[-1])])

@@ -1,0 +1,33 @@
+"""The scheduler benchmark runs, and its memory figure stays flat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kestrel.bench.rows import append_row, environment
+from kestrel.bench.scheduler import measure_memory_growth, measure_overhead
+
+
+def test_overhead_is_measured_per_sequence_and_step() -> None:
+    overhead = measure_overhead(num_sequences=8, steps=50)
+    assert 0.5 < overhead.us_per_sequence_step < 500
+
+
+def test_memory_stays_flat_over_many_requests() -> None:
+    growth_mib, rate = measure_memory_growth(6000, num_sequences=8)
+    assert growth_mib < 2.0
+    assert rate > 0
+
+
+def test_rows_keep_their_columns(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "x.csv"
+    append_row(path, {**environment(), "value": 1.23456})
+    append_row(path, {**environment(), "value": 2})
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith(",value")
+    assert lines[1].endswith(",1.235")
+    with pytest.raises(ValueError, match="columns"):
+        append_row(path, {"other": 1})

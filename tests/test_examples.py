@@ -1,0 +1,173 @@
+"""Every example runs as a user would run it, on the tiny golden models."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = ROOT / "tests" / "goldens"
+QUESTION = "what is the cat?"
+REFERENCE = os.environ.get("KESTREL_MOONDREAM_REFERENCE")
+"""A checkout of github.com/vikhyat/moondream, for those who have one."""
+
+Main = Callable[[Sequence[str]], int]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs an example's `main` with its flags."""
+
+    def run_example(name: str, *flags: object) -> int:
+        spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        main: Main = module.main
+        return main([str(flag) for flag in flags])
+
+    return run_example
+
+
+def golden_answer(family: str, case: str) -> str:
+    return json.loads((GOLDENS / family / "cases.json").read_text())["cases"][case]["output"]["answer"]
+
+
+def compare_flags(family: str, output: Path) -> list[object]:
+    flags = {"--weights": GOLDENS / family, "--image": GOLDENS / "image_small.png", "--prompt": QUESTION}
+    flags |= {"--device": "cpu", "--dtype": "float32", "--max-new-tokens": 10, "--output": output}
+    return [part for pair in flags.items() for part in pair]
+
+
+@pytest.mark.parametrize("family", ["md2", "md3"])
+def test_compare_vision_shows_the_reference_answer_and_its_embeddings(
+    family: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = tmp_path / "ours.safetensors"
+    assert run("compare_vision", "--mode", "kestrel", *compare_flags(family, ours)) == 0
+    answer = re.search("^kestrel: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert answer is not None
+    assert repr(golden_answer(family, "query_small")).startswith(answer[1][:-1])
+    golden = load_file(GOLDENS / family / "vision.safetensors")
+    expected = golden["small.projected"][::8] if family == "md2" else golden["small.projected_sample"]
+    torch.testing.assert_close(load_file(ours)["vision"][::8], expected, atol=2e-5, rtol=0)
+    assert run("compare_vision", "--compare", ours, ours) == 0
+    assert "max |difference| 0.000e+00" in (told := capsys.readouterr().out)
+    assert "answers are equal" in told
+
+
+def test_compare_vision_says_how_to_get_the_reference(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = compare_flags("md2", tmp_path / "reference.safetensors")
+    assert run("compare_vision", "--mode", "reference", *flags, "--reference-path", tmp_path) == 2
+    assert "clone github.com/vikhyat/moondream" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(REFERENCE is None, reason="KESTREL_MOONDREAM_REFERENCE names no checkout of the reference")
+def test_compare_vision_finds_the_reference_equal(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    assert run("compare_vision", "--mode", "kestrel", *compare_flags("md2", ours)) == 0
+    same_pixels = ("--reference-path", REFERENCE, "--pixels", "kestrel")
+    assert run("compare_vision", "--mode", "reference", *compare_flags("md2", theirs), *same_pixels) == 0
+    torch.testing.assert_close(load_file(ours)["vision"], load_file(theirs)["vision"], atol=2e-5, rtol=0)
+    capsys.readouterr()
+    assert run("compare_vision", "--compare", theirs, ours) == 0
+    assert "answers are equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("md2", 3), ("md3", 3)])
+def test_inspect_kv_shows_norms_and_what_a_second_question_shares(
+    family: str, num_layers: int, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--weights", GOLDENS / family, "--image", GOLDENS / "image_small.png", "--device", "cpu")
+    questions = ("--prompt", QUESTION, "--second-prompt", "is it red?", "--max-new-tokens", 3)
+    assert run("inspect_kv", *flags, *questions) == 0
+    told = capsys.readouterr().out
+    norms = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)
+    assert len(norms) == num_layers
+    assert all(float(number) > 0 for row in norms for number in row)
+    # Both contexts begin with the 730 positions of the picture and the three ids of the query template.
+    assert re.search(r"a second question finds 733 of \d+ positions: 45 pages shared, 1 copied", told)
+    assert re.search(r"second answer: .* 733 cached\)", told)
+
+
+def test_probe_tau_prints_every_layer_and_head(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("probe_tau", "--weights", GOLDENS / "md3", "--prompt", QUESTION, "--device", "cpu") == 0
+    rows = re.findall(r"^ +(\d+) +(\d+)((?: +-?\d\.\d{4}){6})$", capsys.readouterr().out, re.MULTILINE)
+    assert [(int(layer), int(head)) for layer, head, _ in rows] == [(i, h) for i in range(3) for h in range(2)]
+    assert all(-0.5 <= float(number) <= 2.5 for _, _, numbers in rows for number in numbers.split())
+
+
+def test_probe_tau_at_the_first_position_has_no_spread_and_lies_around_one(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There the sigmoid is a half, so a factor is 1 plus a tanh."""
+    flags = ("--weights", GOLDENS / "md3", "--prompt", QUESTION, "--device", "cpu", "--position", 0)
+    assert run("probe_tau", *flags) == 0
+    rows = re.findall(r"^ +\d+ +\d+((?: +-?\d\.\d{4}){6})$", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 6
+    for numbers in rows:
+        tau_q, q_min, q_max, tau_v, v_min, v_max = (float(number) for number in numbers.split())
+        assert tau_q == q_min == q_max
+        assert tau_v == v_min == v_max
+        assert 0.0 <= tau_q <= 2.0
+        assert 0.0 <= tau_v <= 2.0
+
+
+def test_probe_tau_refuses_a_model_without_tau(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("probe_tau", "--weights", GOLDENS / "md2", "--prompt", QUESTION, "--device", "cpu") == 2
+    assert "give a Moondream 3 model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_benchmark_scheduler_counts_tokens_and_cache_hits(
+    suffix: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / f"rounds{suffix}"
+    flags = ("--weights", GOLDENS / "md3", "--device", "cpu", "--image-dir", GOLDENS, "--output", output)
+    assert run("benchmark_scheduler", *flags, "--num-prompts", 4, "--max-new-tokens", 3, "--rounds", 2) == 0
+    assert len(re.findall(r"^round \d: 4 requests", capsys.readouterr().out, re.MULTILINE)) == 2
+    text = output.read_text()
+    rounds = json.loads(text) if suffix == ".json" else list(csv.DictReader(text.splitlines()))
+    first, second = ({name: float(value) for name, value in row.items()} for row in rounds)
+    assert first["output_tokens"] == second["output_tokens"] == 4 * 3
+    # Two pictures for four prompts: two are computed, two come from the cache; a second round computes ends only.
+    assert 2 * 730 <= first["cached_tokens"] < 3 * 730
+    assert second["prompt_tokens"] - second["cached_tokens"] == 4
+    assert first["seconds"] > 0
+    assert first["ttft_p95_ms"] <= first["latency_p95_ms"]
+
+
+def test_benchmark_scheduler_refuses_an_empty_folder(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("benchmark_scheduler", "--weights", GOLDENS / "md3", "--image-dir", tmp_path) == 2
+    assert "holds no pictures" in capsys.readouterr().err
+
+
+def test_examples_stay_short() -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 150, path.name

@@ -1,0 +1,174 @@
+"""What users import, run and read stays: public paths, the README's commands and code, the tables of the documents."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from kestrel.config import RuntimeConfig
+from kestrel.families import registered_models
+from kestrel.skills import default_registry
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = ROOT / "tests" / "goldens"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+PUBLIC_NAMES = {
+    "kestrel.config": ["RuntimeConfig"],
+    "kestrel.engine": ["InferenceEngine", "EngineResult", "EngineStream", "StreamChunk"],
+    "kestrel.skills.base": ["SkillSpec", "SkillState", "SkillRegistry"],
+    "kestrel.skills.query": ["QuerySkill"],
+    "kestrel.scheduler": ["GenerationScheduler"],
+    "kestrel.moondream": ["MoondreamRuntime"],
+    "kestrel.main": ["main"],
+}
+WITHOUT_TORCH = (
+    "kestrel.scheduler",
+    "kestrel.cache",
+    "kestrel.skills",
+    "kestrel.tokens",
+    "kestrel.request",
+    "kestrel.grammar",
+    "kestrel.errors",
+    "kestrel.config",
+    "kestrel.runtime.contract",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def code_blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("module", PUBLIC_NAMES)
+def test_a_public_name_is_where_it_was_promised(module: str) -> None:
+    imported = importlib.import_module(module)
+    assert [name for name in PUBLIC_NAMES[module] if name not in vars(imported)] == []
+
+
+def test_bookkeeping_is_imported_without_torch() -> None:
+    """All at once in a fresh interpreter; each module that brings torch in is named."""
+    script = "\n".join(
+        [
+            "import importlib, sys",
+            f"for name in {WITHOUT_TORCH!r}:",
+            "    importlib.import_module(name)",
+            "    assert 'torch' not in sys.modules, name",
+        ]
+    )
+    assert python("-c", script).stderr == ""
+
+
+def test_the_module_is_the_same_program_as_the_command() -> None:
+    told = python("-m", "kestrel.main", "--help")
+    assert told.returncode == 0, told.stderr
+    verbs = re.findall(r"^\| `kestrel (\w+)", README, re.MULTILINE)
+    assert len(verbs) == 8
+    assert [verb for verb in verbs if verb not in told.stdout] == []
+
+
+def test_the_first_screen_holds_the_two_commands_and_no_other() -> None:
+    first_screen = README.split("\n## ")[0]
+    assert len(first_screen.splitlines()) <= 30
+    assert code_blocks("bash", first_screen) == [
+        "pip install -e . && kestrel demo\n",
+        "pip install -e '.[dev]' && pytest\n",
+    ]
+    assert first_screen.count("```") == 4
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    command = code_blocks("bash")[1].strip()
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_every_python_block_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In order, sharing names, with a golden model in place of the named one and a picture called photo.jpg."""
+    with Image.open(GOLDENS / "image_small.png") as picture:
+        picture.convert("RGB").save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    loop = asyncio.new_event_loop()
+    try:
+        for number, block in enumerate(code_blocks("python"), start=1):
+            source = block.replace('model="moondream2"', f"model_path={str(GOLDENS / 'md3')!r}, kv_cache_pages=600")
+            code = compile(source, f"README block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            outcome = eval(code, names)
+            if inspect.iscoroutine(outcome):
+                loop.run_until_complete(outcome)
+    finally:
+        loop.close()
+    assert number == 5
+    assert str(names["raw"].output["token_ids"]) in capsys.readouterr().out  # pyright: ignore
+    assert [len(result.text) > 0 for result in names["answers"]] == [True] * 3  # pyright: ignore
+
+
+def test_the_readme_lists_every_skill() -> None:
+    table = README.split("\n## Skills\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| (\w+) \|", table, re.MULTILINE)[1:] == list(default_registry())
+
+
+def test_the_readme_lists_every_model_with_its_source_and_licence() -> None:
+    table = README.split("\n## Models\n")[1].split("\n## ")[0]
+    rows = {row.split("`")[1]: row for row in table.splitlines() if row.startswith("| `")}
+    assert list(rows) == [spec.name for spec in registered_models()]
+    for spec in registered_models():
+        assert rows[spec.name].endswith(f"| {spec.licence} |")
+        source = "not on the hub" if spec.source is None else f"[{spec.source.weights.repo}]"
+        assert source in rows[spec.name]
+
+
+def test_every_configuration_field_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
+    assert rows == {f.name: "" if f.default is None else f"`{f.default}`" for f in fields(RuntimeConfig)}
+
+
+def test_every_dependency_has_its_reason() -> None:
+    required = re.findall(
+        r'^  "([A-Za-z-]+)[\[>=<]', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    reasons = (ROOT / "docs" / "decisions" / "0002-dependencies.md").read_text(encoding="utf-8")
+    assert len(required) >= 14
+    assert [name for name in required if f"| {name} |" not in reasons] == []
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert len(documents) >= 11
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_paths_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:kestrel|tests|examples|scripts)/[\w./-]+)`", text))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
