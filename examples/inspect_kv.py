@@ -28,14 +28,6 @@ from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ContextItem, ImageSpan, item_positions
 
 
-class OpenRuntime(MoondreamRuntime):
-    """The runtime that serves requests, with its KV tensors in view."""
-
-    @property
-    def kv(self) -> PagedKVCache:
-        return self._kv
-
-
 @dataclass(frozen=True)
 class CachedPrefix:
     """Where the cached part of a context lies."""
@@ -53,7 +45,7 @@ class Inspector:
         device = choose_device(config)
         loaded = load(resolve(config), device, choose_dtype(config, device))
         assert isinstance(loaded, LoadedMoondream)
-        self.runtime = OpenRuntime(loaded.model, config)
+        self.runtime = MoondreamRuntime(loaded.model, config)
         self.cache = CacheManager(self.runtime.limits.num_pages, config.page_size)
         self.scheduler = GenerationScheduler(self.runtime, self.cache)
         self.profile = moondream_profile(loaded.config, loaded.tokenizer, loaded.name)
@@ -93,9 +85,9 @@ class Inspector:
 
     def norms(self, prefix: CachedPrefix, layer: int) -> list[torch.Tensor]:
         """The norms of K and V by position, each the mean over heads: [num_positions]."""
-        positions, size = torch.arange(prefix.num_positions), self.runtime.kv.page_size
+        positions, size = torch.arange(prefix.num_positions), self.runtime.kv_cache.page_size
         slots = torch.tensor(prefix.pages)[positions // size] * size + positions % size
-        return [cache[slots.to(cache.device)].float().norm(dim=2).mean(dim=1) for cache in self.runtime.kv.layer(layer)]
+        return [cache[slots.to(cache.device)].float().norm(dim=2).mean(dim=1) for cache in self.runtime.kv_cache.layer(layer)]
 
 
 def print_norms(inspector: Inspector, items: Sequence[ContextItem], prefix: CachedPrefix) -> None:

@@ -11,12 +11,14 @@ from torch import nn
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
+from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
 from kestrel.models.hub import fetch_file, fetch_weights
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
 from kestrel.moondream.prompts import moondream_profile
+from kestrel.moondream.refiner import load_outline_refiner
 from kestrel.moondream.runtime import MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
@@ -35,6 +37,8 @@ class ReadyModel:
     vocab_size: int
     num_image_positions: int
     """Positions a picture takes in the context; 0 when the model reads text only."""
+    refiner: OutlineRefiner | None = None
+    """Sharpens the outlines of `segment`, when its weights were given."""
 
 
 def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> ReadyModel:
@@ -49,6 +53,7 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> Read
                 profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name),
                 vocab_size=runtime.decoder.shape.vocab_size,
                 num_image_positions=runtime.decoder.shape.num_image_positions,
+                refiner=None if config.refiner_file is None else load_outline_refiner(config.refiner_file, loaded.model),
             )
     raise AssertionError(f"no runtime for {type(loaded).__name__}")
 

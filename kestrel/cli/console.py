@@ -6,6 +6,8 @@ import sys
 
 from rich.console import Console
 
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
 
 def stdout_console() -> Console:
     return Console(file=sys.stdout, highlight=False)
@@ -16,8 +18,8 @@ def stderr_console() -> Console:
 
 
 def write(text: str) -> None:
-    """Part of a result, as it is, at once."""
-    sys.stdout.write(text)
+    """Part of a result, at once. A terminal gets no control characters: a model must not be able to steer it."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

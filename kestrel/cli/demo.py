@@ -34,6 +34,8 @@ LAST_LINE = (
 )
 PICTURE_COLUMNS = 64
 DEMO_SEED = 0
+FINE_COLOURS = ("256", "truecolor")
+"""Terminals that can show the picture; sixteen colours are too few."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def demo_steps() -> list[Step]:
 async def _tour(folder: Path, save: Path | None) -> None:
     picture = sample_picture()
     console = stdout_console()
-    if console.is_terminal and console.color_system is not None:
+    if console.is_terminal and console.color_system in FINE_COLOURS:
         console.print(half_blocks(picture, PICTURE_COLUMNS))
     # A page pool for a handful of short sequences; the planned one would be far larger than the model.
     config = RuntimeConfig(model_path=folder, device="cpu", kv_cache_pages=512, max_batch_size=4)

@@ -52,7 +52,7 @@ def write_answers(prompts: Sequence[str], outcomes: Sequence[Outcome], output: O
             kind = {"kind": "result"} if output.stream else {}
             write_json_line({"prompt": number, **kind, "question": prompt, **result_as_json(outcome, model)})
         elif not output.stream:
-            for line in outcome.text.strip().splitlines() or [""]:
+            for line in outcome.text.strip().split("\n"):
                 write_numbered(number, line)
 
 

@@ -18,6 +18,7 @@ from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.engine.images import ImageDecoder
 from kestrel.engine.intake import require_known_ids, take_route
+from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
@@ -25,7 +26,7 @@ from kestrel.errors import AdapterNotFound, EngineStopped, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.images.rgb import RgbImage
 from kestrel.models.progress import Progress
-from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate
+from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate, TokenConsumer
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, SkillSpec
@@ -230,12 +231,15 @@ class InferenceEngine:
         prompt = skill.prompt(request, spans, self.profile)
         require_known_ids(prompt, self._ready.vocab_size)
         require_choices(prompt.grammar, prompt.sampling)
+        consumer: TokenConsumer = skill.start(request, self.profile)
+        if skill.name == "segment" and self._ready.refiner is not None:
+            consumer = RefinedSegment(consumer, self._ready.refiner, images[0])
         return GenerationRequest(
             request_id=request_id,
             items=prompt.items,
             grammar=prompt.grammar,
             sampling=prompt.sampling,
-            consumer=skill.start(request, self.profile),
+            consumer=consumer,
             images={image.digest: image for image in images},
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,4 +71,14 @@ class DecoderModel(Protocol):
 
     def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
         """The most likely width and height per row, [N, 2] in 0..1."""
+        ...
+
+
+class OutlineRefiner(Protocol):
+    """An optional second stage of segmentation. To be called on the thread that runs the model."""
+
+    def refine_outline(
+        self, image: RgbImage, svg_path: str, bbox: Mapping[str, float]
+    ) -> tuple[str, dict[str, float]] | None:
+        """(path, box) of the refined outline; None keeps the coarse one."""
         ...

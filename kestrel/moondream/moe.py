@@ -15,7 +15,8 @@ class ExpertMatrices(nn.Module):
     def __init__(self, num_experts: int, out_dim: int, in_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim))
-        nn.init.normal_(self.weight, std=in_dim**-0.5)
+        if not self.weight.is_meta:  # a random fill of meta tensors pulls in torch's compiler: seconds for nothing
+            nn.init.normal_(self.weight, std=in_dim**-0.5)
 
 
 class MoeMlp(nn.Module):

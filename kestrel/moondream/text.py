@@ -34,7 +34,11 @@ class RotaryTables(nn.Module):
         self.reset_buffers(torch.get_default_device())
 
     def reset_buffers(self, device: torch.device | str) -> None:
-        self.cos, self.sin = rope_tables(*self._shape, device=device)
+        if torch.device(device).type == "meta":
+            max_context, rotary_dim, _ = self._shape
+            self.cos, self.sin = torch.empty(2, max_context, rotary_dim // 2, device=device)
+        else:
+            self.cos, self.sin = rope_tables(*self._shape, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTables:
         # `fn` may cast to half precision or leave memory uninitialised; only its device counts here.
@@ -108,7 +112,8 @@ class TextModel(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        nn.init.normal_(self.wte, std=0.02)
+        if not self.wte.is_meta:
+            nn.init.normal_(self.wte, std=0.02)
         self.blocks = nn.ModuleList(TextBlock(config, layer) for layer in range(config.n_layers))
         self.post_ln = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size)

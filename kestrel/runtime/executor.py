@@ -50,6 +50,11 @@ class Executor:
     def limits(self) -> RuntimeLimits:
         return self._limits
 
+    @property
+    def kv_cache(self) -> PagedKVCache:
+        """The stored keys and values, for inspection."""
+        return self._kv
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> TorchStep:
         self._table.apply_starts(plan.starts)

@@ -1,0 +1,36 @@
+"""The optional second stage of `segment`: the coarse outline is refined on the picture before it is returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kestrel.images.rgb import RgbImage
+from kestrel.models.contract import OutlineRefiner
+from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenConsumer, TokenLogprobs
+from kestrel.tokens import Token
+
+
+class RefinedSegment:
+    """Wraps the segment skill's state. Runs on the worker thread, where the vision tower may be used."""
+
+    def __init__(self, inner: TokenConsumer, refiner: OutlineRefiner, image: RgbImage) -> None:
+        self._inner = inner
+        self._refiner = refiner
+        self._image = image
+
+    def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
+        return self._inner.consume(token, logprobs)
+
+    def flush(self) -> StreamDelta | None:
+        return self._inner.flush()
+
+    def finish(self, reason: FinishReason) -> SkillOutput:
+        output = self._inner.finish(reason)
+        segment: dict[str, Any] = output.fields["segments"][0]
+        if not segment["svg_path"] or segment["bbox"] is None:
+            return output
+        refined = self._refiner.refine_outline(self._image, segment["svg_path"], segment["bbox"])
+        if refined is not None:
+            segment["svg_path"], segment["bbox"] = refined
+            output.fields["path"], output.fields["bbox"] = refined
+        return output

@@ -1,0 +1,55 @@
+"""The command line run inside the test process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from kestrel.cli.app import run
+from kestrel.moondream.tiny_random import write_tiny_random_folder
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+SMALL = str(GOLDENS / "image_small.png")
+MD3 = ("--weights", str(GOLDENS / "md3"), "--device", "cpu", "--kv-cache-pages", "200")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Kestrel = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-random")
+    write_tiny_random_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def kestrel(capsys: pytest.CaptureFixture[str]) -> Kestrel:
+    """Runs one command line; gives its exit code and what it printed."""
+
+    def call(*arguments: str | Path) -> Outcome:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return Outcome(code, printed.out, printed.err)
+
+    return call

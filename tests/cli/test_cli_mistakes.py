@@ -1,0 +1,139 @@
+"""Mistakes end in one line on stderr, a fitting exit code and an empty stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from kestrel.cli import exit_codes
+from kestrel.cli.exit_codes import exit_code_of, one_line, report
+from kestrel.errors import (
+    AdapterNotFound,
+    CheckpointError,
+    ConfigError,
+    EngineStopped,
+    OutOfPages,
+    QueueFull,
+    RequestCancelled,
+    RequestError,
+)
+
+from .conftest import GOLDENS, MD3, SMALL, Kestrel
+
+NO_MODEL = ("--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("nonsense",), 2, "No such command 'nonsense'"),
+        (("query",), 2, "Missing argument"),
+        (("query", "--tempreature", "1", "hi"), 2, "--tempreature"),
+        (("query", "hi", *MD3, "--page-size", "many"), 2, "--page-size"),
+        (("query", "hi", *NO_MODEL), 2, "--model"),
+        (("caption", SMALL, *NO_MODEL), 2, "--weights"),
+        (("schedule", "hi", *NO_MODEL), 2, "kestrel models"),
+        (("query", "hi", "--model", "unheard-of"), 2, "moondream2"),
+        (("query", "hi", *MD3, "--device", "abacus"), 2, "device: 'abacus'"),
+        (("query", "hi", "--weights", "/no/such/folder"), 3, "/no/such/folder"),
+        (("query", "hi", "--weights", SMALL), 3, "image_small.png"),
+        (("query", SMALL, *MD3), 2, "add the question after it"),
+        (("query", "one", "two", "three", *MD3), 2, "quote a question"),
+        (("query", SMALL, "hi", "--image", SMALL, *MD3), 2, "given twice"),
+        (("query", "missing.png", "hi", *MD3), 2, "no file 'missing.png'"),
+        (("query", str(GOLDENS / "md3" / "config.json"), "hi", *MD3), 2, "image: "),
+        (("query", " ", *MD3), 2, "question: is empty"),
+        (("query", "hi", *MD3, "--temperature", "500"), 2, "temperature: must be a number from 0 to 100"),
+        (("query", "hi", *MD3, "--top-p", "0"), 2, "top_p: must be above 0"),
+        (("query", "hi", *MD3, "--logprobs", "2"), 2, "add --json"),
+        (("query", "hi", *MD3, "--spatial-ref", "0.1,0.1"), 2, "give an image"),
+        (("query", "hi", *MD3, "--adapter", "mine"), 4, "adapter 'mine'"),
+        (("query", "hi", *MD3, "--save", "x.png"), 2, "--save: query finds no points"),
+        (("caption", SMALL, *MD3, "--save", "x.png"), 2, "--save: caption finds no points"),
+        (("caption", SMALL, *MD3, "--length", "endless"), 2, "length: 'endless'"),
+        (("point", SMALL, "cat", *MD3, "--spatial-ref", "0.5"), 2, "--spatial-ref[0]"),
+        (("point", SMALL, "cat", *MD3, "--spatial-ref", "left,top"), 2, "'left,top'"),
+        (("point", SMALL, "cat", *MD3, "--max-new-tokens", "4"), 2, "use max_objects"),
+        (("detect", SMALL, "cat", *MD3, "--save", "x.gif"), 2, ".png"),
+        (("detect", SMALL, "cat", *MD3, "--save", "/no/such/folder/x.png"), 2, "not a folder"),
+        (("segment", SMALL, "cat", *MD3), 2, "segment is not supported by md3"),
+        (("schedule", "hi", *MD3, "--image", "missing.png"), 2, "no file 'missing.png'"),
+        (("demo", "--save", "x.txt"), 2, ".webp"),
+    ],
+)
+def test_a_mistake_is_one_line_and_an_exit_code(
+    kestrel: Kestrel, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    outcome = kestrel(*arguments)
+    assert (outcome.code, outcome.out) == (code, "")
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+    assert message in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("device", "no"), 2),
+        (RequestError("image", "no"), 2),
+        (typer.BadParameter("no"), 2),
+        (CheckpointError("no"), 3),
+        (OutOfPages("no"), 4),
+        (QueueFull("no"), 4),
+        (AdapterNotFound("no"), 4),
+        (RequestCancelled("no"), 1),
+        (EngineStopped("no"), 1),
+        (RuntimeError("no"), 1),
+    ],
+)
+def test_the_table_gives_each_error_its_code(error: Exception, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
+def test_an_unexpected_error_is_one_line_and_a_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(exit_codes.DEBUG_VARIABLE, raising=False)
+    assert report(RuntimeError("the roof fell in")) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "error: unexpected RuntimeError: the roof fell in",
+        "Set KESTREL_DEBUG=1 for the traceback.",
+    ]
+
+
+def test_debugging_shows_the_traceback_instead_of_the_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(exit_codes.DEBUG_VARIABLE, "1")
+    try:
+        raise RuntimeError("the roof fell in")
+    except RuntimeError as error:
+        report(error)
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "test_debugging_shows" in printed
+    assert "Set KESTREL_DEBUG" not in printed
+
+
+def test_a_message_of_several_lines_becomes_one() -> None:
+    assert (
+        one_line("it does not fit:\n  missing (1): a\n  wrong (1): b")
+        == "it does not fit: missing (1): a; wrong (1): b"
+    )
+
+
+def test_square_brackets_in_a_message_are_not_styling(capsys: pytest.CaptureFixture[str]) -> None:
+    report(RequestError("image", "no file '[bold]x[/bold]'"))
+    assert "'[bold]x[/bold]'" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_are_named_in_one_line(kestrel: Kestrel, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((GOLDENS / "md3" / name).read_bytes())
+    (tmp_path / "config.json").write_bytes((GOLDENS / "md2" / "config.json").read_bytes())
+    outcome = kestrel("query", "hi", "--weights", tmp_path)
+    assert (outcome.code, outcome.out) == (3, "")
+    assert outcome.err.count("\n") == 1

@@ -1,0 +1,98 @@
+"""Noise is given up instead of traced for half a minute, and what is traced takes less than a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kestrel.images.masks import Mask, rasterise_path, trace_mask
+
+from .shapes import disc, iou
+
+MEGAPIXEL = (1000, 1000)
+MAX_SECONDS = 1.0
+
+
+def noise() -> Mask:
+    return np.random.default_rng(0).random(MEGAPIXEL) < 0.5
+
+
+def blobs() -> Mask:
+    """Smooth islands a few pixels wide."""
+    rows, columns = np.fft.fftfreq(1000)[:, None], np.fft.rfftfreq(1000)
+    blur = np.exp(-2 * (3 * np.pi) ** 2 * (rows**2 + columns**2))
+    return np.fft.irfft2(np.fft.rfft2(np.random.default_rng(0).standard_normal(MEGAPIXEL)) * blur, s=MEGAPIXEL) > 0
+
+
+def squares() -> Mask:
+    inside = np.arange(1000) % 24 < 12
+    return inside[:, None] & inside
+
+
+def rings() -> Mask:
+    rows, columns = np.indices(MEGAPIXEL)
+    return np.hypot(rows - 500, columns - 500) % 16 < 8
+
+
+def growing_comb() -> Mask:
+    """The worst order for a polygon: its farthest point is always the last."""
+    rows, columns = np.indices(MEGAPIXEL)
+    return (rows < 5) | ((columns % 8 < 4) & (rows < 5 + 0.4 * columns))
+
+
+def patch(mask: Mask, side: int) -> Mask:
+    """A mask of the same size with only the upper left part of this one."""
+    cut = np.zeros_like(mask)
+    cut[:side, :side] = mask[:side, :side]
+    return cut
+
+
+def trace_within(max_seconds: float, mask: Mask) -> tuple[str, dict[str, float]] | None:
+    """Traced; one run of three must keep to the processor time."""
+    seconds: list[float] = []
+    while True:
+        start = time.process_time()
+        traced = trace_mask(mask)
+        seconds.append(time.process_time() - start)
+        if seconds[-1] < max_seconds:
+            return traced
+        assert len(seconds) < 3, f"took {seconds}"
+
+
+@pytest.mark.parametrize(
+    ("make", "accepted_side", "refused_side"),
+    [(noise, 58, 90), (blobs, 160, 210), (squares, 760, 1000), (rings, 180, 260), (growing_comb, 800, 1000)],
+)
+def test_the_dearest_accepted_masks_take_less_than_a_second(
+    make: Callable[[], Mask], accepted_side: int, refused_side: int
+) -> None:
+    mask = make()
+    assert trace_within(MAX_SECONDS, patch(mask, accepted_side)) is not None
+    assert trace_within(MAX_SECONDS, patch(mask, refused_side)) is None
+
+
+@pytest.mark.parametrize("make", [noise, blobs, squares, rings])
+def test_a_megapixel_of_fine_detail_is_no_outline_and_soon_given_up(make: Callable[[], Mask]) -> None:
+    assert trace_within(MAX_SECONDS / 2, make()) is None
+
+
+def test_specks_beyond_number_are_given_up_although_the_object_is_plain() -> None:
+    mask = np.zeros(MEGAPIXEL, np.bool_)
+    mask[100:900, 100:900] = True
+    assert trace_mask(mask) is not None
+    mask[950::2, ::2] = True
+    assert trace_mask(mask) is None
+
+
+def test_a_large_shape_with_few_details_is_within_the_limits() -> None:
+    side = 3000
+    angles = np.linspace(0, 2 * np.pi, 2000, endpoint=False)
+    points = 0.5 + (0.35 + 0.1 * np.sin(9 * angles)) * np.stack([np.cos(angles), np.sin(angles)])
+    path = "M " + " L ".join(f"{x:.5f} {y:.5f}" for x, y in points.T) + " Z"
+    mask = rasterise_path(path, {"x_min": 0.0, "y_min": 0.0, "x_max": 1.0, "y_max": 1.0}, side, side)
+    traced = trace_mask(mask & ~disc(side, 300))
+    assert traced is not None
+    assert iou(rasterise_path(*traced, side, side), mask & ~disc(side, 300)) > 0.99
