@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -77,6 +78,10 @@ class RuntimeConfig:
         default=100_000_000, metadata=_doc("Largest picture in pixels, read from its header before decoding.")
     )
     max_image_bytes: int = field(default=64 * 2**20, metadata=_doc("Largest encoded picture in bytes."))
+    max_pending_image_bytes: int = field(
+        default=4 * 2**30,
+        metadata=_doc("Decoded pictures of unanswered requests, in bytes, before new ones are refused."),
+    )
     image_threads: int = field(default=2, metadata=_doc("Threads that decode pictures."))
 
     def __post_init__(self) -> None:
@@ -113,7 +118,7 @@ def normalise_dtype(value: Any) -> str:
     name = str(value).removeprefix("torch.").lower()
     name = DTYPE_ALIASES.get(name, name)
     if name not in DTYPES:
-        raise ConfigError("dtype", f"{value!r} is not supported; use one of: {', '.join(DTYPES)}")
+        raise ConfigError("dtype", f"{shown(value)} is not supported; use one of: {', '.join(DTYPES)}")
     return name
 
 
@@ -123,9 +128,9 @@ def _check_sources(config: RuntimeConfig) -> None:
     for name in ("model_path", "weights_path", "tokenizer_path", "refiner_path"):
         value = getattr(config, name)
         if value is not None and not isinstance(value, (str, os.PathLike)):
-            raise ConfigError(name, f"must be a path (got {value!r})")
+            raise ConfigError(name, f"must be a path (got {shown(value)})")
     if config.model is not None and (not isinstance(config.model, str) or not config.model.strip()):
-        raise ConfigError("model", f"must be a registered model name (got {config.model!r}); see `kestrel models`")
+        raise ConfigError("model", f"must be a registered model name (got {shown(config.model)}); see `kestrel models`")
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -135,6 +140,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_queue_size": (1, 10**7),
     "max_image_pixels": (1, 2**31),
     "max_image_bytes": (1, 2**40),
+    "max_pending_image_bytes": (1, 2**50),
     "image_threads": (1, 256),
     "max_seq_length": (2, 2**20),
     "kv_cache_pages": (2, 2**31 - 1),
@@ -147,21 +153,21 @@ def _check_numbers(config: RuntimeConfig) -> None:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(name, f"must be an integer from {low} to {high} (got {value!r})")
+            raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
     for name, low, high in (("kv_cache_memory_fraction", 0.01, 0.98), ("priority_ageing_s", 0.001, 1e6)):
         value = getattr(config, name)
         if value is None and name == "kv_cache_memory_fraction":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise ConfigError(name, f"must be a number from {low} to {high} (got {value!r})")
+            raise ConfigError(name, f"must be a number from {low} to {high} (got {shown(value)})")
     for f in fields(config):
         if f.type == "bool" and not isinstance(getattr(config, f.name), bool):
-            raise ConfigError(f.name, f"must be True or False (got {getattr(config, f.name)!r})")
+            raise ConfigError(f.name, f"must be True or False (got {shown(getattr(config, f.name))})")
 
 
 def _check_device(device: Any) -> None:
     valid = isinstance(device, str) and (
-        device in ("auto", "cpu", "cuda") or (device.startswith("cuda:") and device[5:].isdigit())
+        device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]{1,3}", device) is not None
     )
     if not valid:
-        raise ConfigError("device", f"{device!r} is not supported; use auto, cpu, cuda or cuda:N")
+        raise ConfigError("device", f"{shown(device)} is not supported; use auto, cpu, cuda or cuda:N")

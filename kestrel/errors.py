@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
+
+
+def shown(value: object) -> str:
+    """A short rendering of what a user gave, for messages; safe for values too large to print."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # integers of thousands of digits
+        return f"a huge {type(value).__name__}"
+
 
 class KestrelError(Exception):
     """Root of all errors raised on purpose."""
@@ -45,6 +55,10 @@ class AdapterNotFound(KestrelError):
 
 class CheckpointError(KestrelError):
     """A model folder or weights file is missing, damaged or does not fit its config."""
+
+
+class NumericalError(KestrelError):
+    """The model's numbers for one request are not finite; only that request fails."""
 
 
 class RequestCancelled(KestrelError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def find_family(name: str) -> ModelFamily:
 def resolve(config: RuntimeConfig) -> LocatedModel:
     """Finds the model that a configuration asks for, fetching it if it is only named.
 
-    A local folder's own config.json decides the dimensions, and a name given with it only labels the model. Without
+    A local folder's own config.json decides the dimensions; a name given with it must be of a model of those. Without
     dimensions there, the name decides; without a name, the names and shapes of the weights do.
     """
     spec = None if config.model is None else find_model(config.model)
@@ -105,8 +106,22 @@ def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> Loca
     family = next((family for family in FAMILIES if family.owns(config)), None)
     if family is None:
         raise CheckpointError(f"{weights.parent / 'config.json'} describes no known family of models")
+    if spec is not None:
+        _require_same_shape(weights.parent, config, spec)
     name = weights.parent.resolve().name if spec is None else spec.name
     return LocatedModel(name, family.name, config, weights, find_tokenizer(weights, tokenizer))
+
+
+def _require_same_shape(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """A name given together with a folder must be the name of what is in it."""
+    for section in ("text", "vision"):
+        expected = spec.config.get(section, {})
+        for key, value in config.get(section, {}).items():
+            if expected.get(key) != value:
+                raise CheckpointError(
+                    f"{folder / 'config.json'} does not describe {spec.name}: {section}.{key} is {value!r}, not "
+                    f"{expected.get(key)!r}; leave model out, or name the model that is in the folder"
+                )
 
 
 def _on_hub(spec: ModelSpec, tokenizer: Path | None) -> LocatedModel:

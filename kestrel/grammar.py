@@ -13,10 +13,14 @@ The machine is advanced on the device, inside the sampling step. `Grammar.advanc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntFlag
 
 END = -1
+MAX_STATES = 512
+MAX_IDS = 1024
+"""Ids that one state may list; the tables on the device are as wide as the longest list."""
 
 
 class Carries(IntFlag):
@@ -42,6 +46,20 @@ class State:
     phase: int = 0
     when_spent: int | None = None
 
+    @property
+    def all_edges(self) -> tuple[Edge, ...]:
+        return (self.otherwise, *(edge for _, edge in self.edges))
+
+    @property
+    def ids(self) -> Iterator[int]:
+        """Every id the state names."""
+        yield from (token_id for token_id, _ in self.edges)
+        yield from self.allowed or ()
+        yield from self.suppressed
+        yield from (edge.emit for edge in self.all_edges if edge.emit is not None)
+        if self.when_spent is not None:
+            yield self.when_spent
+
     def edge(self, sampled_id: int) -> Edge:
         for token_id, edge in self.edges:
             if token_id == sampled_id:
@@ -57,12 +75,30 @@ class Grammar:
     states: tuple[State, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.states, tuple) or not 0 < len(self.states) <= MAX_STATES:
+            raise ValueError(f"grammar {self.name}: states must be a tuple of 1 to {MAX_STATES} states")
         for state in self.states:
-            for edge in (state.otherwise, *(edge for _, edge in state.edges)):
-                if not END <= edge.goto < len(self.states):
-                    raise ValueError(f"grammar {self.name}: state {state.name} goes to unknown state {edge.goto}")
-            if state.allowed is not None and not state.allowed:
-                raise ValueError(f"grammar {self.name}: state {state.name} allows no token at all")
+            for fault in self._faults(state):
+                raise ValueError(f"grammar {self.name}: state {state.name} {fault}")
+
+    def _faults(self, state: State) -> Iterator[str]:
+        for edge in state.all_edges:
+            if not END <= edge.goto < len(self.states):
+                yield f"goes to unknown state {edge.goto}"
+        for name, ids in (("edges", state.edges), ("allowed", state.allowed), ("suppressed", state.suppressed)):
+            if ids is not None and not isinstance(ids, tuple):
+                yield f"has {name} that are no tuple"
+            if ids is not None and len(ids) > MAX_IDS:
+                yield f"has {len(ids)} {name}; at most {MAX_IDS} are possible"
+        if state.allowed is not None and not state.allowed:
+            yield "allows no token at all"
+        for token_id in state.ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                yield f"names {token_id!r}, which is no token id"
+
+    @property
+    def largest_id(self) -> int:
+        return max((token_id for state in self.states for token_id in state.ids), default=0)
 
     @property
     def carries(self) -> Carries:

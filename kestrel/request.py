@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
 from kestrel.tokens import ContextItem, Token, num_positions
 
@@ -63,13 +62,13 @@ class SamplingParams:
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(name, f"must be an integer from {low} to {high} (got {value!r})")
+        raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
 
 
 def _require_number(name: str, value: object, low: float, high: float) -> None:
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or not low <= value <= high:  # pyright: ignore[reportOperatorIssue]
-        raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {value!r})")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # NaN fails both comparisons
+        raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
 
 
 @dataclass(frozen=True, slots=True)

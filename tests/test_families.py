@@ -108,10 +108,17 @@ def test_a_weights_file_inside_a_complete_folder_needs_nothing_else(golden_folde
     assert located == families.resolve(RuntimeConfig(model_path=folder))
 
 
-def test_a_name_given_with_a_complete_folder_labels_it(golden_folder: Callable[..., Path]) -> None:
-    located = families.resolve(RuntimeConfig(model_path=golden_folder("md2"), model="moondream2"))
+def test_a_name_must_be_of_the_model_in_the_folder(golden_folder: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"does not describe moondream2: text\.dim is 128, not 2048; leave model out"):
+        families.resolve(RuntimeConfig(model_path=golden_folder("md2"), model="moondream2"))
+
+
+def test_a_name_that_fits_the_folder_labels_it(golden_folder: Callable[..., Path]) -> None:
+    folder = golden_folder("md2")
+    (folder / "config.json").write_text(json.dumps(dict(families.find_model("moondream2").config)))
+    located = families.resolve(RuntimeConfig(model_path=folder, model="moondream2"))
     assert located.name == "moondream2"
-    assert located.config["text"]["dim"] == 128
+    assert located.config["text"]["dim"] == 2048
 
 
 def test_a_lone_file_takes_config_from_the_name_and_a_given_tokenizer(tmp_path: Path) -> None:

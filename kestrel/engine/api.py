@@ -16,13 +16,13 @@ from typing import Any, Literal, overload
 
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
-from kestrel.engine.images import ImageDecoder
-from kestrel.engine.intake import require_known_ids, take_route
+from kestrel.engine.images import PicturePool
+from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
 from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
-from kestrel.errors import AdapterNotFound, EngineStopped, RequestError
+from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.images.rgb import RgbImage
 from kestrel.models.progress import Progress
@@ -30,7 +30,6 @@ from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate, Tok
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, SkillSpec
-from kestrel.skills.decode_rules import require_choices
 from kestrel.tokens import ImageSpan
 
 
@@ -51,7 +50,8 @@ class InferenceEngine:
         self._ready = ready
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
-        self._images = ImageDecoder(config)
+        self._unsent: set[EngineStream] = set()
+        self._pictures = PicturePool(config)
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -61,7 +61,7 @@ class InferenceEngine:
             max_queue_size=config.max_queue_size,
             priority_ageing_s=config.priority_ageing_s,
         )
-        self._worker = EngineWorker(self._scheduler, self._deliver_from_worker)
+        self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
 
     @classmethod
     async def create(
@@ -210,18 +210,23 @@ class InferenceEngine:
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
         if request.adapter is not None:
             raise AdapterNotFound(f"adapter {request.adapter!r}: this version serves base models only; leave it out")
+        num_chars = num_characters(fields)
+        require_readable(num_chars, self.max_model_length)
         stream = self._open_stream(route.request_id, skill_name)
+        self._unsent.add(stream)
         try:
-            images = await self._images.decode(request.images)
-            self._require_running()
-            generation = self._lay_out(skill, request, images, stream.request_id)
+            images = await self._pictures.decode(stream.request_id, request.images)
+            lay_out = (self._lay_out, skill, request, images, stream.request_id)
+            generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
+            generation.namespace = CacheNamespace(tenant=route.tenant)
+            generation.priority = route.priority
+            generation.submitted_s = submitted_s
+            self._send(stream, generation)
         except BaseException:
-            self._streams.pop(stream.request_id, None)
+            self._close_stream(stream.request_id)
             raise
-        generation.namespace = CacheNamespace(tenant=route.tenant)
-        generation.priority = route.priority
-        generation.submitted_s = submitted_s
-        self._worker.send(Add(generation))
+        finally:
+            self._unsent.discard(stream)
         return stream
 
     def _lay_out(
@@ -229,10 +234,9 @@ class InferenceEngine:
     ) -> GenerationRequest:
         spans = [ImageSpan(image.digest, self._ready.num_image_positions) for image in images]
         prompt = skill.prompt(request, spans, self.profile)
-        require_known_ids(prompt, self._ready.vocab_size)
-        require_choices(prompt.grammar, prompt.sampling)
+        require_runnable(prompt, spans, self._ready.vocab_size)
         consumer: TokenConsumer = skill.start(request, self.profile)
-        if skill.name == "segment" and self._ready.refiner is not None:
+        if skill.yields_outline and self._ready.refiner is not None and images:
             consumer = RefinedSegment(consumer, self._ready.refiner, images[0])
         return GenerationRequest(
             request_id=request_id,
@@ -243,30 +247,59 @@ class InferenceEngine:
             images={image.digest: image for image in images},
         )
 
+    def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
+        if stream.is_done:  # cancelled, or the worker failed, while its picture was decoded
+            raise stream.error
+        if not self._worker.try_send(Add(generation)):
+            raise self._stopped()
+
     def _open_stream(self, request_id: str | None, skill: str) -> EngineStream:
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._streams:
             raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
+        if len(self._streams) >= self.config.max_queue_size + self._ready.runtime.limits.max_batch_size:
+            raise QueueFull(f"{len(self._streams)} requests are unanswered (max_queue_size); retry later")
         stream = EngineStream(request_id, skill, self.cancel)
         self._streams[request_id] = stream
         return stream
 
+    def _close_stream(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._pictures.release(request_id)
+
     def cancel(self, request_id: str) -> None:
         """End a request; its pages come back within a step. Unknown ids are ignored."""
-        if request_id in self._streams:
-            self._worker.send(Cancel(request_id))
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if stream in self._unsent:
+            stream.fail(RequestCancelled(f"request {request_id} was cancelled"))
+        else:
+            self._worker.try_send(Cancel(request_id))
 
     def _require_running(self) -> None:
-        if self._worker.fault is not None:
-            raise EngineStopped(f"the engine's worker failed: {self._worker.fault}") from self._worker.fault
         if not self.is_running:
-            raise EngineStopped("the engine has been shut down; create a new one")
+            raise self._stopped()
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineStopped("the engine belongs to another event loop; create it on the loop that uses it")
 
-    # ------------------------------------------------------------------ updates from the worker
+    def _stopped(self) -> EngineStopped:
+        fault = self._worker.fault
+        if fault is None:
+            return EngineStopped("the engine has been shut down; create a new one")
+        error = EngineStopped(f"the engine's worker failed: {type(fault).__name__}: {fault}; create a new engine")
+        error.__cause__ = fault
+        return error
+
+    # ------------------------------------------------------------------ from the worker
 
     def _deliver_from_worker(self, updates: list[StreamUpdate]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, updates)
+
+    def _fault_from_worker(self, error: EngineStopped) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_streams, error)
 
     def _dispatch(self, updates: list[StreamUpdate]) -> None:
         for update in updates:
@@ -275,27 +308,31 @@ class InferenceEngine:
                 continue
             stream.deliver(update)
             if stream.is_done:
-                del self._streams[update.request_id]
+                self._close_stream(update.request_id)
+
+    def _fail_streams(self, error: EngineStopped) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+            self._close_stream(stream.request_id)
 
     # ------------------------------------------------------------------ the end
 
     async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
-        """Stop. With `drain` running and waiting requests may finish within `timeout_s`; the rest get EngineStopped."""
+        """Stop. With `drain` every accepted request may finish within `timeout_s`; the rest get EngineStopped."""
         self._accepting = False
         deadline = time.monotonic() + timeout_s
+        while drain and self._unsent and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
         if not drain:
-            self._worker.send(CancelAll(EngineStopped("the engine was shut down before the request finished")))
-        self._worker.send(Stop())
-        finished = await self._join(deadline - time.monotonic())
-        if not finished:
-            self._worker.send(CancelAll(EngineStopped(f"the engine was shut down; {timeout_s:g} s were not enough")))
+            self._worker.try_send(CancelAll(EngineStopped("the engine was shut down before the request finished")))
+        self._worker.try_send(Stop())
+        if not await self._join(deadline - time.monotonic()):
+            late = EngineStopped(f"the engine was shut down; {timeout_s:g} s were not enough to finish the request")
+            self._worker.try_send(CancelAll(late))
             await self._join(GRACE_AFTER_TIMEOUT_S)
         await asyncio.sleep(0)  # let updates already handed to the loop arrive first
-        error = EngineStopped("the engine was shut down before the request finished")
-        for stream in list(self._streams.values()):
-            stream.fail(error)
-        self._streams.clear()
-        self._images.close()
+        self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
+        self._pictures.close()
 
     async def _join(self, timeout_s: float) -> bool:
         """Wait for the worker in short naps, so that no helper thread outlives a time-out."""
@@ -315,5 +352,7 @@ class InferenceEngine:
         await self.shutdown(drain=kind is None)
 
 
+LONG_TEXT = 4096
+"""Characters from which a text is tokenised off the event loop."""
 GRACE_AFTER_TIMEOUT_S = 2.0
 """How long a cancelled worker may take to end its current step."""

@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
+from kestrel.errors import QueueFull
 from kestrel.images.decode import decode_image
 from kestrel.images.limits import ImageLimits
 from kestrel.images.rgb import RgbImage
 
+T = TypeVar("T")
 
-class ImageDecoder:
+
+class PicturePool:
+    """Decodes pictures, and keeps account of the memory that pictures of unanswered requests take."""
+
     def __init__(self, config: RuntimeConfig) -> None:
         self._limits = ImageLimits(
             max_pixels=config.max_image_pixels,
             max_bytes=config.max_image_bytes,
             honour_exif=config.honour_exif_orientation,
         )
+        self._max_pending_bytes = config.max_pending_image_bytes
+        self._held: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(config.image_threads, thread_name_prefix="kestrel-image")
 
-    async def decode(self, sources: Sequence[Any]) -> list[RgbImage]:
-        loop = asyncio.get_running_loop()
-        return list(
-            await asyncio.gather(
-                *(loop.run_in_executor(self._pool, decode_image, source, self._limits) for source in sources)
+    async def decode(self, request_id: str, sources: Sequence[Any]) -> list[RgbImage]:
+        """The pictures of a request; they count until `release`."""
+        calls = [self.run(decode_image, source, self._limits) for source in sources]
+        images = list(await asyncio.gather(*calls))
+        size = sum(image.pixels.nbytes for image in images)
+        if sum(self._held.values()) + size > self._max_pending_bytes and size:
+            raise QueueFull(
+                "decoded pictures of unanswered requests fill max_pending_image_bytes; retry later or raise it"
             )
-        )
+        self._held[request_id] = size
+        return images
+
+    def release(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Something slow, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Let what was begun end by itself; its callers find the engine stopped."""
+        self._pool.shutdown(wait=False)

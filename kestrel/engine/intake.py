@@ -1,16 +1,21 @@
-"""What the engine checks of a request before a skill or the worker sees it."""
+"""What the engine checks of a request before the worker sees it. On the device a slip would hit the whole batch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.skills.base import Prompt
-from kestrel.tokens import TextToken
+from kestrel.skills.decode_rules import require_choices
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
 MAX_NAME_LENGTH = 256
 MAX_PRIORITY = 1_000_000
+MAX_CHARACTERS_PER_POSITION = 64
+"""No tokenizer packs more text into one token; longer texts are refused before they are tokenised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +33,70 @@ def take_route(fields: dict[str, Any]) -> Route:
     priority = fields.pop("priority", None)
     for name, value in (("request_id", request_id), ("tenant", tenant)):
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH):
-            raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {value!r:.80})")
+            raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {shown(value)})")
     priority = 0 if priority is None else priority
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise RequestError("priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {priority!r})")
+        raise RequestError(
+            "priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {shown(priority)})"
+        )
     return Route(request_id, priority, tenant)
 
 
-def require_known_ids(prompt: Prompt, vocab_size: int) -> None:
-    """Refuse ids the model does not have; on the device they would be out of bounds for the whole batch."""
-    ids = {"prompt": [item.id for item in prompt.items if isinstance(item, TextToken)]}
-    ids |= {"allowed_ids": prompt.sampling.allowed_ids, "suppressed_ids": prompt.sampling.suppressed_ids}
-    for name, given in ids.items():
-        bad = next((i for i in given if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise RequestError(name, f"token id {bad} does not exist; ids run from 0 to {vocab_size - 1}")
+def num_characters(fields: Mapping[str, Any]) -> int:
+    """Length of the texts among the fields, messages included."""
+    return sum(len(text) for value in fields.values() for text in _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def require_readable(num_chars: int, max_positions: int) -> None:
+    """Refuse a text that cannot fit the context however it is tokenised."""
+    most = max_positions * MAX_CHARACTERS_PER_POSITION
+    if num_chars > most:
+        raise RequestError("prompt", f"has {num_chars} characters; at most {most} can fit the context; shorten it")
+
+
+def require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int) -> None:
+    """Refuse what the device could not run: foreign items, ids out of range, spans of other pictures."""
+    known = {span.digest: span.num_positions for span in spans}
+    for index, item in enumerate(prompt.items):
+        fault = _item_fault(item, known, vocab_size)
+        if fault is not None:
+            raise RequestError("prompt", f"{fault} (item {index})")
+    for name, ids in (("allowed_ids", prompt.sampling.allowed_ids), ("suppressed_ids", prompt.sampling.suppressed_ids)):
+        for token_id in ids:
+            _require_known(name, token_id, vocab_size)
+    _require_known("grammar", prompt.grammar.largest_id, vocab_size)
+    require_choices(prompt.grammar, prompt.sampling, vocab_size)
+
+
+def _item_fault(item: object, known: Mapping[str, int], vocab_size: int) -> str | None:
+    match item:
+        case TextToken(id=token_id):
+            if isinstance(token_id, int) and 0 <= token_id < vocab_size:
+                return None
+            return f"token id {shown(token_id)} does not exist; ids run from 0 to {vocab_size - 1}"
+        case CoordToken(value=value):
+            return None if math.isfinite(value) else "a coordinate must be a finite number"
+        case SizeToken(width=width, height=height):
+            return None if math.isfinite(width + height) else "a size must be two finite numbers"
+        case ImageSpan(digest=digest, num_positions=positions, bos_id=bos_id):
+            has_bos = bos_id is not None
+            if known.get(digest) != positions - has_bos or (has_bos and not 0 <= bos_id < vocab_size):
+                return "an image span must be one that the engine gave to the skill, with the first token folded in or not"
+            return None
+    return f"a {type(item).__name__} is no context item"
+
+
+def _require_known(name: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise RequestError(name, f"token id {token_id} does not exist; ids run from 0 to {vocab_size - 1}")

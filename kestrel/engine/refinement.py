@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+
+from dataclasses import replace
 from typing import Any
 
 from kestrel.images.rgb import RgbImage
 from kestrel.models.contract import OutlineRefiner
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenConsumer, TokenLogprobs
+from kestrel.skills.recording import compact_json
 from kestrel.tokens import Token
 
 
@@ -33,4 +36,5 @@ class RefinedSegment:
         if refined is not None:
             segment["svg_path"], segment["bbox"] = refined
             output.fields["path"], output.fields["bbox"] = refined
+            output = replace(output, text=compact_json({"path": refined[0], "bbox": refined[1]}))
         return output

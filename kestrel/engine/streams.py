@@ -56,6 +56,13 @@ class EngineStream:
     def is_done(self) -> bool:
         return self._result.done()
 
+    @property
+    def error(self) -> BaseException:
+        """Why it failed; only for a stream that did."""
+        error = self._result.exception()
+        assert error is not None
+        return error
+
     async def __aenter__(self) -> EngineStream:
         return self
 

@@ -37,16 +37,22 @@ Command: TypeAlias = Add | Cancel | CancelAll | Stop
 
 
 class EngineWorker:
-    """`deliver` is called on the worker thread with each step's updates, at most once per step."""
+    """Both callbacks run on the worker thread: `deliver` at most once per step, `on_fault` once, as its last act."""
 
     def __init__(
-        self, scheduler: GenerationScheduler[Any], deliver: Callable[[list[StreamUpdate]], None], name: str = "kestrel"
+        self,
+        scheduler: GenerationScheduler[Any],
+        deliver: Callable[[list[StreamUpdate]], None],
+        on_fault: Callable[[EngineStopped], None],
+        name: str = "kestrel",
     ) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
+        self._on_fault = on_fault
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._closed = False
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -62,29 +68,35 @@ class EngineWorker:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, command: Command) -> None:
+    def try_send(self, command: Command) -> bool:
+        """Hand a command over; False when nobody will ever read it."""
         with self._wake:
+            if self._closed:
+                return False
             self._commands.append(command)
             self._wake.notify()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; False when it still runs."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            return True
 
     def _run(self) -> None:
         try:
-            while True:
-                updates = self._apply(self._take_commands())
-                if self._scheduler.has_work:
-                    updates += self._scheduler.step()
-                elif self._stopping:
-                    break
-                if updates:
-                    self._deliver(updates)
+            while self._turn():
+                pass
         except BaseException as fault:
             self._fault = fault
-            self._fail_everything(fault)
+            with self._wake:
+                self._closed = True
+            error = EngineStopped(f"the engine's worker failed: {type(fault).__name__}: {fault}")
+            error.__cause__ = fault
+            self._on_fault(error)
+
+    def _turn(self) -> bool:
+        """Commands, one step, updates out; False at the end."""
+        updates = self._apply(self._take_commands())
+        if self._scheduler.has_work:
+            updates += self._scheduler.step()
+        if updates:
+            self._deliver(updates)
+        return not self._is_over()
 
     def _take_commands(self) -> list[Command]:
         """Whatever has been sent; waits only when there is nothing else to do."""
@@ -95,31 +107,28 @@ class EngineWorker:
             self._commands.clear()
         return commands
 
+    def _is_over(self) -> bool:
+        """Whether to end; from then on no command is taken."""
+        with self._wake:
+            self._closed = self._stopping and not self._commands and not self._scheduler.has_work
+            return self._closed
+
     def _apply(self, commands: list[Command]) -> list[StreamUpdate]:
-        refused: list[StreamUpdate] = []
+        updates: list[StreamUpdate] = []
         for command in commands:
             match command:
                 case Add(request):
                     try:
                         self._scheduler.add(request)
                     except KestrelError as error:
-                        refused.append(failure(request.request_id, error))
+                        updates.append(failure(request.request_id, error))
                 case Cancel(request_id):
                     self._scheduler.cancel(request_id)
                 case CancelAll(error):
-                    refused += self._scheduler.fail_all(error)
+                    updates += self._scheduler.fail_all(error)
                 case Stop():
                     self._stopping = True
-        return refused
-
-    def _fail_everything(self, fault: BaseException) -> None:
-        error = EngineStopped(f"the engine's worker failed: {type(fault).__name__}: {fault}")
-        error.__cause__ = fault
-        updates = self._scheduler.fail_all(error)
-        with self._wake:
-            left = [command.request.request_id for command in self._commands if isinstance(command, Add)]
-            self._commands.clear()
-        self._deliver(updates + [failure(request_id, error) for request_id in left])
+        return updates
 
 
 def failure(request_id: str, error: BaseException) -> StreamUpdate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,9 @@ _UPRIGHT: dict[object, tuple[bool, bool, bool]] = {
 }
 
 
+_LOADING = threading.Lock()
+
+
 def pixels_from_encoded(data: bytes, limits: ImageLimits) -> np.ndarray:
     """Decode the first frame of a file. Its orientation tag is followed when `limits.honour_exif` says so.
 
@@ -51,6 +55,8 @@ def pixels_from_pillow(image: Image.Image, limits: ImageLimits) -> np.ndarray:
     """The pixels of a Pillow image as they are: an orientation tag it may carry is the caller's business."""
     limits.check_size(image.height, image.width)
     with _reading("Pillow image"):
+        with _LOADING:  # a picture opened lazily reads its file here, and two threads may have got the same one
+            image.load()
         return _rgb_pixels(image)
 
 

@@ -41,7 +41,7 @@ def truncate(logits_BV: Tensor, how: Truncation) -> tuple[Tensor, Tensor]:
 def draw(probs_BV: Tensor, order_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One id per row."""
     exceeds_BV = probs_BV.cumsum(-1) > uniform_B[:, None]
-    last_kept_B = (probs_BV > 0).sum(-1) - 1
+    last_kept_B = ((probs_BV > 0).sum(-1) - 1).clamp(min=0)  # a row of NaNs keeps none; it is reported elsewhere
     index_B = torch.where(exceeds_BV.any(-1), exceeds_BV.int().argmax(-1), last_kept_B)
     return order_BV.gather(1, torch.minimum(index_B, last_kept_B)[:, None])[:, 0]
 

@@ -29,6 +29,8 @@ NUM_ITERATIONS = 5
 MARGIN = 0.25
 """Share of the box's width and height added on each side before cropping."""
 THRESHOLD = 0.5
+MAX_SIDE_PX = 1024
+"""Masks are drawn, cleaned and traced at this size at most: the head itself sees 378 pixels."""
 
 Pixels = NDArray[np.uint8]
 
@@ -84,8 +86,18 @@ class MoondreamOutlineRefiner:
             box_values(bbox)
         except RequestError:
             return None
-        refined = self._refiner.refine(image.pixels, svg_path, bbox)
+        refined = self._refiner.refine(_at_most(image.pixels, MAX_SIDE_PX), svg_path, bbox)
         return None if refined is None else (refined.svg_path, refined.bbox)
+
+
+def _at_most(pixels_HWC: Pixels, side_px: int) -> Pixels:
+    """The picture shrunk to a longest side; outlines are relative to it, so they mean the same."""
+    height, width = pixels_HWC.shape[:2]
+    scale = side_px / max(height, width)
+    if scale >= 1.0:
+        return pixels_HWC
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return np.asarray(Image.fromarray(pixels_HWC).resize(size, Image.Resampling.BILINEAR))
 
 
 def load_outline_refiner(path: str | Path, model: MoondreamModel) -> MoondreamOutlineRefiner:

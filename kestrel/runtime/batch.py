@@ -15,6 +15,7 @@ from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import COORD, SIZE, RowTable
+from kestrel.runtime.upload import upload
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
 
@@ -38,8 +39,9 @@ class StepBatch:
         self.sample_at: list[int] = []
         self.sample_rows: list[int] = []
         rows, positions = self._lay_out(prefill, decode)
-        self.positions_T = torch.tensor(positions, device=table.device)
-        rows_T = torch.tensor(rows, device=table.device)
+        self.positions_T = upload(positions, table.device)
+        self.sample_at_B = upload(self.sample_at, table.device, torch.int64)
+        rows_T = upload(rows, table.device)
         self._slots_T = self._slots(rows_T, self.positions_T)
         self._segments = self._make_segments(prefill)
         self._first_decode = len(positions) - len(decode)
@@ -98,11 +100,12 @@ class StepBatch:
         return segments
 
     def _prepare_decode(self, decode: list[DecodeRow]) -> None:
-        rows_B1 = torch.tensor([one.row for one in decode], device=self._table.device)[:, None]
+        rows_B1 = upload([one.row for one in decode], self._table.device)[:, None]
         positions_B1 = self.positions_T[self._first_decode :, None]
         keys_1K = torch.arange(max(one.position for one in decode) + 1, device=self._table.device)[None]
         self._decode_mask_BK = keys_1K <= positions_B1
-        self._decode_slots_BK = self._slots(rows_B1, keys_1K)
+        # Past a row's end its page table is stale: read its first position there, whose values are finite.
+        self._decode_slots_BK = self._slots(rows_B1, torch.where(self._decode_mask_BK, keys_1K, 0))
 
 
 def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[str, Tensor]) -> list[Tensor]:
@@ -114,10 +117,10 @@ def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[
         if isinstance(first, ImageSpan):
             x_TD = images[first.digest]
             if first.bos_id is not None:
-                x_TD = torch.cat((model.embed_text(torch.tensor([first.bos_id], device=device)), x_TD))
+                x_TD = torch.cat((model.embed_text(upload([first.bos_id], device)), x_TD))
         else:
             ids = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
-            x_TD = model.embed_text(torch.tensor(ids, device=device))
+            x_TD = model.embed_text(upload(ids, device))
             x_TD = _with_region_values(model, chunk, x_TD)
         embedded.append(x_TD)
     return embedded
@@ -128,8 +131,8 @@ def _with_region_values(model: DecoderModel, chunk: PrefillChunk, x_TD: Tensor) 
     sizes = [(i, (item.width, item.height)) for i, item in enumerate(chunk.items) if isinstance(item, SizeToken)]
     for values, embed in ((coords, model.embed_coords), (sizes, model.embed_sizes)):
         if values:
-            index = torch.tensor([i for i, _ in values], device=x_TD.device)
-            value = torch.tensor([v for _, v in values], dtype=torch.float32, device=x_TD.device)
+            index = upload([i for i, _ in values], x_TD.device)
+            value = upload([v for _, v in values], x_TD.device, torch.float32)
             x_TD = x_TD.index_copy(0, index, embed(value).to(x_TD.dtype))
     return x_TD
 
@@ -137,7 +140,7 @@ def _with_region_values(model: DecoderModel, chunk: PrefillChunk, x_TD: Tensor) 
 def embed_decode(model: DecoderModel, table: RowTable, decode: list[DecodeRow]) -> Tensor:
     """Embeddings of the rows' last tokens, which only the device knows."""
     t = table.tensors
-    rows_B = torch.tensor([one.row for one in decode], device=table.device)
+    rows_B = upload([one.row for one in decode], table.device)
     x_BD = model.embed_text(t.last_id[rows_B])
     if any(table.host[one.row].carries for one in decode):
         kind_B1, value_B2 = t.last_kind[rows_B][:, None], t.last_value[rows_B]

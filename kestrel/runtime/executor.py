@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kestrel.errors import NumericalError
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
@@ -14,8 +15,15 @@ from kestrel.runtime.contract import PrefillChunk, RowOutput, RuntimeLimits, Ste
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
-from kestrel.runtime.sampler import GOING_ON, STOPPED, Sampled, sample_rows
+from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
+
+
+FINISH = 2
+"""Column of `Sampled.integers_B5` that says whether and how a row ended."""
+NOT_FINITE_MESSAGE = (
+    "the model gave no finite score for any allowed token; if the weights are sound, use dtype bfloat16 or float32"
+)
 
 
 @dataclass(slots=True)
@@ -72,8 +80,7 @@ class Executor:
         hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend)
         sampled = None
         if batch.sample_at:
-            hidden_BD = hidden_TD[torch.tensor(batch.sample_at, device=hidden_TD.device)]
-            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows)
+            sampled = sample_rows(self._model, self._table, hidden_TD[batch.sample_at_B], batch.sample_rows)
         host_rows = [self._table.host[row] for row in batch.sample_rows]
         sampled, arrived = _send_to_host(sampled)
         return TorchStep(plan.step_id, batch.sample_rows, host_rows, sampled, failures, arrived)
@@ -87,7 +94,10 @@ class Executor:
             values = step.sampled.values_B2.tolist()
             logprobs = _logprobs(step.sampled, step.host_rows)
             for b, row in enumerate(step.row_indices):
-                output.rows.append(_row_output(row, step.host_rows[b], integers[b], values[b], logprobs[b]))
+                if integers[b][FINISH] == NOT_FINITE:
+                    output.failures[row] = NumericalError(NOT_FINITE_MESSAGE)
+                else:
+                    output.rows.append(_row_output(row, step.host_rows[b], integers[b], values[b], logprobs[b]))
         return output
 
     def _embed_images(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import END, Grammar, State
+from kestrel.runtime.upload import upload
 
 NO_ID = -1
+MAX_STATES = 8192
+"""States kept before those of grammars that no row uses are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,14 @@ class GrammarTables:
             self._states += [(base, state) for state in grammar.states]
             self._upload()
         return base
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def clear(self) -> None:
+        self._base.clear()
+        self._states.clear()
 
     def mask(self, logits_BV: Tensor, state_B: Tensor) -> Tensor:
         """Logits with everything a row's state forbids at −inf."""
@@ -107,4 +118,4 @@ class GrammarTables:
         return self._tensor([[*row, *[fill] * (width - len(row))] for row in rows] or [[fill] * width])
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return upload(values, self._device, dtype)

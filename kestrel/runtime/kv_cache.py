@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime.contract import PageCopy
+from kestrel.runtime.upload import upload
 
 
 class PagedKVCache:
@@ -30,7 +31,7 @@ class PagedKVCache:
     def copy_pages(self, copies: list[PageCopy]) -> None:
         if not copies:
             return
-        pages = torch.tensor([(copy.source, copy.target) for copy in copies]).to(self._k.device)
+        pages = upload([(copy.source, copy.target) for copy in copies], self._k.device)
         for cache in (self._k, self._v):
             by_page = cache.view(cache.shape[0], self.num_pages, self.page_size, *cache.shape[2:])
             by_page[:, pages[:, 1]] = by_page[:, pages[:, 0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -47,6 +48,19 @@ def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device,
 def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return int(min(_free_on_host(), _free_in_cgroup()))
+
+
+def _free_in_cgroup() -> float:
+    """What a container may still take; infinite without a limit."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return max(0, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return math.inf
+
+
+def _free_on_host() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

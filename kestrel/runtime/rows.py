@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kestrel.grammar import Carries
+from kestrel.grammar import Carries, Grammar
 from kestrel.runtime.contract import PageWrite, RowStart
-from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.runtime.grammar_tables import MAX_STATES, GrammarTables
+from kestrel.runtime.upload import upload
 
 TEXT, COORD, SIZE = 0, 1, 2  # kinds of a row's last token
 
@@ -18,6 +19,7 @@ TEXT, COORD, SIZE = 0, 1, 2  # kinds of a row's last token
 class HostRow:
     """What the host needs to know of a row to skip work that no row of a step asks for."""
 
+    grammar: Grammar | None = None
     grammar_base: int = 0
     carries: Carries = Carries.NOTHING
     samples_randomly: bool = False
@@ -86,9 +88,9 @@ class RowTable:
             return
         for start in starts:
             self._note_on_host(start)
-        rows = torch.tensor([start.row for start in starts], device=self.device)
-        integers = torch.tensor([self._integers(start) for start in starts]).to(self.device)
-        numbers = torch.tensor([self._numbers(start) for start in starts]).to(self.device)
+        rows = upload([start.row for start in starts], self.device)
+        integers = upload([self._integers(start) for start in starts], self.device)
+        numbers = upload([self._numbers(start) for start in starts], self.device)
         t = self.tensors
         for column, tensor in enumerate((t.state, t.spent, t.generated, t.budget, t.max_total, t.seed, t.top_k)):
             tensor[rows] = integers[:, column]
@@ -97,12 +99,15 @@ class RowTable:
 
     def apply_page_writes(self, writes: list[PageWrite]) -> None:
         if writes:
-            table = torch.tensor([(w.row, w.index, w.page) for w in writes]).to(self.device)
+            table = upload([(w.row, w.index, w.page) for w in writes], self.device)
             self.pages[table[:, 0], table[:, 1]] = table[:, 2]
 
     def _note_on_host(self, start: RowStart) -> None:
         sampling = start.sampling
+        if self.grammars.num_states + len(start.grammar.states) > MAX_STATES:
+            self._forget_unused_grammars()
         self.host[start.row] = HostRow(
+            grammar=start.grammar,
             grammar_base=self.grammars.base_of(start.grammar),
             carries=start.grammar.carries,
             samples_randomly=sampling.temperature > 0.0,
@@ -111,6 +116,17 @@ class RowTable:
         )
         if self.host[start.row].has_id_limits:
             self._write_id_limits(start)
+
+    def _forget_unused_grammars(self) -> None:
+        """Keep only the grammars of the rows, and move the rows' states along. Steps in flight keep their own notes."""
+        self.grammars.clear()
+        moves = [0] * self.num_rows
+        for index, row in enumerate(self.host):
+            if row.grammar is not None:
+                base = self.grammars.base_of(row.grammar)
+                moves[index] = base - row.grammar_base
+                self.host[index] = replace(row, grammar_base=base)
+        self.tensors.state += upload(moves, self.device)
 
     def _write_id_limits(self, start: RowStart) -> None:
         allowed, suppressed = start.sampling.allowed_ids, start.sampling.suppressed_ids

@@ -11,8 +11,9 @@ from kestrel.grammar import Carries
 from kestrel.kernels.sampling import Truncation, draw, truncate, uniform
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.rows import COORD, SIZE, TEXT, HostRow, RowTable
+from kestrel.runtime.upload import upload
 
-GOING_ON, STOPPED, OUT_OF_BUDGET = 0, 1, 2
+GOING_ON, STOPPED, OUT_OF_BUDGET, NOT_FINITE = 0, 1, 2, 3
 
 
 @dataclass(slots=True)
@@ -29,12 +30,14 @@ class Sampled:
 def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int]) -> Sampled:
     """Samples for `row_indices` (row b of `hidden_BD` belongs to row_indices[b]) and updates the table."""
     host = [table.host[row] for row in row_indices]
-    rows_B = torch.tensor(row_indices, device=table.device)
+    rows_B = upload(row_indices, table.device)
     t = table.tensors
     state_B, spent_B = t.state[rows_B], t.spent[rows_B]
     raw_BV = model.logits(hidden_BD).float()
 
-    sampled_B = _choose(table, host, rows_B, _masked(table, host, rows_B, state_B, raw_BV))
+    masked_BV = _masked(table, host, rows_B, state_B, raw_BV)
+    best_B, greedy_B = masked_BV.max(-1)
+    sampled_B = _choose(table, host, rows_B, masked_BV, greedy_B)
     step = table.grammars.advance(state_B, sampled_B, is_spent_B=spent_B >= t.budget[rows_B])
     kind_B, values_B2 = _values(model, host, hidden_BD, step.emitted_B, step.carries_B)
 
@@ -43,6 +46,7 @@ def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_ind
     phase_over_B = (spent_B >= t.budget[rows_B]) & table.grammars.ends_when_spent(step.state_B)
     out_of_budget_B = phase_over_B | (generated_B >= t.max_total[rows_B])
     finish_B = torch.where(step.ended_B, STOPPED, torch.where(out_of_budget_B, OUT_OF_BUDGET, GOING_ON))
+    finish_B = torch.where(best_B.isfinite(), finish_B, NOT_FINITE)
 
     t.last_id[rows_B], t.last_kind[rows_B], t.last_value[rows_B] = step.emitted_B, kind_B, values_B2
     t.state[rows_B], t.spent[rows_B], t.generated[rows_B] = step.state_B, spent_B, generated_B
@@ -54,13 +58,14 @@ def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_ind
 def _masked(table: RowTable, host: list[HostRow], rows_B: Tensor, state_B: Tensor, raw_BV: Tensor) -> Tensor:
     """What both the grammar and the request's own id limits allow."""
     if table.id_limits is not None and any(row.has_id_limits for row in host):
-        limited_B = torch.tensor([row.has_id_limits for row in host], device=rows_B.device)
+        limited_B = upload([row.has_id_limits for row in host], rows_B.device)
         raw_BV = raw_BV.masked_fill(limited_B[:, None] & ~table.id_limits[rows_B], -torch.inf)
     return table.grammars.mask(raw_BV, state_B)
 
 
-def _choose(table: RowTable, host: list[HostRow], rows_B: Tensor, logits_BV: Tensor) -> Tensor:
-    greedy_B = logits_BV.argmax(-1)
+def _choose(
+    table: RowTable, host: list[HostRow], rows_B: Tensor, logits_BV: Tensor, greedy_B: Tensor
+) -> Tensor:
     if not any(row.samples_randomly for row in host):
         return greedy_B
     t = table.tensors

@@ -46,12 +46,16 @@ class Admission:
         self._num_rows = num_rows
         self._waits_for_release = False
         self._picture_owner: dict[PictureKey, Sequence] = {}
-        self._picture_of: dict[str, PictureKey] = {}
+        self._picture_of: dict[Sequence, PictureKey] = {}
         self._parked: dict[PictureKey, list[Sequence]] = {}
 
     @property
     def num_parked(self) -> int:
         return sum(len(group) for group in self._parked.values())
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        key = self._picture_key(sequence)
+        return key is not None and sequence in self._parked.get(key, ())
 
     @property
     def num_free_rows(self) -> int:
@@ -102,7 +106,7 @@ class Admission:
 
     def picture_done(self, sequence: Sequence) -> None:
         """The sequence's first picture is shared now (or given up): those parked behind it may try."""
-        key = self._picture_of.pop(sequence.request_id, None)
+        key = self._picture_of.pop(sequence, None)
         if key is None:
             return
         del self._picture_owner[key]
@@ -113,13 +117,16 @@ class Admission:
         """Drop a sequence that never started from the queue or the parked ones."""
         self._queue.remove(sequence)
         key = self._picture_key(sequence)
-        if key is not None and sequence in self._parked.get(key, ()):
+        if key is not None and self.is_parked(sequence):
             self._parked[key].remove(sequence)
 
     def check_integrity(self, running: int) -> None:
         assert len(self._free_rows) + running == self._num_rows, "a row is lost or held twice"
         assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
         assert set(self._parked) <= set(self._picture_owner), "sequences are parked behind no one"
+        for sequence, key in self._picture_of.items():
+            assert self._picture_owner[key] is sequence, "a picture has two owners"
+        assert len(self._picture_of) == len(self._picture_owner), "a picture has no owner"
 
     def _park(self, sequence: Sequence) -> None:
         key = self._picture_key(sequence)
@@ -130,7 +137,7 @@ class Admission:
         key = self._picture_key(sequence)
         if key is not None and self._cache.shares_prefixes and sequence.misses_leading_picture:
             self._picture_owner[key] = sequence
-            self._picture_of[sequence.request_id] = key
+            self._picture_of[sequence] = key
 
     def _picture_key(self, sequence: Sequence) -> PictureKey | None:
         if sequence.leading_picture is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 
 from kestrel.errors import RequestCancelled
-from kestrel.request import FinishReason, StreamDelta, StreamUpdate
+from kestrel.request import FinishReason, SkillOutput, StreamDelta, StreamUpdate
 from kestrel.runtime.contract import RowOutput, StepOutput
 from kestrel.scheduler.pipeline import PlannedWork
 from kestrel.scheduler.sequence import Sequence, Stage
@@ -23,6 +24,7 @@ class Committer:
         now = self._clock()
         for row, error in output.failures.items():
             if not work[row].sequence.is_done:
+                work[row].sequence.is_tainted = True
                 updates.append(self.fail(work[row].sequence, error))
         for planned in work.values():
             if not planned.sequence.is_done:
@@ -64,7 +66,7 @@ class Committer:
                 updates.append(_delta_update(sequence, delta))
             if output.finish is not None:
                 self._finish(sequence, output.finish, updates)
-        except Exception as error:  # a skill's own fault must not reach its neighbours
+        except (Exception, CancelledError) as error:  # a skill's own fault must not reach its neighbours
             updates.append(self.fail(sequence, error))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, updates: list[StreamUpdate]) -> None:
@@ -73,6 +75,8 @@ class Committer:
         if held_back is not None:
             updates.append(_delta_update(sequence, held_back))
         result = consumer.finish(reason)
+        if not isinstance(result, SkillOutput):
+            raise TypeError(f"finish of the skill returned a {type(result).__name__}, not a SkillOutput")
         sequence.stage = Stage.DONE
         updates.append(
             StreamUpdate(
@@ -86,4 +90,6 @@ class Committer:
 
 
 def _delta_update(sequence: Sequence, delta: StreamDelta) -> StreamUpdate:
+    if not isinstance(delta, StreamDelta):
+        raise TypeError(f"the skill returned a {type(delta).__name__} for a stream, not a StreamDelta")
     return StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)

@@ -112,9 +112,12 @@ class GenerationScheduler(Generic[StepT]):
         self._admission.check_integrity(len(holders))
         assert self._cache.num_leases == len(holders), "a lease belongs to no sequence"
         assert len({s.row for s in holders}) == len(holders), "two sequences share a row"
-        if not self._sequences:
-            assert not self._running, "a running sequence is not registered"
-            assert self.num_waiting == 0, "a waiting sequence is not registered"
+        known = set(self._sequences.values())
+        assert set(self._running) <= known, "a running sequence is not registered"
+        for sequence in known - set(self._running):
+            waits = (sequence in self._queue) + self._admission.is_parked(sequence)
+            assert waits == 1, f"{sequence.request_id} waits in {waits} places"
+        assert len(known) == len(self._running) + self.num_waiting, "a waiting sequence is not registered"
 
     # ------------------------------------------------------------------ the four parts of a step
 
@@ -176,9 +179,9 @@ class GenerationScheduler(Generic[StepT]):
     def _end(self, sequence: Sequence, error: BaseException) -> None:
         if sequence.stage is Stage.WAITING:
             self._admission.forget(sequence)
+            del self._sequences[sequence.request_id]
         self._notices.append(self._committer.fail(sequence, error))
         self._retire_done()
-        self._sequences.pop(sequence.request_id, None)
 
     def _retire_done(self) -> None:
         done = [s for s in self._running if s.is_done]

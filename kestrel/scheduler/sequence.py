@@ -46,6 +46,8 @@ class Sequence:
         self.num_in_flight = 0
         self.num_sampling = 0
         self.num_written_pages = 0
+        self.is_tainted = False
+        """Its own computation failed: nothing of it may be shared."""
         self.leading_picture = _leading_picture(request.items)
 
     @property
@@ -96,7 +98,7 @@ class Sequence:
     def share(self) -> None:
         """Publish what is complete; a lease whose page copies never ran has nothing to give."""
         assert self.lease is not None
-        if not self.lease.copies:
+        if not self.lease.copies and not self.is_tainted:
             self.lease.publish(self.committed_items())
 
     def finish_metrics(self, now: float) -> RequestMetrics:

@@ -75,8 +75,8 @@ class ModelProfile:
     defaults: SkillDefaults
     tokenizer: Tokenizer
     has_vision: bool = True
-    max_text_id: int | None = None
-    """Largest non-text id (segment drops ids up to this one); None uses 20."""
+    last_control_id: int | None = None
+    """Segment drops ids up to this one from an outline; None uses 20."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,8 @@ class SkillSpec(ABC, Generic[RequestT]):
     """One skill. Stateless: everything of a request is in its request and state objects."""
 
     name: str
+    yields_outline: bool = False
+    """Whether results hold `segments` with a path that a refiner may sharpen."""
 
     @abstractmethod
     def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> RequestT:

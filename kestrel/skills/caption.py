@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.decode_rules import answer_rules
@@ -35,7 +35,7 @@ class CaptionSkill(BuiltinSkill[CaptionRequest]):
         values = _FIELDS.read(fields)
         length = values.own.get("length", "normal")
         if length not in lengths:
-            raise RequestError("length", f"{length!r} is not known to {profile.name}; use one of: {', '.join(lengths)}")
+            raise RequestError("length", f"{shown(length)} is not known to {profile.name}; use one of: {', '.join(lengths)}")
         check_pictures(profile, values.images, needed_by=self.name)
         return CaptionRequest(
             length=length,

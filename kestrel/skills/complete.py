@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.request import SkillOutput
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
@@ -23,7 +22,7 @@ def _raw_prompt(name: str, value: Any) -> str | tuple[int, ...]:
         return any_text(name, value)
     if isinstance(value, (list, tuple)):
         return some_token_ids(name, value)
-    raise RequestError(name, f"must be some text or a list of token ids (got {reprlib.repr(value)})")
+    raise RequestError(name, f"must be some text or a list of token ids (got {shown(value)})")
 
 
 _FIELDS = FieldTable("complete", {"prompt": _raw_prompt})

@@ -47,13 +47,18 @@ def text_rules(profile: ModelProfile) -> Grammar:
     return _text(profile.ids.eos)
 
 
-def require_choices(grammar: Grammar, sampling: SamplingParams) -> None:
-    """Refuse id lists that leave some step of the grammar without any id to sample."""
+def require_choices(grammar: Grammar, sampling: SamplingParams, vocab_size: int | None = None) -> None:
+    """Refuse id lists that leave some step of the grammar without any id to sample.
+
+    Without `vocab_size` a step that allows every id cannot be judged and passes.
+    """
     only, never = set(sampling.allowed_ids), set(sampling.suppressed_ids)
     name = "allowed_ids" if only else "suppressed_ids"
     for state in grammar.states:
         limits = [choices for choices in (set(state.allowed or ()), only) if choices]
-        if limits and not set.intersection(*limits) - never - set(state.suppressed):
+        forbidden = never | set(state.suppressed)
+        all_forbidden = vocab_size is not None and not limits and len(forbidden) >= vocab_size
+        if all_forbidden or (limits and not set.intersection(*limits) - forbidden):
             needed = "another id" if state.allowed is None else f"one of the ids {list(state.allowed)}"
             raise RequestError(name, f"leaves no token for the step {state.name!r} of {grammar.name}; permit {needed}")
 

@@ -6,13 +6,12 @@ its own name. A setting may stand in `settings` or beside it; None means "not gi
 
 from __future__ import annotations
 
-import reprlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 MAX_OBJECTS = 10_000
@@ -30,7 +29,7 @@ def random_seed() -> int:
 def integer(low: int, high: int) -> Check:
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise RequestError(name, f"must be an integer from {low} to {high} (got {reprlib.repr(value)})")
+            raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
         return value
 
     return check
@@ -43,7 +42,7 @@ def is_number(value: Any) -> bool:
 def number(low: float, high: float) -> Check:
     def check(name: str, value: Any) -> float:
         if not is_number(value) or not low <= value <= high:
-            raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {reprlib.repr(value)})")
+            raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
         return float(value)
 
     return check
@@ -51,14 +50,14 @@ def number(low: float, high: float) -> Check:
 
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(name, f"must be true or false (got {reprlib.repr(value)})")
+        raise RequestError(name, f"must be true or false (got {shown(value)})")
     return value
 
 
 def any_text(name: str, value: Any) -> str:
     """Text that can be encoded, possibly empty."""
     if not isinstance(value, str):
-        raise RequestError(name, f"must be text (got {reprlib.repr(value)})")
+        raise RequestError(name, f"must be text (got {shown(value)})")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -75,10 +74,10 @@ def text(name: str, value: Any) -> str:
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
-        raise RequestError(name, f"must be a list of token ids (got {reprlib.repr(value)})")
+        raise RequestError(name, f"must be a list of token ids (got {shown(value)})")
     for index, token_id in enumerate(value):
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < 2**31:
-            raise RequestError(name, f"must hold token ids only; entry {index} is {reprlib.repr(token_id)}")
+            raise RequestError(name, f"must hold token ids only; entry {index} is {shown(token_id)}")
     return tuple(value)
 
 
@@ -211,7 +210,7 @@ class _Settings:
         if given is None:
             return
         if not isinstance(given, Mapping):
-            raise RequestError("settings", f"must map setting names to values (got {reprlib.repr(given)})")
+            raise RequestError("settings", f"must map setting names to values (got {shown(given)})")
         for name, value in given.items():
             if not self.try_add(name, f"settings.{name}", value):
                 known = ", ".join(sorted(self._table.setting_names()))
@@ -230,7 +229,7 @@ class _Settings:
         checked = SETTINGS[canonical].check(name, value)
         if canonical in self.values and self.values[canonical] != checked:
             first = self._given_as[canonical]
-            values = f"{first}={reprlib.repr(self.values[canonical])} and {given_as}={reprlib.repr(checked)}"
+            values = f"{first}={shown(self.values[canonical])} and {given_as}={shown(checked)}"
             raise RequestError(name, f"is given twice with different values ({values}); give it once")
         self.values[canonical] = checked
         self._given_as[canonical] = given_as

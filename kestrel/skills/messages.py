@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.skills.fields import any_text, text
 
 _ROLES = ("system", "user", "assistant")
@@ -40,7 +39,7 @@ def conversation(name: str, value: Any) -> tuple[Turn, ...]:
     text parts become lines.
     """
     if not isinstance(value, (list, tuple)) or not value:
-        raise RequestError(name, f"must be a list of messages with at least one in it (got {reprlib.repr(value)})")
+        raise RequestError(name, f"must be a list of messages with at least one in it (got {shown(value)})")
     messages = [_message(f"{name}[{index}]", raw) for index, raw in enumerate(value)]
     system = messages[0].text if messages[0].role == "system" else ""
     spoken = messages[1:] if messages[0].role == "system" else messages
@@ -70,13 +69,13 @@ def _turns(spoken: list[_Message]) -> Iterator[Turn]:
 
 def _message(name: str, raw: Any) -> _Message:
     if not isinstance(raw, Mapping):
-        raise RequestError(name, f'must be {{"role": …, "content": …}} (got {reprlib.repr(raw)})')
+        raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
     unknown = [key for key in raw if key not in ("role", "content")]
     if unknown:
         raise RequestError(f"{name}.{unknown[0]}", "is not a field of a message; known fields: content, role")
     role = raw.get("role")
     if role not in _ROLES:
-        raise RequestError(f"{name}.role", f"must be one of: {', '.join(_ROLES)} (got {reprlib.repr(role)})")
+        raise RequestError(f"{name}.role", f"must be one of: {', '.join(_ROLES)} (got {shown(role)})")
     words, images = _content(f"{name}.content", raw.get("content"))
     if images and role != "user":
         raise RequestError(f"{name}.content", f"holds a picture in a {role} message; only user messages may")

@@ -18,7 +18,7 @@ from kestrel.skills.spatial import SpatialRef, spatial_refs
 from kestrel.skills.svg import PathCommand, PathReader, PathSyntaxError, parse_path, path_text
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Token
 
-DEFAULT_MAX_TEXT_ID = 20
+DEFAULT_LAST_CONTROL_ID = 20
 
 _FIELDS = FieldTable("segment", {"object": text, "spatial_refs": spatial_refs})
 
@@ -33,6 +33,7 @@ class SegmentSkill(BuiltinSkill[SegmentRequest]):
     """Result: {"path", "bbox", "segments": [details]}. Greedy unless the request gives a temperature."""
 
     name = "segment"
+    yields_outline = True
 
     def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> SegmentRequest:
         template_of(profile, self.name)
@@ -61,7 +62,7 @@ class SegmentState(RecordingState):
     def __init__(self, profile: ModelProfile, request: SegmentRequest) -> None:
         super().__init__(profile, request.sampling)
         self._object = request.object
-        self._max_special_id = DEFAULT_MAX_TEXT_ID if profile.max_text_id is None else profile.max_text_id
+        self._last_control_id = DEFAULT_LAST_CONTROL_ID if profile.last_control_id is None else profile.last_control_id
         self._coordinates: list[float] = []
         self._sizes: list[tuple[float, float]] = []
         self._text_ids: list[int] = []
@@ -74,7 +75,7 @@ class SegmentState(RecordingState):
             self._coordinates.append(token.value)
         elif isinstance(token, SizeToken):
             self._sizes.append((token.width, token.height))
-        elif token.id > self._max_special_id:
+        elif token.id > self._last_control_id:
             self._take_text(token.id)
         if self._bbox_sent:
             return _path_delta(self._path.pop())

@@ -6,7 +6,8 @@ import pytest
 
 from kestrel.errors import QueueFull, RequestCancelled, RequestError
 from kestrel.grammar import END, Carries, Edge, Grammar, State
-from kestrel.request import CacheNamespace, FinishReason
+from kestrel.request import CacheNamespace, FinishReason, StreamUpdate
+from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import CoordToken, SizeToken, TextToken
 from tests.scheduler.harness import by_hand, image, make, request, run, text, tokens_of
 
@@ -252,3 +253,52 @@ def test_typed_values_come_out_typed_and_survive_preemption() -> None:
     final = run(tight)
     assert sum(u.metrics.num_preemptions for u in final.values() if u.metrics) > 0
     assert all(tokens_of(final[name]) == expected for name in ("a", "b", "c"))
+
+
+def test_an_id_used_again_after_a_cancel_gets_its_own_answer() -> None:
+    scheduler, _ = make(max_batch_size=1, vocab_size=1000)
+    scheduler.add(request("running", text(1, 2), max_new_tokens=30))
+    scheduler.step()
+    scheduler.add(request("x", text(3, 4), max_new_tokens=5))
+    scheduler.cancel("x")
+    scheduler.add(request("x", text(7, 8, 9), max_new_tokens=5))
+    finals = [u for u in drain(scheduler) if u.finish_reason is not None and u.request_id == "x"]
+    assert [u.finish_reason for u in finals] == [FinishReason.CANCELLED, FinishReason.LENGTH]
+    assert tokens_of(finals[1]) == by_hand(text(7, 8, 9), 5, 1000)
+
+
+def test_an_id_used_again_for_another_picture_blocks_no_one() -> None:
+    scheduler, _ = make(steps_in_flight=1, vocab_size=1000)
+    scheduler.add(request("x", [image("one"), *text(3)]))
+    scheduler.step()
+    scheduler.cancel("x")
+    scheduler.add(request("x", [image("two"), *text(3)]))
+    drain(scheduler)
+    scheduler.add(request("later", [image("one"), *text(4)]))
+    assert tokens_of(run(scheduler)["later"]) == by_hand([image("one"), *text(4)], 8, 1000)
+
+
+def drain(scheduler: GenerationScheduler) -> list[StreamUpdate]:
+    updates: list[StreamUpdate] = []
+    for _ in range(500):
+        if not scheduler.has_work:
+            break
+        updates += scheduler.step()
+        scheduler.check_integrity()
+    assert not scheduler.has_work
+    return updates
+
+
+@pytest.mark.parametrize("bad", ["a string", {"not": "an output"}, None])
+def test_a_skill_that_returns_the_wrong_type_fails_alone(bad: object) -> None:
+    scheduler, _ = make(vocab_size=1000)
+    wrong_finish, wrong_delta = request("finish", text(3, 4)), request("delta", text(5, 4))
+    wrong_finish.consumer.finish = lambda reason: bad  # type: ignore[method-assign]
+    if bad is not None:
+        wrong_delta.consumer.consume = lambda token, logprobs: bad  # type: ignore[method-assign]
+    for one in (wrong_finish, wrong_delta, request("good", text(6, 4))):
+        scheduler.add(one)
+    final = run(scheduler)
+    assert isinstance(final["finish"].error, TypeError)
+    assert isinstance(final["delta"].error, TypeError) or bad is None
+    assert tokens_of(final["good"]) == by_hand(text(6, 4), 8, 1000)

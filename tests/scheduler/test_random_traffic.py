@@ -72,6 +72,9 @@ def test_random_traffic(
         match action:
             case ("add", context, max_new, priority):
                 name, items = f"r{len(expected)}", build(context)
+                if reused := [n for n in expected if n in final and final[n].finish_reason is FinishReason.CANCELLED]:
+                    name = reused[0]
+                    del expected[name], final[name]
                 try:
                     scheduler.add(request(name, items, max_new_tokens=max_new, priority=priority))
                 except RequestError:

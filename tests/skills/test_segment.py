@@ -140,6 +140,6 @@ def test_a_path_before_its_box_waits(md3: ModelProfile) -> None:
 
 
 def test_special_ids_are_no_path_items(md3: ModelProfile) -> None:
-    profile = replace(md3, max_text_id=FIRST_TEXT_ID)
+    profile = replace(md3, last_control_id=FIRST_TEXT_ID)
     output, _ = run(profile, ["x", "M", "0", "0"], [TextToken(9), *BOX])
     assert output.fields["segments"][0]["path_tokens"] == ["M", "0", "0"]

@@ -6,11 +6,9 @@ MAX_SIDES = 60_000
 """Longest total boundary, in pixel sides: what may be walked at all."""
 MAX_STEPS = 12_000
 """Work per mask. A step takes 30 to 70 microseconds, so the dearest accepted mask stays below a second."""
-POINTS_PER_STEP = 4096
-"""A step over so many points costs twice as much as one over a few, and so on."""
 
 SPECK_STEPS = 1
-OUTLINE_STEPS = 8
+OUTLINE_STEPS = 12
 POLYGON_CORNER_STEPS = 1
 CURVE_STEPS = 12
 
@@ -23,9 +21,9 @@ class TracingBudget:
     """Counts the work spent on one mask; the step counts above are in proportion to the measured time."""
 
     def __init__(self) -> None:
-        self._left: float = MAX_STEPS
+        self._left = MAX_STEPS
 
-    def spend(self, steps: int, num_points: int = 0) -> None:
-        self._left -= steps * (1 + num_points / POINTS_PER_STEP)
+    def spend(self, steps: int) -> None:
+        self._left -= steps
         if self._left < 0:
             raise TooIntricate

@@ -99,7 +99,7 @@ def _coarse_polygon(middles: Points, tolerance: float, budget: TracingBudget) ->
         distance = distance_to_line(ring[low : high + 1])
         peak = int(distance.argmax())
         if distance[peak] > tolerance:
-            budget.spend(POLYGON_CORNER_STEPS, high - low)
+            budget.spend(POLYGON_CORNER_STEPS)
             kept.add(low + peak)
             spans += [(low, low + peak), (low + peak, high)]
     return np.sort((np.array(list(kept)) + start) % len(middles))

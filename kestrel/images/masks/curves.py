@@ -44,7 +44,7 @@ class CurveFitter:
             if len(span) <= 4:
                 self.pieces += [span[index : index + 2] for index in range(len(span) - 1)]
                 continue
-            self._budget.spend(CURVE_STEPS, len(span))
+            self._budget.spend(CURVE_STEPS)
             bezier, errors = _fit_cubic(span, leave, arrive, self._tolerance)
             if errors.max() <= self._tolerance:
                 self.pieces.append(bezier)

@@ -18,7 +18,6 @@ TOLERANCE_PER_THICKNESS = 0.01
 DECIMALS = 3
 ROUNDING = 0.5 * 10**-DECIMALS
 """Share of the box that writing a coordinate may move it by."""
-MAX_ROUNDING_PER_THICKNESS = 0.05
 
 
 def trace_mask(mask: Mask) -> tuple[str, dict[str, float]] | None:
@@ -88,8 +87,7 @@ def _tolerance(loop: Points, rounding_px: float) -> float:
     """
     thickness = 2 * abs(signed_area(loop)) / len(loop)
     tightest, loosest = TOLERANCE_PX
-    tolerance = min(loosest, tightest + TOLERANCE_PER_THICKNESS * thickness)
-    return max(tolerance, min(rounding_px, MAX_ROUNDING_PER_THICKNESS * thickness))
+    return min(max(loosest, rounding_px), tightest + TOLERANCE_PER_THICKNESS * thickness)
 
 
 def _path_items(pieces: list[Points], scale: tuple[int, int]) -> list[str]:

@@ -1,0 +1,113 @@
+"""A low-rank adapter in memory: for each adapted matrix W a pair (a, b), so that y = W·x + scale · b·(a·x).
+
+In a layer of experts the feed-forward pairs have a leading expert dimension. A token visits `experts_per_token` of
+them, so each expert holds that fraction of the rank and the token sees the whole rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+Matrix = Literal["qkv", "proj", "fc1", "fc2"]
+Side = Literal["a", "b"]
+AdapterFormat = Literal["torch-variant", "hosted-finetune", "kestrel-adapter"]
+ProjInput = Literal["attention", "block_norm"]
+
+MATRICES: tuple[Matrix, ...] = get_args(Matrix)
+SIDES: tuple[Side, ...] = get_args(Side)
+PROJ_INPUTS: tuple[ProjInput, ...] = get_args(ProjInput)
+
+
+class AdapterTarget(NamedTuple):
+    """One adapted matrix of the text model."""
+
+    layer: int
+    matrix: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankPair:
+    """The two factors of one delta; with experts both have a leading expert dimension."""
+
+    a: Tensor
+    """[rank, in] or [experts, rank / experts_per_token, in]"""
+    b: Tensor
+    """[out, rank] or [experts, out, rank / experts_per_token]"""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A checked adapter. Its tensors are on the CPU, own their memory and have the type of the file."""
+
+    format: AdapterFormat
+    """The kind of file it was read from, or is meant for."""
+    rank: int
+    targets: Mapping[AdapterTarget, LowRankPair]
+    alpha: float | None = None
+    """Deltas are scaled by alpha / rank; without it they are added as they are."""
+    proj_input: ProjInput = "attention"
+    """What the delta of `proj` reads: the attention output, or (torch variants) the block's LayerNorm output."""
+    base_model: str | None = None
+    """Name of the model it was trained on, where the file says so."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The layers of experts of a base model: all from `start_layer` on."""
+
+    start_layer: int
+    num_experts: int
+    experts_per_token: int
+    expert_inner_dim: int
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The sizes of a base model's text layers, as far as an adapter must fit them."""
+
+    num_layers: int
+    dim: int
+    qkv_dim: int
+    """Rows of the joint query, key and value projection."""
+    ff_dim: int
+    """Inner size of the dense feed-forward layers."""
+    moe: ExpertShape | None = None
+
+    @property
+    def num_dense_layers(self) -> int:
+        return self.num_layers if self.moe is None else min(self.moe.start_layer, self.num_layers)
+
+    def experts_of(self, target: AdapterTarget) -> ExpertShape | None:
+        """The experts behind a target, None where it is a single matrix."""
+        return self.moe if target.matrix in ("fc1", "fc2") and target.layer >= self.num_dense_layers else None
+
+    def tensor_shape(self, target: AdapterTarget, side: Side, rank: int) -> tuple[int, ...]:
+        """What one factor must measure at a rank (the rank of the whole adapter, not of one expert)."""
+        rows, columns = self._matrix_size(target)
+        experts = self.experts_of(target)
+        own_rank = rank if experts is None else rank // experts.experts_per_token
+        factor = (own_rank, columns) if side == "a" else (rows, own_rank)
+        return factor if experts is None else (experts.num_experts, *factor)
+
+    def _matrix_size(self, target: AdapterTarget) -> tuple[int, int]:
+        """Rows and columns of the adapted matrix; an expert's fc1 makes its gate as well."""
+        experts = self.experts_of(target)
+        fc1_rows, fc2_columns = (
+            (self.ff_dim, self.ff_dim) if experts is None else (2 * experts.expert_inner_dim, experts.expert_inner_dim)
+        )
+        sizes = {
+            "qkv": (self.qkv_dim, self.dim),
+            "proj": (self.dim, self.dim),
+            "fc1": (fc1_rows, self.dim),
+            "fc2": (self.dim, fc2_columns),
+        }
+        return sizes[target.matrix]

@@ -1,0 +1,175 @@
+"""From an adapter file to a checked `Adapter`: everything wrong with a file is said at once, and nothing is guessed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRankPair
+from kestrel.adapters.files import AdapterFile, read_adapter_file
+from kestrel.adapters.formats import (
+    OWN_FORMAT,
+    Roles,
+    TensorRole,
+    hosted_roles,
+    is_hosted,
+    is_variant,
+    own_roles,
+    parse_header,
+    variant_roles,
+    without_hosted_prefix,
+)
+from kestrel.errors import CheckpointError
+
+ADAPTER_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_MAX_LISTED = 8
+
+
+def load_adapter(path: str | Path, shape: AdapterShape) -> Adapter:
+    """Reads a torch variant, a hosted fine-tune or our own form, and checks it against the base model."""
+    file = read_adapter_file(Path(path))
+    if file.texts.get("format") == OWN_FORMAT:
+        return _load_own(file, shape)
+    if is_variant(file.tensors):
+        return _load_variant(file, shape)
+    if is_hosted(file.tensors):
+        return _load_hosted(file, shape)
+    raise CheckpointError(
+        f"{file.path} is in no known adapter format (its first tensor is {next(iter(file.tensors))}); "
+        "expected a torch variant, a hosted fine-tune or a file written by save_adapter"
+    )
+
+
+def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
+    try:
+        header = parse_header(file.texts)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: {error}; write the adapter again") from error
+    outside = sorted({target.layer for target in header.targets if not 0 <= target.layer < shape.num_layers})
+    if outside:
+        raise CheckpointError(
+            f"{file.path} adapts layers {outside}, but the base model has {shape.num_layers} layers; "
+            f"use the adapter with the model it was made for ({header.base_model or 'not named in the file'})"
+        )
+    pairs = _checked_pairs(file.path, file.tensors, own_roles(header.targets), shape, header.rank)
+    return Adapter(
+        format=OWN_FORMAT,
+        rank=header.rank,
+        targets=pairs,
+        alpha=header.alpha,
+        proj_input=header.proj_input,
+        base_model=header.base_model,
+        metadata=header.metadata,
+    )
+
+
+def _load_variant(file: AdapterFile, shape: AdapterShape) -> Adapter:
+    if shape.num_dense_layers < shape.num_layers:
+        raise CheckpointError(
+            f"{file.path} is a torch variant, which adapts dense layers only, but the base model has layers of experts "
+            f"from layer {shape.num_dense_layers} on; use it with the model it was made for"
+        )
+    roles = variant_roles(shape)
+    rank = _common_rank(file.path, file.tensors, roles, shape)
+    pairs = _checked_pairs(file.path, file.tensors, roles, shape, rank)
+    return Adapter("torch-variant", rank, pairs, proj_input="block_norm", metadata=file.texts)
+
+
+def _load_hosted(file: AdapterFile, shape: AdapterShape) -> Adapter:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in file.tensors.items():
+        # A fine-tune may carry its text part under both prefixes.
+        bare_name = without_hosted_prefix(name)
+        twin = tensors.setdefault(bare_name, tensor)
+        if twin is not tensor and not _same_values(twin, tensor):
+            raise CheckpointError(f"{file.path} holds {bare_name} under two prefixes, but not the same finite values")
+    roles = hosted_roles(shape)
+    rank = _common_rank(file.path, tensors, roles, shape)
+    return Adapter("hosted-finetune", rank, _checked_pairs(file.path, tensors, roles, shape, rank), metadata=file.texts)
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if value_flaw(one) or value_flaw(other) or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other)
+
+
+def _common_rank(path: Path, tensors: Mapping[str, Tensor], roles: Roles, shape: AdapterShape) -> int:
+    """The rank most tensors agree on; dense layers speak first, since an expert's share may be rounded."""
+    dense: Counter[int] = Counter()
+    sparse: Counter[int] = Counter()
+    for name, (target, side) in roles.items():
+        experts = shape.experts_of(target)
+        if name not in tensors or tensors[name].ndim != (2 if experts is None else 3):
+            continue
+        own_rank = tensors[name].shape[-2 if side == "a" else -1]
+        if experts is None:
+            dense[own_rank] += 1
+        else:
+            sparse[own_rank * experts.experts_per_token] += 1
+    votes = dense or sparse
+    if not votes:
+        raise CheckpointError(
+            f"{path} has no tensor of the base model's layers; use the adapter with the model it was made for"
+        )
+    return votes.most_common(1)[0][0]
+
+
+def _checked_pairs(
+    path: Path, tensors: Mapping[str, Tensor], roles: Roles, shape: AdapterShape, rank: int
+) -> Mapping[AdapterTarget, LowRankPair]:
+    """The pairs by target, or one CheckpointError with all that keeps the tensors from being an adapter."""
+    misshapen: list[str] = []
+    unusable: list[str] = []
+    for name in sorted(roles.keys() & tensors.keys()):
+        expected = shape.tensor_shape(*roles[name], rank)
+        if tuple(tensors[name].shape) != expected:
+            misshapen.append(f"{name} is {list(tensors[name].shape)}, expected {list(expected)}")
+        elif flaw := value_flaw(tensors[name]):
+            unusable.append(f"{name} {flaw}")
+    found = [
+        *_rank_problem(roles, shape, rank),
+        *_listing("missing tensors", sorted(roles.keys() - tensors.keys())),
+        *_listing("unexpected tensors", sorted(tensors.keys() - roles.keys())),
+        *_listing(f"wrong shapes at rank {rank}", misshapen),
+        *_listing("unusable tensors", unusable),
+    ]
+    if found:
+        raise CheckpointError("\n  ".join([f"{path} does not fit the base model:", *found]))
+    owned = {role: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name, role in roles.items()}
+    return MappingProxyType(
+        {
+            target: LowRankPair(owned[TensorRole(target, "a")], owned[TensorRole(target, "b")])
+            for target in dict.fromkeys(role.target for role in owned)
+        }
+    )
+
+
+def value_flaw(tensor: Tensor) -> str | None:
+    """Why a tensor cannot serve in an adapter, None when it can."""
+    if tensor.dtype not in ADAPTER_DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+        kind = "without data" if tensor.is_meta else str(tensor.dtype).removeprefix("torch.")
+        return f"is {kind}, expected plain floating-point numbers"
+    return None if bool(tensor.isfinite().all()) else "holds values that are not finite"
+
+
+def _rank_problem(roles: Roles, shape: AdapterShape, rank: int) -> list[str]:
+    if rank < 1:
+        return [f"rank {rank} is below 1"]
+    if shape.moe is None or all(shape.experts_of(target) is None for target, _ in roles.values()):
+        return []
+    share = shape.moe.experts_per_token
+    return [f"rank {rank} is not a multiple of the {share} experts per token"] if rank % share else []
+
+
+def _listing(title: str, entries: Sequence[str]) -> list[str]:
+    if not entries:
+        return []
+    rest = f", and {len(entries) - _MAX_LISTED} more" if len(entries) > _MAX_LISTED else ""
+    return [f"{title} ({len(entries)}): {', '.join(entries[:_MAX_LISTED])}{rest}"]

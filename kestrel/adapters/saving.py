@@ -1,0 +1,39 @@
+"""Writing an adapter in our own form: safetensors with rank, targets, alpha and base model in the header."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from kestrel.adapters.adapter import Adapter
+from kestrel.adapters.formats import own_roles, parse_header, write_header
+from kestrel.adapters.loading import value_flaw
+from kestrel.errors import CheckpointError
+
+
+def save_adapter(adapter: Adapter, path: str | Path) -> None:
+    """Writes the file whole or not at all: a reader never sees half of it."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: adapters are written as safetensors; end the name in .safetensors")
+    texts = write_header(adapter)
+    try:
+        parse_header(texts)
+    except ValueError as error:
+        raise CheckpointError(f"{path} was not written: {error}") from error
+    tensors = {}
+    for name, (target, side) in own_roles(adapter.targets).items():
+        pair = adapter.targets[target]
+        tensor = (pair.a if side == "a" else pair.b).detach()
+        if flaw := value_flaw(tensor):
+            raise CheckpointError(f"{path} was not written: {name} {flaw}")
+        tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata=texts)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
