@@ -87,7 +87,10 @@ class Inspector:
         """The norms of K and V by position, each the mean over heads: [num_positions]."""
         positions, size = torch.arange(prefix.num_positions), self.runtime.kv_cache.page_size
         slots = torch.tensor(prefix.pages)[positions // size] * size + positions % size
-        return [cache[slots.to(cache.device)].float().norm(dim=2).mean(dim=1) for cache in self.runtime.kv_cache.layer(layer)]
+        return [
+            cache[slots.to(cache.device)].float().norm(dim=2).mean(dim=1)
+            for cache in self.runtime.kv_cache.layer(layer)
+        ]
 
 
 def print_norms(inspector: Inspector, items: Sequence[ContextItem], prefix: CachedPrefix) -> None:

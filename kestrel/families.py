@@ -54,7 +54,9 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> Read
                 profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name),
                 vocab_size=runtime.decoder.shape.vocab_size,
                 num_image_positions=runtime.decoder.shape.num_image_positions,
-                refiner=None if config.refiner_file is None else load_outline_refiner(config.refiner_file, loaded.model),
+                refiner=None
+                if config.refiner_file is None
+                else load_outline_refiner(config.refiner_file, loaded.model),
             )
     raise AssertionError(f"no runtime for {type(loaded).__name__}")
 

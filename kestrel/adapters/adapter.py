@@ -29,7 +29,7 @@ class AdapterTarget(NamedTuple):
     matrix: Matrix
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LowRankPair:
     """The two factors of one delta; with experts both have a leading expert dimension."""
 
@@ -39,7 +39,7 @@ class LowRankPair:
     """[out, rank] or [experts, out, rank / experts_per_token]"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """A checked adapter. Its tensors are on the CPU, own their memory and have the type of the file."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from kestrel.adapters.adapter import Adapter
+from kestrel.adapters.adapter import Adapter, LowRankPair
 from kestrel.adapters.formats import own_roles, parse_header, write_header
 from kestrel.adapters.loading import value_flaw
 from kestrel.errors import CheckpointError
@@ -28,7 +28,7 @@ def save_adapter(adapter: Adapter, path: str | Path) -> None:
     for name, (target, side) in own_roles(adapter.targets).items():
         pair = adapter.targets[target]
         tensor = (pair.a if side == "a" else pair.b).detach()
-        if flaw := value_flaw(tensor):
+        if flaw := value_flaw(tensor) or _rank_flaw(pair, adapter.rank):
             raise CheckpointError(f"{path} was not written: {name} {flaw}")
         tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -37,3 +37,12 @@ def save_adapter(adapter: Adapter, path: str | Path) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _rank_flaw(pair: LowRankPair, rank: int) -> str | None:
+    """An expert's share of the rank depends on the base model, so here it must only divide the rank."""
+    if pair.a.ndim != pair.b.ndim or pair.a.ndim not in (2, 3):
+        return f"belongs to a pair of {pair.a.ndim} and {pair.b.ndim} dimensions, expected 2 or, with experts, 3"
+    ranks = {pair.a.shape[-2], pair.b.shape[-1]}
+    fits = ranks == {rank} if pair.a.ndim == 2 else len(ranks) == 1 and 0 not in ranks and rank % max(ranks) == 0
+    return None if fits else f"belongs to a pair of rank {sorted(ranks)}, expected {rank}"

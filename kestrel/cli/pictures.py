@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kestrel.config import RuntimeConfig
-from kestrel.engine.images import ImageDecoder
+from kestrel.engine.images import PicturePool
 from kestrel.errors import RequestError
 from kestrel.images.rgb import RgbImage
 
@@ -27,11 +27,11 @@ async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[s
     for name in names:
         if name != STDIN and not Path(name).expanduser().exists():
             raise RequestError("image", f"there is no file {name!r}; give the path of a picture, or - for stdin")
-    decoder = ImageDecoder(config)
+    pool = PicturePool(config)
     try:
-        pictures = await decoder.decode([_from_stdin(config) if name == STDIN else name for name in names])
+        pictures = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])
     finally:
-        decoder.close()
+        pool.close()
     return dict(zip(names, pictures, strict=True))
 
 

@@ -92,7 +92,9 @@ def _item_fault(item: object, known: Mapping[str, int], vocab_size: int) -> str 
         case ImageSpan(digest=digest, num_positions=positions, bos_id=bos_id):
             has_bos = bos_id is not None
             if known.get(digest) != positions - has_bos or (has_bos and not 0 <= bos_id < vocab_size):
-                return "an image span must be one that the engine gave to the skill, with the first token folded in or not"
+                return (
+                    "an image span must be one that the engine gave to the skill, with the first token folded in or not"
+                )
             return None
     return f"a {type(item).__name__} is no context item"
 

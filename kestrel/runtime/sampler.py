@@ -63,9 +63,7 @@ def _masked(table: RowTable, host: list[HostRow], rows_B: Tensor, state_B: Tenso
     return table.grammars.mask(raw_BV, state_B)
 
 
-def _choose(
-    table: RowTable, host: list[HostRow], rows_B: Tensor, logits_BV: Tensor, greedy_B: Tensor
-) -> Tensor:
+def _choose(table: RowTable, host: list[HostRow], rows_B: Tensor, logits_BV: Tensor, greedy_B: Tensor) -> Tensor:
     if not any(row.samples_randomly for row in host):
         return greedy_B
     t = table.tensors

@@ -35,7 +35,9 @@ class CaptionSkill(BuiltinSkill[CaptionRequest]):
         values = _FIELDS.read(fields)
         length = values.own.get("length", "normal")
         if length not in lengths:
-            raise RequestError("length", f"{shown(length)} is not known to {profile.name}; use one of: {', '.join(lengths)}")
+            raise RequestError(
+                "length", f"{shown(length)} is not known to {profile.name}; use one of: {', '.join(lengths)}"
+            )
         check_pictures(profile, values.images, needed_by=self.name)
         return CaptionRequest(
             length=length,

@@ -40,9 +40,7 @@ def _spatial_ref(name: str, ref: Any) -> SpatialRef:
         raise RequestError(name, f"must be [x, y] or [x_min, y_min, x_max, y_max] (got {shown(ref)})")
     for value in ref:
         if not is_number(value) or not 0.0 <= value <= 1.0:
-            raise RequestError(
-                name, f"must hold numbers from 0 to 1, as shares of the picture (got {shown(value)})"
-            )
+            raise RequestError(name, f"must hold numbers from 0 to 1, as shares of the picture (got {shown(value)})")
     if len(ref) == 4 and (ref[0] > ref[2] or ref[1] > ref[3]):
         raise RequestError(name, f"must have x_min ≤ x_max and y_min ≤ y_max (got {shown(ref)})")
     return tuple(float(value) for value in ref)

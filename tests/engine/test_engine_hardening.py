@@ -254,5 +254,3 @@ async def test_many_different_grammars_leave_the_tables_small(make_engine: MakeE
         await engine.run("scripted")
     tables = engine._ready.runtime._table.grammars  # type: ignore[attr-defined]
     assert tables.num_states <= 8192
-
-
