@@ -22,7 +22,6 @@ from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.spec import LoadedMoondream
 from kestrel.request import CacheNamespace, GenerationRequest, RequestMetrics
 from kestrel.runtime.device import choose_device, choose_dtype
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ContextItem, ImageSpan, item_positions

@@ -18,7 +18,6 @@ from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
 
-
 FINISH = 2
 """Column of `Sampled.integers_B5` that says whether and how a row ended."""
 NOT_FINITE_MESSAGE = (

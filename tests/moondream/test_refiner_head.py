@@ -47,7 +47,7 @@ def test_five_iterations_equal_the_goldens() -> None:
     torch.testing.assert_close(ious, expected["iou_per_iteration"], rtol=0, atol=2e-6)
     torch.testing.assert_close(mask, expected["final_mask_strided27"], rtol=0, atol=1e-4)
     errors = (logits - expected["mask_logits_per_iteration_strided27"]).abs()
-    # Norms over four near-equal channels amplify float32 rounding to 6e-4 at single pixels (seen against float64).
+    # Norms over four near-equal channels amplify float32 rounding to 6e-4 at single pixels (docs/decisions/0007).
     assert errors[0].max() < 1e-4
     assert errors.flatten().quantile(0.995) < 1e-4
     assert errors.max() < 1e-3
