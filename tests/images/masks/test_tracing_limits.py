@@ -63,7 +63,7 @@ def trace_within(max_seconds: float, mask: Mask) -> tuple[str, dict[str, float]]
 
 @pytest.mark.parametrize(
     ("make", "accepted_side", "refused_side"),
-    [(noise, 58, 90), (blobs, 160, 210), (squares, 200, 260), (blocks, 310, 400), (rings, 180, 260)],
+    [(noise, 58, 90), (blobs, 160, 210), (squares, 200, 260), (blocks, 310, 400)],
 )
 def test_the_dearest_accepted_masks_take_less_than_a_second(
     make: Callable[[], Mask], accepted_side: int, refused_side: int
