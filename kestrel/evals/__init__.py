@@ -1,0 +1,1 @@
+"""Judging a model on held-out scenes."""

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from kestrel.errors import ConfigError
+from kestrel.train.feed import BatchMaker, ExampleFeed, FedBatch, FeedError, FeedPlan
+from kestrel.train.scenes.difficulty import EASY
+from kestrel.train.tasks.outline_book import PathBook
+
+from .bad_outlines import BrokenOutlines, DeadlyOutlines
+from .made_scenes import task_format
+
+NO_OUTLINES = PathBook((), ())
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+def _plan() -> FeedPlan:
+    return FeedPlan(task_format(), NO_OUTLINES, start_seed=1000, batch_size=3, difficulty=EASY)
+
+
+def _same(a: FedBatch, b: FedBatch) -> bool:
+    def values(batch: FedBatch) -> list[object]:
+        return [getattr(part, f.name) for part in batch for f in fields(part)]
+
+    return all(np.array_equal(x, y) for x, y in zip(values(a), values(b), strict=True))  # pyright: ignore[reportArgumentType]
+
+
+def test_batches_come_in_order_whatever_the_number_of_workers() -> None:
+    maker = BatchMaker(_plan())
+    with ExampleFeed(_plan(), workers=2, first_batch=4) as feed:
+        made = list(islice(feed, 7))
+    for index, batch in enumerate(made, start=4):
+        assert batch[0].seeds.tolist() == list(range(1000 + 3 * index, 1003 + 3 * index))
+        assert _same(batch, maker.batch(index))
+
+
+def test_without_workers_batches_are_made_here() -> None:
+    with ExampleFeed(_plan(), workers=0) as feed:
+        made = list(islice(feed, 2))
+    assert _same(made[1], BatchMaker(_plan()).batch(1))
+    assert not _same(made[0], made[1])
+
+
+def test_a_scene_has_the_same_tasks_in_any_batch() -> None:
+    first = BatchMaker(_plan()).batch(1)[1]
+    second = BatchMaker(replace(_plan(), batch_size=1)).batch(4)[1]
+    assert np.array_equal(first.input_id[1], second.input_id[0])
+    assert np.array_equal(first.label_coord[1], second.label_coord[0])
+
+
+def test_sizes_change_from_batch_to_batch() -> None:
+    maker = BatchMaker(replace(_plan(), sizes=((378, 378), (400, 600))))
+    sizes = {(scenes.height, scenes.width) for scenes, _ in map(maker.batch, range(12))}
+    assert sizes == {(378, 378), (400, 600)}
+
+
+def test_an_error_in_a_worker_comes_out_with_its_traceback() -> None:
+    plan = replace(_plan(), outlines=BrokenOutlines(), batch_size=20)
+    with ExampleFeed(plan, workers=1) as feed, pytest.raises(FeedError, match=r"(?s)_work.*is broken"):
+        list(islice(feed, 3))
+
+
+def test_a_worker_that_dies_is_reported() -> None:
+    plan = replace(_plan(), outlines=DeadlyOutlines(), batch_size=20)
+    with ExampleFeed(plan, workers=1) as feed, pytest.raises(FeedError, match="exit code 7"):
+        list(islice(feed, 3))
+
+
+def test_a_closed_feed_ends_and_may_be_closed_again() -> None:
+    feed = ExampleFeed(_plan(), workers=1)
+    next(feed)
+    feed.close()
+    feed.close()
+    assert list(feed) == []
+
+
+@pytest.mark.parametrize("field", ["batch_size", "tasks_per_scene", "length", "image_positions"])
+def test_a_plan_of_nothing_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        replace(_plan(), **{field: 0})  # pyright: ignore[reportArgumentType]
