@@ -5,6 +5,7 @@ python examples/custom_skill.py photo.jpg "Is there a dog?"
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.errors import RequestError
+from kestrel.errors import KestrelError, RequestError
 from kestrel.grammar import Edge, Grammar, State
 from kestrel.request import FinishReason, SamplingParams, SkillOutput, TokenLogprobs
 from kestrel.skills import SkillRegistry, SkillSpec, SkillState, default_skills
@@ -77,15 +78,20 @@ def first_ids(profile: ModelProfile, word: str) -> set[int]:
     return ids - others
 
 
-async def main(image: str, question: str) -> None:
+async def main(arguments: argparse.Namespace) -> None:
     registry = SkillRegistry([*default_skills(), YesNoSkill()])
-    engine = await InferenceEngine.create(RuntimeConfig(model="moondream2"), skills=registry)
-    try:
-        result = await engine.run("yes_no", image=image, question=question)
+    config = RuntimeConfig(model_path=arguments.weights)
+    async with await InferenceEngine.create(config, skills=registry) as engine:
+        result = await engine.run("yes_no", image=arguments.image, question=arguments.question)
         print(result.output)
-    finally:
-        await engine.shutdown()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("image")
+    parser.add_argument("question")
+    parser.add_argument("--weights", help="a model folder; the embedded model without it")
+    try:
+        asyncio.run(main(parser.parse_args()))
+    except KestrelError as error:
+        sys.exit(f"error: {error}")

@@ -98,7 +98,7 @@ class RuntimeConfig:
     def weights(self) -> Path | None:
         """The local model folder or weights file, if one was given."""
         source = self.model_path if self.model_path is not None else self.weights_path
-        return None if source is None else Path(source).expanduser()
+        return None if source is None else _expanded(source)
 
     @property
     def dtype_name(self) -> str:
@@ -106,11 +106,16 @@ class RuntimeConfig:
 
     @property
     def refiner_file(self) -> Path | None:
-        return None if self.refiner_path is None else Path(self.refiner_path).expanduser()
+        return None if self.refiner_path is None else _expanded(self.refiner_path)
 
     @property
     def tokenizer_file(self) -> Path | None:
-        return None if self.tokenizer_path is None else Path(self.tokenizer_path).expanduser()
+        return None if self.tokenizer_path is None else _expanded(self.tokenizer_path)
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    """`~` is the home folder where there is one; unlike Path.expanduser, an unknown user is no error here."""
+    return Path(os.path.expanduser(path))
 
 
 def normalise_dtype(value: Any) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from kestrel import default_model
 from kestrel.config import RuntimeConfig
-from kestrel.errors import CheckpointError, ConfigError
+from kestrel.errors import CheckpointError, ConfigError, shown
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
 from kestrel.models.hub import fetch_file, fetch_weights
@@ -69,7 +70,7 @@ def find_model(name: str) -> ModelSpec:
     for spec in registered_models():
         if spec.name == name:
             return spec
-    known = ", ".join(spec.name for spec in registered_models())
+    known = ", ".join([default_model.NAME, *(spec.name for spec in registered_models())])
     raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {known}")
 
 
@@ -81,14 +82,15 @@ def resolve(config: RuntimeConfig) -> LocatedModel:
     """Finds the model that a configuration asks for, fetching it if it is only named.
 
     A local folder's own config.json decides the dimensions; a name given with it must be of a model of those. Without
-    dimensions there, the name decides; without a name, the names and shapes of the weights do.
+    dimensions there, the name decides; without a name, the names and shapes of the weights do. Without anything, it is
+    the embedded model.
     """
+    if config.weights is None and config.model in (None, default_model.NAME):
+        return replace(_on_disk(default_model.FOLDER, None, config.tokenizer_file), name=default_model.NAME)
     spec = None if config.model is None else find_model(config.model)
     if config.weights is not None:
         return _on_disk(config.weights, spec, config.tokenizer_file)
-    if spec is None:
-        known = ", ".join(known.name for known in registered_models())
-        raise ConfigError("model", f"is not set; name a model ({known}) or give model_path")
+    assert spec is not None
     return _on_hub(spec, config.tokenizer_file)
 
 
@@ -100,7 +102,10 @@ def load(
 
 
 def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> LocatedModel:
-    weights = find_weights(path)
+    try:
+        weights = find_weights(path)
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(path))} cannot be read ({error.strerror}); check model_path") from error
     config = read_config(weights.parent)
     if config is None:
         spec = spec or _recognised(weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -11,6 +12,9 @@ def main() -> None:
         from kestrel.cli.app import run  # noqa: PLC0415
     except KeyboardInterrupt:
         sys.exit(130)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an answer must not be lost to a narrow terminal encoding
     sys.exit(run(sys.argv[1:]))
 
 

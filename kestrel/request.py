@@ -66,8 +66,7 @@ def _require_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def _require_number(name: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # NaN fails both comparisons
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
 
 

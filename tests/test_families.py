@@ -85,9 +85,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert caught.value.field == "model"
 
 
-def test_neither_name_nor_path_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"name a model .*or give model_path"):
-        families.resolve(RuntimeConfig())
+@pytest.mark.parametrize("name", [None, "kestrel-tiny"])
+def test_without_a_path_the_embedded_model_is_taken(name: str | None) -> None:
+    located = families.resolve(RuntimeConfig(model=name))
+    assert located.name == "kestrel-tiny"
+    assert load(located).config.tokenizer.templates.keys() >= {"query", "caption.long", "point", "detect", "segment"}
 
 
 @pytest.mark.parametrize("family", ["md2", "md3"])

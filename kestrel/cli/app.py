@@ -15,6 +15,7 @@ from kestrel.cli.config_flags import ENVIRONMENT_HINT, takes_config
 from kestrel.cli.console import note, write
 from kestrel.cli.demo import demo
 from kestrel.cli.detect import detect
+from kestrel.cli.eval import eval
 from kestrel.cli.event_loop import Interrupted
 from kestrel.cli.exit_codes import FAILED, INTERRUPTED, OK, report
 from kestrel.cli.models import models
@@ -23,7 +24,7 @@ from kestrel.cli.query import query
 from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
 
-VERBS = (query, caption, point, detect, segment, schedule, models, demo)
+VERBS = (query, caption, point, detect, segment, schedule, eval, models, demo)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
-"""kestrel demo: every skill on a picture of our own, by a model made up on the spot."""
+"""kestrel demo: every skill on a bundled scene, by the embedded model."""
 
 from __future__ import annotations
 
-import tempfile
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,25 +15,22 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kestrel.cli.console import note, stdout_console
+from kestrel.cli.console import stdout_console
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.event_loop import run_to_end
 from kestrel.cli.loading import open_engine
 from kestrel.cli.options import check_saved_path
-from kestrel.cli.printing import printer_for
-from kestrel.cli.sample_picture import sample_picture
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, EngineStream, InferenceEngine
+from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.images.decode import ImageLimits, decode_image
-from kestrel.moondream.tiny_random import outline_ids, word_ids, write_tiny_random_folder
 
-FIRST_LINE = "Random weights: this demo runs a tiny Moondream 3 made up on the spot, so every answer below is noise."
-LAST_LINE = (
-    "Random weights: what you saw was noise. For real answers name a real model: "
-    'kestrel query photo.jpg "What is this?" --model moondream2'
+SCENE = Path(__file__).with_name("demo_scene.png")
+SAVED = Path("kestrel-demo.png")
+NEXT_COMMANDS = (
+    f"kestrel query {SCENE} 'How many yellow stars are there?'",
+    "kestrel query photo.jpg 'What is this?' --model moondream2",
 )
 PICTURE_COLUMNS = 64
-DEMO_SEED = 0
 FINE_COLOURS = ("256", "truecolor")
 """Terminals that can show the picture; sixteen colours are too few."""
 
@@ -42,95 +39,103 @@ FINE_COLOURS = ("256", "truecolor")
 class Step:
     title: str
     skill: str
-    fields: Mapping[str, Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     with_picture: bool = True
+
+
+STEPS = (
+    Step("caption", "caption", {"length": "short"}),
+    Step("query: How many cows are there?", "query", {"question": "How many cows are there?", "reasoning": False}),
+    Step("the same, thinking first", "query", {"question": "How many cows are there?", "reasoning": True}),
+    Step("query: Is there a dog?", "query", {"question": "Is there a dog?", "reasoning": False}),
+    Step("point: star", "point", {"object": "star"}),
+    Step("detect: cow", "detect", {"object": "cow"}),
+    Step("segment: brown star", "segment", {"object": "brown star"}),
+    Step(
+        "query without a picture: Who are you?",
+        "query",
+        {"question": "Who are you?", "reasoning": False},
+        with_picture=False,
+    ),
+)
 
 
 def demo(
     save: Annotated[
-        Path | None,
-        typer.Option("--save", metavar="FILE", help="Write the picture with the found points and boxes drawn on it."),
-    ] = None,
+        Path,
+        typer.Option("--save", metavar="FILE", help="Where to write the picture with what was found drawn on it."),
+    ] = SAVED,
 ) -> None:
-    """Try every skill on a model of random weights.
+    """Try every skill on a bundled scene with the embedded model.
 
-    The tiny model is made up on the spot and its answers are noise; the engine that gives them is the real one.
+    All requests run at the same time, through the same engine that serves larger models.
     """
-    if save is not None:
-        check_saved_path(save)
-    stdout_console().print(FIRST_LINE, style="bold yellow", soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="kestrel-demo-") as folder:
-        began_s = time.monotonic()
-        write_tiny_random_folder(Path(folder), DEMO_SEED)
-        note(f"made a model folder in {time.monotonic() - began_s:.1f} s")
-        run_to_end(_tour(Path(folder), save))
-    stdout_console().print(LAST_LINE, style="bold yellow", soft_wrap=True)
+    check_saved_path(save)
+    run_to_end(_tour(save))
 
 
-def demo_steps() -> list[Step]:
-    """Chance is seeded and kept to whole words: noise that can be read, and the same noise every time."""
-    words = {"allowed_ids": word_ids(), "max_tokens": 14, "seed": 1}
-    outline = {"allowed_ids": outline_ids(), "max_tokens": 48, "seed": 0, "temperature": 1.0}
-    question, sky = "What stands between the trees?", {"question": "Why is the sky blue?", "reasoning": False}
-    return [
-        Step("caption (short)", "caption", {"length": "short"}, words),
-        Step(f"query: {question}", "query", {"question": question, "reasoning": False}, words),
-        Step(f"query, thinking first: {question}", "query", {"question": question, "reasoning": True}, words),
-        Step("query, no picture: Why is the sky blue?", "query", sky, words, with_picture=False),
-        Step("point: tree", "point", {"object": "tree"}, {"max_objects": 4}),
-        Step("detect: house", "detect", {"object": "house"}, {"max_objects": 4}),
-        Step("segment: roof", "segment", {"object": "roof"}, outline),
-    ]
-
-
-async def _tour(folder: Path, save: Path | None) -> None:
-    picture = sample_picture()
+async def _tour(save: Path) -> None:
     console = stdout_console()
+    began_s = time.monotonic()
+    picture = Image.open(SCENE).convert("RGB")
     if console.is_terminal and console.color_system in FINE_COLOURS:
         console.print(half_blocks(picture, PICTURE_COLUMNS))
     # A page pool for a handful of short sequences; the planned one would be far larger than the model.
-    config = RuntimeConfig(model_path=folder, device="cpu", kv_cache_pages=512, max_batch_size=4)
+    config = RuntimeConfig(device="cpu", kv_cache_pages=512, max_batch_size=len(STEPS))
     async with open_engine(config) as engine:
-        done = [(step, await _show(engine, step, picture)) for step in demo_steps()]
-    console.print(_summary(done))
-    if save is not None:
-        _save_all(picture, done, save)
+        loaded_s = time.monotonic()
+        results = await asyncio.gather(*(_ask(engine, step, picture) for step in STEPS))
+    done_s = time.monotonic()
+    console.print(_table(results))
+    console.print(f"loaded in {loaded_s - began_s:.1f} s, answered {len(STEPS)} requests in {done_s - loaded_s:.1f} s")
+    _save_all(picture, results, save)
+    console.print(f"what was found is drawn in {save.resolve()}", soft_wrap=True)
+    console.print("\nTry next:", style="bold")
+    for command in NEXT_COMMANDS:
+        console.print(f"  {command}", soft_wrap=True, markup=False)
 
 
-async def _show(engine: InferenceEngine, step: Step, picture: Image.Image) -> EngineResult:
-    """One request through the engine, its pieces printed as they come."""
-    stdout_console().print(Text(f"\n{step.title}", style="bold cyan"))
-    printer = printer_for(step.skill, engine.model_name, as_json=False, streamed=True)
+async def _ask(engine: InferenceEngine, step: Step, picture: Image.Image) -> EngineResult:
     image = picture if step.with_picture else None
-    stream: EngineStream = await engine.run(step.skill, stream=True, image=image, settings=step.settings, **step.fields)
-    async for chunk in stream:
-        printer.chunk(chunk)
-    result = await stream.result()
-    printer.result(result)
-    return result
+    return await engine.run(step.skill, image=image, temperature=0.0, **step.fields)
 
 
-def _summary(done: list[tuple[Step, EngineResult]]) -> Table:
-    table = Table(title="\nWhat each request took", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("skill")
-    for name in ("tokens in", "from the cache", "tokens out", "first token"):
+def _table(results: list[EngineResult]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("request", max_width=28)
+    table.add_column("answer")
+    for name in ("tokens", "cached", "first token"):
         table.add_column(name, justify="right")
-    for step, result in done:
+    for step, result in zip(STEPS, results, strict=True):
         metrics = result.metrics
-        counts = (metrics.input_tokens, metrics.cached_tokens, metrics.output_tokens)
-        table.add_row(step.title.partition(":")[0], *map(str, counts), f"{metrics.ttft_ms:.0f} ms")
+        numbers = (str(metrics.output_tokens), str(metrics.cached_tokens), f"{metrics.ttft_ms:.0f} ms")
+        table.add_row(step.title, Text(_answer(result)), *numbers)
     return table
 
 
-def _save_all(picture: Image.Image, done: list[tuple[Step, EngineResult]], path: Path) -> None:
-    output: dict[str, Any] = {}
-    for step, result in done:
-        if step.skill in ("point", "detect"):
-            output |= result.output
-    shown = decode_image(picture, ImageLimits(max_pixels=picture.width * picture.height, max_bytes=1))
-    save_picture(draw_result(shown, output, "house"), path)
-    note(f"drew the points and boxes into {path}")
+def _answer(result: EngineResult) -> str:
+    output = result.output
+    match result.skill:
+        case "point":
+            return ", ".join(f"({p['x']:.2f}, {p['y']:.2f})" for p in output["points"]) or "none"
+        case "detect":
+            return "\n".join(_corners(box) for box in output["objects"]) or "none"
+        case "segment":
+            return output["path"] or "none"
+    thoughts = output.get("reasoning", {}).get("text")
+    return f"{thoughts}\n{result.text}" if thoughts else result.text
+
+
+def _corners(box: Mapping[str, float]) -> str:
+    return f"({box['x_min']:.2f}, {box['y_min']:.2f}) to ({box['x_max']:.2f}, {box['y_max']:.2f})"
+
+
+def _save_all(picture: Image.Image, results: list[EngineResult], path: Path) -> None:
+    limits = ImageLimits(max_pixels=picture.width * picture.height, max_bytes=1)
+    for step, result in zip(STEPS, results, strict=True):
+        if "object" in step.fields:
+            picture = draw_result(decode_image(picture, limits), result.output, step.fields["object"])
+    save_picture(picture, path)
 
 
 def half_blocks(picture: Image.Image, columns: int) -> Text:

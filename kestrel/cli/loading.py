@@ -11,16 +11,17 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kestrel.cli.console import stderr_console
+from kestrel import default_model
+from kestrel.cli.console import note, stderr_console
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.errors import ConfigError
 
 
 @asynccontextmanager
 async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
     """An engine that is shut down at the end: drained normally, at once after an error or Ctrl-C."""
-    require_model(config)
+    if config.model is None and config.weights is None:
+        note(default_model.NOTICE)
     with LoadingBars(stderr_console()) as bars:
         try:
             engine = await InferenceEngine.create(config, progress=bars)
@@ -29,15 +30,6 @@ async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
             raise
     async with engine:
         yield engine
-
-
-def require_model(config: RuntimeConfig) -> None:
-    if config.model is None and config.weights is None:
-        raise ConfigError(
-            "model",
-            "none was given; name one with --model (see `kestrel models`) or pass a model folder with --weights. "
-            "`kestrel demo` runs without either",
-        )
 
 
 class LoadingAbandoned(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 from kestrel.cli.console import note
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.event_loop import run_to_end
-from kestrel.cli.loading import open_engine, require_model
+from kestrel.cli.loading import open_engine
 from kestrel.cli.options import ObjectSettings, OutputOptions, SaveOptions, Settings, check_settings
 from kestrel.cli.pictures import read_picture
 from kestrel.cli.printing import note_limit, note_metrics, printer_for
@@ -33,7 +33,6 @@ class SkillCall:
 
 
 def run_skill(call: SkillCall) -> None:
-    require_model(call.config)
     check_settings(call.skill, call.settings, call.output)
     run_to_end(_answer(call))
 

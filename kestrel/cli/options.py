@@ -48,7 +48,9 @@ class Settings:
     logprobs: int | None = field(
         default=None, metadata=_doc("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
     )
-    adapter: str | None = field(default=None, metadata=_doc("Adapter to answer with."))
+    adapter: str | None = field(
+        default=None, metadata=_doc("Adapter to answer with (not available yet: refused when set).")
+    )
 
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine.images import PicturePool
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.images.rgb import RgbImage
 
 STDIN = "-"
+
+
+def is_file(text: str) -> bool:
+    """Whether a word of the command line names a file; a long question does not."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
 
 
 async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:
@@ -25,8 +34,8 @@ async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[s
     """
     names = list(dict.fromkeys(sources))
     for name in names:
-        if name != STDIN and not Path(name).expanduser().exists():
-            raise RequestError("image", f"there is no file {name!r}; give the path of a picture, or - for stdin")
+        if name != STDIN and not is_file(os.path.expanduser(name)):
+            raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
     pool = PicturePool(config)
     try:
         pictures = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])

@@ -14,13 +14,13 @@ import typer
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.event_loop import run_to_end
 from kestrel.cli.exit_codes import exit_code_of, one_line, print_error
-from kestrel.cli.loading import open_engine, require_model
+from kestrel.cli.loading import open_engine
 from kestrel.cli.options import OutputOptions, ReasoningOption, TextSettings, check_settings
-from kestrel.cli.pictures import read_pictures
+from kestrel.cli.pictures import is_file, read_pictures
 from kestrel.cli.schedule_report import Lane, print_summary, write_answers
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
-from kestrel.errors import KestrelError
+from kestrel.errors import KestrelError, RequestError
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,10 @@ def schedule(
 
     Answers go to stdout, each line with the number of its prompt; the table of counts and times goes to stderr.
     """
-    require_model(config)
     check_settings("query", settings, output)
+    for prompt in prompts:
+        if is_file(prompt):
+            raise RequestError("prompt", f"{prompt} is a file, not a question; give a picture with --image")
     fields = {"reasoning": reasoning, "settings": settings.given()}
     failures = run_to_end(_schedule(prompts, image or [], fields, output, config))
     if failures:

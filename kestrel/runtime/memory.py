@@ -30,6 +30,13 @@ def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device,
                 f"{config.kv_cache_pages} pages of {config.page_size} cannot hold one picture and a question; "
                 f"use at least {least}",
             )
+        needed, free = config.kv_cache_pages * page_bytes, free_memory_bytes(device)
+        if needed > free:
+            raise ConfigError(
+                "kv_cache_pages",
+                f"{config.kv_cache_pages} pages need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on "
+                f"{device}; use at most {free // page_bytes}",
+            )
         return config.kv_cache_pages
     context = config.max_seq_length or shape.max_context
     useful = config.max_batch_size * (1 + CACHED_CONTEXTS_PER_ROW) * -(-context // config.page_size)

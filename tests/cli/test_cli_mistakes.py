@@ -22,8 +22,6 @@ from kestrel.errors import (
 
 from .conftest import GOLDENS, MD3, SMALL, Kestrel
 
-NO_MODEL = ("--device", "cpu")
-
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
@@ -32,9 +30,6 @@ NO_MODEL = ("--device", "cpu")
         (("query",), 2, "Missing argument"),
         (("query", "--tempreature", "1", "hi"), 2, "--tempreature"),
         (("query", "hi", *MD3, "--page-size", "many"), 2, "--page-size"),
-        (("query", "hi", *NO_MODEL), 2, "--model"),
-        (("caption", SMALL, *NO_MODEL), 2, "--weights"),
-        (("schedule", "hi", *NO_MODEL), 2, "kestrel models"),
         (("query", "hi", "--model", "unheard-of"), 2, "moondream2"),
         (("query", "hi", *MD3, "--device", "abacus"), 2, "device: 'abacus'"),
         (("query", "hi", "--weights", "/no/such/folder"), 3, "/no/such/folder"),

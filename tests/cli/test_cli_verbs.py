@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
+
+from kestrel.cli.demo import SCENE
 
 from .conftest import GOLDENS, MD3, SMALL, Kestrel
 
@@ -162,19 +165,27 @@ def test_models_lists_every_registered_model(kestrel: Kestrel) -> None:
         assert {"num_parameters", "source", "description", "note"} <= model.keys()
 
 
-def test_demo_shows_every_skill_and_says_first_and_last_that_it_is_noise(kestrel: Kestrel, tmp_path: Path) -> None:
+def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: Kestrel, tmp_path: Path) -> None:
     saved = tmp_path / "demo.png"
     outcome = kestrel("demo", "--save", saved)
-    lines = [line for line in outcome.out.splitlines() if line.strip()]
     assert outcome.code == 0
-    for line in (lines[0], lines[-1]):
-        assert "Random weights" in line
-        assert "noise" in line
-    assert "--model" in lines[-1]
-    for title in ("caption", "query", "point", "detect", "segment"):
-        assert any(line.startswith(title) for line in lines)
+    assert "demonstration model" in outcome.err
+    lines = [line.strip() for line in outcome.out.splitlines() if line.strip()]
+    for title in ("caption", "query: How many cows", "point: star", "detect: cow", "segment: brown star"):
+        assert any(line.startswith(title) for line in lines), title
+    count = next(line for line in lines if line.startswith("query: How many cows"))
+    assert re.search(r"\b3\b", count), count
+    assert next(line for line in lines if line.startswith("query: Is there a dog")).split()[5] == "no"
     assert any("731" in line for line in lines), "the second question finds the picture in the cache"
+    assert lines[-1].startswith("kestrel query")
     assert saved.exists()
+
+
+def test_without_a_model_the_embedded_one_answers_and_says_so(kestrel: Kestrel) -> None:
+    outcome = kestrel("query", str(SCENE), "How many cows are there?", "--no-reasoning", "--temperature", "0")
+    assert outcome.code == 0
+    assert outcome.out.strip() == "3"
+    assert "demonstration model" in outcome.err
 
 
 def test_help_and_version_are_results(kestrel: Kestrel) -> None:

@@ -1,0 +1,12 @@
+"""The embedded model: a small Moondream 3 for demonstrations, as a model folder inside the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAME = "kestrel-tiny"
+FOLDER = Path(__file__).parent
+NOTICE = (
+    "kestrel-tiny is a small demonstration model that knows drawn scenes only; "
+    "for real pictures name a real model, for example --model moondream2"
+)

@@ -1,0 +1,64 @@
+"""Training curves: a CSV row every few steps, and a picture of it."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+COLOURS = {"text": "#2563eb", "coord": "#dc2626", "size": "#16a34a", "token_accuracy": "#9333ea"}
+WIDTH, HEIGHT, MARGIN = 960, 540, 60
+
+
+class CurveWriter:
+    """Appends to `curves.csv`; runs that resume go on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] | None = None
+        if path.exists():
+            with path.open(newline="") as file:
+                self._columns = next(csv.reader(file), None)
+
+    def write(self, row: Mapping[str, float | int | str]) -> None:
+        is_new = self._columns is None
+        self._columns = self._columns or list(row)
+        with self._path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def draw_curves(csv_path: Path, png_path: Path) -> None:
+    """Losses on a log scale against scenes seen."""
+    with csv_path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    picture = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    draw = ImageDraw.Draw(picture)
+    if rows:
+        scenes = [float(row["scenes"]) for row in rows]
+        for index, (name, colour) in enumerate(COLOURS.items()):
+            values = [float(row[name]) for row in rows]
+            draw.line(_points(scenes, values), fill=colour, width=2)
+            draw.text((WIDTH - 220, MARGIN + 18 * index), f"{name}: {values[-1]:.4g}", fill=colour)
+        draw.text((MARGIN, HEIGHT - MARGIN + 20), f"scenes seen: 0 to {scenes[-1]:,.0f}", fill="black")
+    for exponent in range(-3, 2):
+        y = _y(10.0**exponent)
+        draw.line([(MARGIN, y), (WIDTH - MARGIN, y)], fill="#dddddd")
+        draw.text((8, y - 6), f"1e{exponent}", fill="black")
+    picture.save(png_path)
+
+
+def _points(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
+    last = max(xs[-1], 1.0)
+    return [(MARGIN + (WIDTH - 2 * MARGIN) * x / last, _y(y)) for x, y in zip(xs, ys, strict=True)]
+
+
+def _y(value: float) -> float:
+    """Log scale from 1e-3 (bottom) to 1e1 (top)."""
+    share = (math.log10(max(value, 1e-3)) + 3.0) / 4.0
+    return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)

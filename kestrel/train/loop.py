@@ -1,0 +1,206 @@
+"""The training loop of kestrel-tiny: one GPU, bf16, scenes drawn on the fly, resumable from its last weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch._dynamo.config
+from torch import Tensor, nn
+
+from kestrel.moondream.model import MoondreamModel
+from kestrel.train.curves import CurveWriter
+from kestrel.train.experts import all_experts
+from kestrel.train.matrices import OrthogonalSteps
+from kestrel.train.objective import Losses, TaskTensors, losses
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """One run. The learning rate warms up, then follows a half cosine from `lr` to `final_lr`."""
+
+    steps: int
+    lr: float = 1e-3
+    final_lr: float = 1e-3
+    warmup_steps: int = 200
+    weight_decay: float = 0.03
+    clip_norm: float = 1.0
+    ema_decay: float = 0.999
+    max_seconds: float = math.inf
+    log_every: int = 25
+    orthogonal: bool = True
+    """Orthogonal steps for the matrices inside blocks, instead of AdamW."""
+    compile: bool = False
+    mixed_precision: bool = True
+
+    def lr_at(self, step: int, seconds: float = 0.0) -> float:
+        """Where a time limit ends the run before its steps do, the time decides how far it is."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        done = min(1.0, max(step / max(1, self.steps), seconds / self.max_seconds))
+        return warm * (self.final_lr + 0.5 * (self.lr - self.final_lr) * (1.0 + math.cos(math.pi * done)))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    step: int
+    scenes: int
+    scenes_per_s: float
+    seconds: float
+    lr: float
+    text: float
+    coord: float
+    size: float
+    balance: float
+    token_accuracy: float
+    waiting: float
+    """Share of the time without a batch to work on."""
+
+
+class AveragedWeights:
+    """Exponential moving average of the parameters: what is evaluated and shipped."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._live = list(model.parameters())
+        self._average = [p.detach().clone() for p in self._live]
+        self._steps = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._steps += 1
+        decay = min(self._decay, self._steps / (self._steps + 10.0))
+        for average, live in zip(self._average, self._live, strict=True):
+            average.lerp_(live.detach(), 1.0 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange live and averaged values; call again to go back."""
+        for live, average in zip(self._live, self._average, strict=True):
+            held = live.detach().clone()
+            live.copy_(average)
+            average.copy_(held)
+
+
+class Optimiser:
+    """Orthogonal steps for the matrices inside blocks, AdamW for the rest; weight decay on matrices only."""
+
+    def __init__(self, model: MoondreamModel, plan: TrainingPlan) -> None:
+        self._plan = plan
+        pieces = block_matrices(model) if plan.orthogonal else {}
+        rest = [p for p in model.parameters() if p not in pieces]
+        groups = [
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": plan.weight_decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self._parameters = list(model.parameters())
+        self._steps = OrthogonalSteps(pieces)
+        self._adam = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.98), fused=rest[0].is_cuda)
+
+    def step(self, lr: float) -> None:
+        nn.utils.clip_grad_norm_(self._parameters, self._plan.clip_norm)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self._steps.step(lr, self._plan.weight_decay)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def block_matrices(model: MoondreamModel) -> dict[nn.Parameter, int]:
+    """The matrices of all blocks and of the projector, and how many lie on top of each other in each."""
+    found: dict[nn.Parameter, int] = {}
+    for module in (*model.vision.blocks, *model.text.blocks, model.vision.proj_mlp):
+        for name, parameter in module.named_parameters():
+            if name.endswith("attn.qkv.weight"):
+                found[parameter] = 3
+            elif name.endswith("weight") and "router" not in name and parameter.ndim >= 2:
+                found[parameter] = parameter.shape[0] if parameter.ndim == 3 else 1
+    return found
+
+
+Batch = tuple[Tensor, TaskTensors]
+"""Pictures [B, H, W, 3] uint8 and their tasks, on the model's device."""
+
+
+def train(
+    model: MoondreamModel,
+    batches: Iterator[Batch],
+    plan: TrainingPlan,
+    curves: CurveWriter,
+    report: Callable[[StepReport], None],
+    scenes_before: int = 0,
+) -> int:
+    """Runs the plan; the model ends with its averaged weights. Returns the scenes seen in all."""
+    device_type = model.text.wte.device.type
+    optimiser, average = Optimiser(model, plan), AveragedWeights(model, plan.ema_decay)
+    start, scenes, window = time.perf_counter(), scenes_before, _Window()
+    model.train()
+    with all_experts(model) as experts, compiled_blocks(model, plan.compile):
+        for step in range(plan.steps):
+            lr = plan.lr_at(step, time.perf_counter() - start)
+            with window.waiting():
+                pixels, tasks = next(batches)
+            with torch.autocast(device_type, torch.bfloat16, enabled=plan.mixed_precision):
+                found = losses(model, experts, pixels, tasks, torch.bfloat16 if plan.mixed_precision else torch.float32)
+            found.total.backward()
+            optimiser.step(lr)
+            average.update()
+            scenes += len(pixels)
+            window.add(found, len(pixels))
+            is_last = step + 1 == plan.steps or time.perf_counter() - start > plan.max_seconds
+            if (step + 1) % plan.log_every == 0 or is_last:
+                line = window.close(step + 1, scenes, time.perf_counter() - start, lr)
+                curves.write(asdict(line))
+                report(line)
+            if is_last:
+                break
+    average.swap()
+    model.eval()
+    return scenes
+
+
+@contextmanager
+def compiled_blocks(model: MoondreamModel, is_wanted: bool) -> Iterator[None]:
+    """Inside, blocks run as fused kernels: compiled once for all blocks of a sort, not once for each."""
+    blocks = [*model.vision.blocks, *model.text.blocks] if is_wanted else []
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        for block in blocks:
+            block.compile()
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block._compiled_call_impl = None
+
+
+class _Window:
+    """Means over the steps since the last report; losses stay on the device until then."""
+
+    def __init__(self) -> None:
+        self._found: list[Tensor] = []
+        self._scenes = 0
+        self._start = time.perf_counter()
+        self._waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def add(self, found: Losses, scenes: int) -> None:
+        values = (found.text, found.coord, found.size, found.balance, found.token_accuracy)
+        self._found.append(torch.stack([value.float() for value in values]))
+        self._scenes += scenes
+
+    def close(self, step: int, scenes: int, seconds: float, lr: float) -> StepReport:
+        text, coord, size, balance, accuracy = torch.stack(self._found).mean(0).tolist()
+        took = max(1e-9, time.perf_counter() - self._start)
+        rate, waiting = self._scenes / took, self._waited / took
+        line = StepReport(step, scenes, rate, seconds, lr, text, coord, size, balance, accuracy, waiting)
+        self.__init__()
+        return line

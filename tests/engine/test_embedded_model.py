@@ -1,0 +1,63 @@
+"""Right answers: the embedded model on the bundled scene, alone and in a crowd, in both precisions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kestrel.cli.demo import SCENE
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.evals.metrics import box_iou
+
+COWS = [(0.052, 0.572, 0.122, 0.652), (0.386, 0.597, 0.528, 0.762), (0.328, 0.897, 0.360, 0.933)]
+ANSWERS = {
+    "How many cows are there?": "3",
+    "How many stars are there?": "6",
+    "How many yellow stars are there?": "2",
+    "Is there a cow?": "yes",
+    "Is there a dog?": "no",
+    "What color is the background?": "green",
+}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
+async def engine(**changes: Any) -> InferenceEngine:
+    return await InferenceEngine.create(RuntimeConfig(device="cpu", kv_cache_pages=600, **changes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str) -> None:
+    async with await engine(dtype=dtype, max_batch_size=16) as running:
+        for question, answer in ANSWERS.items():
+            assert (await running.query(SCENE, question, reasoning=False, **GREEDY)).text == answer, question
+        calls = [running.query(SCENE, question, reasoning=False, **GREEDY) for question in ANSWERS]
+        boxes, points, *answers = await asyncio.gather(
+            running.detect(SCENE, "cow"), running.point(SCENE, "star"), *calls
+        )
+        assert [a.text for a in answers] == list(ANSWERS.values())
+        found = [tuple(box.values()) for box in boxes.output["objects"]]
+        assert len(found) == len(COWS)
+        for truth in COWS:
+            assert max(box_iou((b[0], b[1], b[2], b[3]), truth) for b in found) > 0.7
+        assert len(points.output["points"]) == 6
+
+
+async def test_thinking_points_at_what_it_counts() -> None:
+    async with await engine() as running:
+        result = await running.query(SCENE, "How many cows are there?", reasoning=True, **GREEDY)
+    assert result.output["answer"] == "3"
+    points = [p for ground in result.output["reasoning"]["grounding"] for p in ground["points"]]
+    assert len(points) == 3
+    for x_min, y_min, x_max, y_max in COWS:
+        assert any(x_min <= x <= x_max and y_min <= y <= y_max for x, y in points)
+
+
+async def test_tight_memory_changes_no_answer() -> None:
+    """Few pages: sequences are preempted and computed again."""
+    tight = {"kv_cache_pages": 240, "page_size": 4, "max_batch_size": 8, "enable_prefix_cache": False}
+    async with await InferenceEngine.create(RuntimeConfig(device="cpu", **tight)) as running:
+        calls = [running.query(SCENE, question, reasoning=False, **GREEDY) for question in ANSWERS]
+        assert [a.text for a in await asyncio.gather(*calls)] == list(ANSWERS.values())
