@@ -70,12 +70,6 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert message in err
 
 
-def test_a_model_must_be_named(kestrel: Kestrel) -> None:
-    code, _, err = kestrel("eval")
-    assert code == 2
-    assert "--model" in err
-
-
 def test_a_model_folder_must_exist(kestrel: Kestrel, atlas_file: Path) -> None:
     code, _, err = kestrel("eval", "--weights", "/no/such/folder", "--atlas", atlas_file)
     assert code == 3
