@@ -25,6 +25,8 @@ from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.images.decode import ImageLimits, decode_image
 
 SCENE = Path(__file__).with_name("demo_scene.png")
+SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 10, (420, 560)
+"""What the bundled scene was drawn from, with the held-out preset: its truth can be computed again."""
 SAVED = Path("kestrel-demo.png")
 NEXT_COMMANDS = (
     f"kestrel query {SCENE} 'How many yellow stars are there?'",

@@ -59,11 +59,9 @@ async def test_the_refined_outline_takes_the_place_of_the_coarse_one(refining_en
     output = state.finish(FinishReason.STOP).fields
     expected = refiner.refine_outline(image, CoarseSquare().path, BOX)
     segment = output["segments"][0]
-    if expected is None:
-        assert segment["svg_path"] == segment["coarse_path"]
-    else:
-        assert (segment["svg_path"], segment["bbox"]) == expected == (output["path"], output["bbox"])
-        assert segment["coarse_path"] == CoarseSquare().path
+    assert expected is not None
+    assert (segment["svg_path"], segment["bbox"]) == expected == (output["path"], output["bbox"])
+    assert segment["svg_path"] != segment["coarse_path"] == CoarseSquare().path
 
 
 async def test_an_answer_without_an_outline_is_left_alone(refining_engine: InferenceEngine) -> None:
