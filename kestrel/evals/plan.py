@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.difficulty import HELD_OUT
+from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED, HELD_OUT
 from kestrel.train.scenes.placement import MIN_PICTURE_PX
 from kestrel.train.tasks.mix import SAMPLERS
 
-HELD_OUT_SEED = 10**12
-"""Scenes from this seed on are for evaluation alone; training counts up from 0 and never comes here."""
+HELD_OUT_SEED = FIRST_HELD_OUT_SEED
 HELD_OUT_DIFFICULTY = HELD_OUT
 FAMILY_NAMES = tuple(SAMPLERS)
 DEFAULT_SIZE = (378, 378)

@@ -11,7 +11,7 @@ import queue
 import signal
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -24,12 +24,13 @@ import numpy as np
 
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.skills import default_registry
+from kestrel.train.courses import EVERYTHING, Course
 from kestrel.train.packing import IMAGE_POSITIONS, PackedTasks, pack
-from kestrel.train.scenes.difficulty import NORMAL, SceneDifficulty
+from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED
 from kestrel.train.scenes.placement import sample_batch, scene_at
 from kestrel.train.scenes.truth import SceneBatch
 from kestrel.train.tasks.example import TaskEncoder
-from kestrel.train.tasks.mix import TaskMix, sample_tasks
+from kestrel.train.tasks.mix import sample_tasks
 from kestrel.train.tasks.prompt_format import PromptFormat
 from kestrel.train.tasks.world import OutlineBook, task_world
 
@@ -54,8 +55,8 @@ class FeedPlan:
     batch_size: int = 192
     sizes: tuple[tuple[int, int], ...] = ((378, 378),)
     """Heights and widths; each batch takes one by chance."""
-    difficulty: SceneDifficulty = NORMAL
-    mix: TaskMix = field(default_factory=TaskMix)
+    courses: tuple[Course, ...] = (EVERYTHING,)
+    """What is shown and asked; each batch takes one by chance, by their shares."""
     tasks_per_scene: int = 6
     length: int = 256
     """Input positions per scene behind the picture."""
@@ -65,10 +66,12 @@ class FeedPlan:
         for name in ("batch_size", "tasks_per_scene", "length", "image_positions"):
             if self.__dict__[name] < 1:
                 raise ConfigError(name, f"must be 1 or more (got {self.__dict__[name]})")
-        if self.start_seed < 0:
-            raise ConfigError("start_seed", f"must be 0 or more (got {self.start_seed})")
+        if not 0 <= self.start_seed < FIRST_HELD_OUT_SEED // 2:
+            raise ConfigError("start_seed", f"must be from 0 to {FIRST_HELD_OUT_SEED // 2 - 1} (got {self.start_seed})")
         if not self.sizes:
             raise ConfigError("sizes", "is empty; give at least one height and width")
+        if not self.courses:
+            raise ConfigError("courses", "is empty; give at least one")
 
 
 class BatchMaker:
@@ -84,12 +87,14 @@ class BatchMaker:
         plan = self._plan
         first = plan.start_seed + index * plan.batch_size
         seeds = np.arange(first, first + plan.batch_size, dtype=np.int64)
-        height, width = Random(first).choice(plan.sizes)
-        scenes = sample_batch(seeds, height, width, plan.difficulty)
+        rng = Random(first)
+        height, width = rng.choice(plan.sizes)
+        course = rng.choices(plan.courses, [each.share for each in plan.courses])[0]
+        scenes = sample_batch(seeds, height, width, course.difficulty)
         encoded = []
         for row, seed in enumerate(seeds):
             scene = scene_at(scenes, row)
-            examples = sample_tasks(scene, Random(int(seed)), plan.mix, plan.tasks_per_scene, self._world)
+            examples = sample_tasks(scene, Random(int(seed)), course.mix, plan.tasks_per_scene, self._world)
             encoded.append([self._encoder.encode(example) for example in examples])
         return scenes, pack(encoded, plan.length, self._profile.ids, plan.image_positions)
 

@@ -21,6 +21,7 @@ from kestrel.models.weight_files import open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.weights import load_moondream
+from kestrel.train.courses import EVERYTHING, Course, named_courses
 from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.feed import ExampleFeed, FeedPlan
 from kestrel.train.loop import Batch, StepReport, TrainingPlan, train
@@ -28,7 +29,6 @@ from kestrel.train.objective import TaskTensors
 from kestrel.train.prefetch import Prefetcher
 from kestrel.train.saving import save_folder
 from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
-from kestrel.train.scenes.difficulty import EASY, NORMAL
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.tasks.outline_book import path_book
@@ -37,7 +37,6 @@ from kestrel.train.tiny import initialise, tiny_config
 from kestrel.train.tokenizer import build_tokenizer, prompt_format
 
 PROGRESS = "progress.json"
-DIFFICULTIES = {"easy": EASY, "normal": NORMAL}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class TinyRun:
     tasks_per_scene: int = 14
     length: int = 294  # 730 + 294 = 1024 positions a scene
     sizes: tuple[tuple[int, int], ...] = ((378, 378),)
-    difficulty: str = "normal"
+    courses: tuple[Course, ...] = (EVERYTHING,)
     lr: float = 1e-3
     final_lr: float = 1e-3
     warmup_steps: int = 200
@@ -113,7 +112,7 @@ def feed_plan(options: TinyRun, prompts: PromptFormat, atlas: SpriteAtlas, start
         start_seed=start_seed,
         batch_size=options.batch_size,
         sizes=options.sizes,
-        difficulty=DIFFICULTIES[options.difficulty],
+        courses=options.courses,
         tasks_per_scene=options.tasks_per_scene,
         length=options.length,
     )
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--tasks-per-scene", type=int, default=TinyRun.tasks_per_scene)
     parser.add_argument("--length", type=int, default=TinyRun.length, help="positions for tasks behind each picture")
     parser.add_argument("--sizes", nargs="+", default=["378x378"], help="picture sizes, HEIGHTxWIDTH")
-    parser.add_argument("--difficulty", choices=sorted(DIFFICULTIES), default=TinyRun.difficulty)
+    parser.add_argument("--courses", nargs="+", default=["everything=1"], help="what is shown and asked, NAME=SHARE")
     parser.add_argument("--lr", type=float, default=TinyRun.lr)
     parser.add_argument("--final-lr", type=float, default=TinyRun.final_lr)
     parser.add_argument("--warmup-steps", type=int, default=TinyRun.warmup_steps)
@@ -202,6 +201,7 @@ def main() -> None:
     parser.add_argument("--atlas", type=Path, default=TinyRun.atlas)
     given = vars(parser.parse_args())
     sizes = tuple((int(h), int(w)) for h, w in (size.split("x") for size in given.pop("sizes")))
+    shares = {name: float(share) for name, share in (course.split("=") for course in given.pop("courses"))}
 
     def show(line: StepReport) -> None:
         print(
@@ -211,7 +211,7 @@ def main() -> None:
             flush=True,
         )
 
-    print(run(TinyRun(sizes=sizes, **given), show))
+    print(run(TinyRun(sizes=sizes, courses=named_courses(shares), **given), show))
 
 
 if __name__ == "__main__":

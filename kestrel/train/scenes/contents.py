@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from string import ascii_lowercase
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ WORD_SHARE = 0.6
 OWN_COLOUR_SHARE = 0.4
 """Share of shapes whose colour is their own, not that of their kind in the scene."""
 MAX_DIGITS = 4
+MIN_MADE_UP = 2
+"""Letters of the shortest made-up word."""
 
 VISIBLE_COLOUR = 0.3
 """Least distance of a shape's or text's colour from the background."""
@@ -54,7 +57,7 @@ def choose_contents(random: SceneRandom, difficulty: SceneDifficulty, background
     has_text = random.chance(difficulty.text_probability)
     num_texts = np.where(has_text, 1 + random.weighted(NUM_TEXTS_WEIGHTS[: difficulty.max_texts]), 0)
     is_text = slot < np.minimum(num_texts, count)[:, None]
-    text_kind, text = _choose_texts(random)
+    text_kind, text = _choose_texts(random, difficulty.made_up_share)
     choice = _choose_kind_places(random, difficulty)
     kinds_of_scene = _choose_kinds(random, difficulty, background)
     kind = np.where(is_text, text_kind, np.take_along_axis(kinds_of_scene, choice, axis=1))
@@ -110,11 +113,14 @@ def _distance_from_background(rgb: NDArray[np.float64], background: NDArray[np.f
     return colour_distance(rgb[None, None], shades[:, :, None]).min(axis=1)
 
 
-def _choose_texts(random: SceneRandom) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _choose_texts(random: SceneRandom, made_up_share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Kinds [B, MAX_OBJECTS] and characters [B, MAX_OBJECTS, MAX_TEXT]; only the first slots ever hold text."""
     is_word = random.chance(WORD_SHARE, MAX_TEXTS_PER_SCENE)
     words = _words()[random.below(len(WORDS), MAX_TEXTS_PER_SCENE), random.below(len(CASES), MAX_TEXTS_PER_SCENE)]
     text = np.where(is_word[..., None], words, _choose_numbers(random))
+    if made_up_share:
+        is_made_up = is_word & random.chance(made_up_share, MAX_TEXTS_PER_SCENE)
+        text = np.where(is_made_up[..., None], _choose_letters(random), text)
     rest = MAX_OBJECTS - MAX_TEXTS_PER_SCENE
     kind = np.pad(np.where(is_word, WORD, NUMBER), ((0, 0), (0, rest)), constant_values=NO_KIND)
     return kind, np.pad(text, ((0, 0), (0, rest), (0, 0)), constant_values=-1)
@@ -127,6 +133,17 @@ def _choose_numbers(random: SceneRandom) -> NDArray[np.int64]:
     leading = 1 + random.below(9, MAX_TEXTS_PER_SCENE)
     digits[..., 0] = np.where(num_digits > 1, leading, digits[..., 0])
     return np.where(np.arange(MAX_TEXT) < num_digits[..., None], CHARACTERS.index("0") + digits, -1)
+
+
+def _choose_letters(random: SceneRandom) -> NDArray[np.int64]:
+    """[B, MAX_TEXTS_PER_SCENE, MAX_TEXT] letters at random, in one of the cases in which words come"""
+    length = MIN_MADE_UP + random.below(MAX_TEXT + 1 - MIN_MADE_UP, MAX_TEXTS_PER_SCENE)
+    case = random.below(len(CASES), MAX_TEXTS_PER_SCENE)[..., None]
+    place = np.arange(MAX_TEXT)
+    is_upper = (case == CASES.index("upper")) | ((case == CASES.index("capitalised")) & (place == 0))
+    letters = random.below(len(ascii_lowercase), MAX_TEXTS_PER_SCENE, MAX_TEXT)
+    codes = letters + np.where(is_upper, CHARACTERS.index("A"), CHARACTERS.index("a"))
+    return np.where(place < length[..., None], codes, -1)
 
 
 @cache

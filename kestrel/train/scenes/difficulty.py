@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from kestrel.errors import ConfigError
 from kestrel.train.scenes.truth import MAX_OBJECTS
 
+FIRST_HELD_OUT_SEED = 10**12
+"""Scenes from this seed on are for evaluation alone; training counts up from 0 and never comes here."""
 MAX_KINDS_PER_SCENE = 4
 MAX_TEXTS_PER_SCENE = 3
 
@@ -27,6 +29,8 @@ class SceneDifficulty:
     """Share of scenes with printed text."""
     max_texts: int = MAX_TEXTS_PER_SCENE
     """Most words and numbers in a scene."""
+    made_up_share: float = 0.0
+    """Share of letters at random among printed words: nobody can guess those."""
     shape_probability: float = 0.3
     """Share of shapes among the kinds of sprites; the others are emoji."""
     max_overlap: float = 0.25
@@ -43,6 +47,7 @@ class SceneDifficulty:
         _check_range("max_scale", self.max_scale, 0.01, 0.9)
         _check_range("min_scale", self.min_scale, 0.01, self.max_scale)
         _check_range("text_probability", self.text_probability, 0, 1)
+        _check_range("made_up_share", self.made_up_share, 0, 1)
         _check_range("shape_probability", self.shape_probability, 0, 1)
         _check_range("max_overlap", self.max_overlap, 0, 1)
         _check_range("augmentation", self.augmentation, 0, 1)
@@ -58,6 +63,7 @@ EASY = SceneDifficulty(
     max_objects=4, max_kinds=2, min_scale=0.15, text_probability=0.2, max_texts=1, max_overlap=0.1, augmentation=0.3
 )
 NORMAL = SceneDifficulty()
+PRINTED = SceneDifficulty(max_objects=6, text_probability=1.0, made_up_share=0.5, salt=2)
 HELD_OUT = SceneDifficulty(salt=1)
 
-PRESETS = {"easy": EASY, "normal": NORMAL, "held-out": HELD_OUT}
+PRESETS = {"easy": EASY, "normal": NORMAL, "printed": PRINTED, "held-out": HELD_OUT}

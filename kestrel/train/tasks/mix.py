@@ -65,28 +65,28 @@ class TaskMix:
     """Weight of each family; 0 leaves it out. The defaults favour seeing (points, boxes, counts) over words."""
 
     what: float = 5.0
-    contents: float = 1.0
+    contents: float = 1.5
     colour: float = 4.0
     background: float = 1.0
     count: float = 12.0
     count_all: float = 1.5
     presence: float = 8.0
     where: float = 3.0
-    beside: float = 4.0
+    beside: float = 8.0
     bigger: float = 4.0
-    read: float = 8.0
+    read: float = 10.0
     think_count: float = 4.0
     think_presence: float = 2.0
     think_other: float = 2.5
-    caption_short: float = 3.0
-    caption_normal: float = 3.0
-    caption_long: float = 2.0
-    point: float = 12.0
-    detect: float = 12.0
+    caption_short: float = 3.5
+    caption_normal: float = 4.0
+    caption_long: float = 3.0
+    point: float = 9.0
+    detect: float = 9.0
     segment: float = 3.0
     here: float = 5.0
     count_in_box: float = 2.0
-    point_in_box: float = 1.5
+    point_in_box: float = 2.5
     segment_here: float = 1.0
     refusal: float = 0.7
     refusal_without_picture: float = 0.7

@@ -32,10 +32,27 @@ _BESIDE = (
     "The {first} is {relation} the {second}, right?",
     "Is it true that the {first} is {relation} the {second}?",
 )
-_LEFT = ("left of", "to the left of")
-_RIGHT = ("right of", "to the right of")
-_ABOVE = ("above", "over", "higher than")
-_BELOW = ("below", "under", "lower than")
+_RELATIONS = {
+    "left": ("left of", "to the left of"),
+    "right": ("right of", "to the right of"),
+    "above": ("above", "over", "higher than"),
+    "below": ("below", "under", "lower than"),
+}
+_DIRECTIONS = {"left": "to the left", "right": "to the right", "above": "up", "below": "down"}
+_ACROSS = (
+    "Is the {first} left or right of the {second}?",
+    "Is the {first} to the left or to the right of the {second}?",
+    "On which side of the {second} is the {first}, left or right?",
+)
+_ALONG = (
+    "Is the {first} above or below the {second}?",
+    "Seen from the {second}, is the {first} above or below?",
+)
+_FURTHER = (
+    "Which is further {direction}, the {first} or the {second}?",
+    "Which one is further {direction}, the {first} or the {second}?",
+    "What is further {direction}, the {first} or the {second}?",
+)
 _BIGGER = (
     "Which is bigger, the {first} or the {second}?",
     "Which one is bigger, the {first} or the {second}?",
@@ -72,21 +89,41 @@ def where(view: SceneView, rng: Random) -> TaskExample | None:
 
 
 def beside(view: SceneView, rng: Random) -> TaskExample | None:
-    """Left of, right of, above or below; yes and no come equally often."""
+    """How two things lie: yes or no to a relation, which relation it is, or which of the two is further that way."""
     pair = _two_groups(view, rng)
     if pair is None:
         return None
     first, second = pair[0].only, pair[1].only
-    options: list[tuple[str, bool]] = []
+    axes: list[tuple[tuple[str, str], bool]] = []
     if abs(first.x - second.x) >= CLEARLY_APART:
-        options += [(rng.choice(_LEFT), first.x < second.x), (rng.choice(_RIGHT), first.x > second.x)]
+        axes.append((("left", "right"), first.x < second.x))
     if abs(first.y - second.y) >= CLEARLY_APART:
-        options += [(rng.choice(_ABOVE), first.y < second.y), (rng.choice(_BELOW), first.y > second.y)]
-    if not options:
+        axes.append((("above", "below"), first.y < second.y))
+    if not axes:
         return None
-    relation, is_so = rng.choice(options)
-    question = asked(rng, _BESIDE, first=pair[0].singular, second=pair[1].singular, relation=relation)
-    return direct("beside", question, yes_or_no(is_so))
+    axis, comes_before = rng.choice(axes)
+    return rng.choices((_is_beside, _which_side, _which_further), (3, 1, 1))[0](pair, axis, comes_before, rng)
+
+
+def _is_beside(pair: tuple[Group, Group], axis: tuple[str, str], comes_before: bool, rng: Random) -> TaskExample:
+    """Yes and no come equally often."""
+    place = rng.randrange(2)
+    names = {"first": pair[0].singular, "second": pair[1].singular}
+    question = asked(rng, _BESIDE, **names, relation=rng.choice(_RELATIONS[axis[place]]))
+    return direct("beside", question, yes_or_no(comes_before == (place == 0)))
+
+
+def _which_side(pair: tuple[Group, Group], axis: tuple[str, str], comes_before: bool, rng: Random) -> TaskExample:
+    templates = _ACROSS if axis[0] == "left" else _ALONG
+    question = asked(rng, templates, first=pair[0].singular, second=pair[1].singular)
+    return direct("beside", question, axis[0] if comes_before else axis[1])
+
+
+def _which_further(pair: tuple[Group, Group], axis: tuple[str, str], comes_before: bool, rng: Random) -> TaskExample:
+    place = rng.randrange(2)
+    names = {"first": pair[0].singular, "second": pair[1].singular}
+    question = asked(rng, _FURTHER, **names, direction=_DIRECTIONS[axis[place]])
+    return direct("beside", question, pair[0 if comes_before == (place == 0) else 1].singular)
 
 
 def bigger(view: SceneView, rng: Random) -> TaskExample | None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
+from kestrel.train.courses import BEGINNING
 from kestrel.train.feed import BatchMaker, ExampleFeed, FedBatch, FeedError, FeedPlan
-from kestrel.train.scenes.difficulty import EASY
 from kestrel.train.tasks.outline_book import PathBook
 
 from .bad_outlines import BrokenOutlines, DeadlyOutlines
@@ -26,7 +26,7 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 def _plan() -> FeedPlan:
-    return FeedPlan(task_format(), NO_OUTLINES, start_seed=1000, batch_size=3, difficulty=EASY)
+    return FeedPlan(task_format(), NO_OUTLINES, start_seed=1000, batch_size=3, courses=(BEGINNING,))
 
 
 def _same(a: FedBatch, b: FedBatch) -> bool:

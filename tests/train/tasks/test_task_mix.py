@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from random import Random
 
+import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.truth import Scene
+from kestrel.train.scenes.contents import MIN_MADE_UP
+from kestrel.train.scenes.difficulty import PRINTED
+from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.truth import MAX_TEXT, Scene
+from kestrel.train.scenes.words import WORDS
 from kestrel.train.tasks.example import TaskExample
 from kestrel.train.tasks.mix import SAMPLERS, TaskMix, sample_tasks
 from kestrel.train.tasks.view import SceneView
@@ -37,11 +42,28 @@ def test_samplers_mark_their_examples_with_their_family() -> None:
         assert {example.family for _, example in examples_of(family, 30)} == {family}
 
 
-@pytest.mark.parametrize("family", ["presence", "beside", "think_presence"])
+@pytest.mark.parametrize("family", ["presence", "think_presence"])
 def test_yes_and_no_come_about_equally_often(family: str) -> None:
     answers = _answers(family)
     assert set(answers) == {"yes", "no"}
     assert 0.4 < answers["yes"] / answers.total() < 0.6
+
+
+def test_no_answer_about_two_places_is_more_likely_than_its_opposite() -> None:
+    answers = Counter(result_of(example)["answer"] for _, example in examples_of("beside", 400, draws=8))
+    for answer, opposite in (("yes", "no"), ("left", "right"), ("above", "below")):
+        assert 0.4 < answers[answer] / (answers[answer] + answers[opposite]) < 0.6
+
+
+def test_made_up_words_are_letters_in_one_case_and_change_nothing_else() -> None:
+    seeds = np.arange(400)
+    printed, plain = (sample_batch(seeds, 378, 378, replace(PRINTED, made_up_share=share)) for share in (1.0, 0.0))
+    words = [thing.text or "" for row in range(400) for thing in scene_at(printed, row).objects if thing.name == "word"]
+    assert len(words) > 200
+    assert len(set(words) - {cased for word in WORDS for cased in (word, word.upper(), word.capitalize())}) > 190
+    assert all(word.isalpha() and word in (word.lower(), word.upper(), word.capitalize()) for word in words)
+    assert {len(word) for word in words} == set(range(MIN_MADE_UP, MAX_TEXT + 1))
+    assert (printed.background == plain.background).all()
 
 
 @pytest.mark.parametrize("family", ["count", "think_count"])
