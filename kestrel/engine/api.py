@@ -10,9 +10,8 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any
 
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
@@ -20,6 +19,7 @@ from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
 from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
+from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
@@ -33,7 +33,7 @@ from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, Skill
 from kestrel.tokens import ImageSpan
 
 
-class InferenceEngine:
+class InferenceEngine(SkillCalls):
     """Use `await InferenceEngine.create(config)`; `await engine.shutdown()` (or `async with`) when done."""
 
     def __init__(
@@ -105,95 +105,6 @@ class InferenceEngine:
     def num_requests(self) -> int:
         """Requests that have not got their answer yet."""
         return len(self._streams)
-
-    # ------------------------------------------------------------------ skills
-
-    async def query(
-        self,
-        image: Any = None,
-        question: str | None = None,
-        *,
-        reasoning: bool | None = None,
-        spatial_refs: Sequence[Sequence[float]] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Answer a question, about a picture or without one."""
-        fields = {"image": image, "question": question, "reasoning": reasoning, "spatial_refs": spatial_refs}
-        return await self._call("query", stream, {**fields, "settings": settings, **options})
-
-    async def caption(
-        self,
-        image: Any,
-        length: str | None = None,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Describe a picture: "short", "normal" or "long"."""
-        return await self._call("caption", stream, {"image": image, "length": length, "settings": settings, **options})
-
-    async def point(
-        self,
-        image: Any,
-        object: str | None = None,
-        *,
-        spatial_refs: Sequence[Sequence[float]] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Points on every instance of an object."""
-        fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
-        return await self._call("point", stream, {**fields, **options})
-
-    async def detect(
-        self,
-        image: Any,
-        object: str | None = None,
-        *,
-        settings: Mapping[str, Any] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Boxes around every instance of an object."""
-        return await self._call("detect", stream, {"image": image, "object": object, "settings": settings, **options})
-
-    async def segment(
-        self,
-        image: Any,
-        object: str | None = None,
-        *,
-        spatial_refs: Sequence[Sequence[float]] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        stream: bool = False,
-        **options: Any,
-    ) -> Any:
-        """The outline of an object as an SVG path inside its box."""
-        fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
-        return await self._call("segment", stream, {**fields, **options})
-
-    async def run(self, skill: str, *, stream: bool = False, **fields: Any) -> Any:
-        """Any registered skill by name, with its own fields."""
-        return await self._call(skill, stream, fields)
-
-    @overload
-    async def submit(
-        self, prompt: Any = None, *, skill: str = ..., stream: Literal[False] = False, **fields: Any
-    ) -> EngineResult: ...
-
-    @overload
-    async def submit(
-        self, prompt: Any = None, *, skill: str = ..., stream: Literal[True], **fields: Any
-    ) -> EngineStream: ...
-
-    async def submit(self, prompt: Any = None, *, skill: str = "complete", stream: bool = False, **fields: Any) -> Any:
-        """Raw access: `prompt` is text or token ids for the "complete" skill; other skills take their fields."""
-        if prompt is not None:
-            fields["prompt"] = prompt
-        return await self._call(skill, stream, fields)
 
     # ------------------------------------------------------------------ one request
 
