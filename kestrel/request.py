@@ -109,7 +109,9 @@ class SamplingParams:
                 raise RequestError("logit_bias", f"of id {token_id} must be from -100 to 100 (got {shown(bias)})")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_CHARACTERS:
-                raise RequestError("stop", f"must be texts of 1 to {MAX_STOP_CHARACTERS} characters (got {shown(text)})")
+                raise RequestError(
+                    "stop", f"must be texts of 1 to {MAX_STOP_CHARACTERS} characters (got {shown(text)})"
+                )
 
     @property
     def has_penalties(self) -> bool:
