@@ -63,10 +63,7 @@ class RecordingState(SkillState):
         delta = self.take(token)
         if delta is None:
             return None
-        printed = self.num_printed(delta.kind)
-        if delta.ends:
-            self._ledger.cut(delta.kind, printed)
-        return replace(delta, logprobs=self._ledger.stream_up_to(delta.kind, printed))
+        return replace(delta, logprobs=self._ledger.stream_up_to(delta.kind, self.num_printed(delta.kind)))
 
     def flush(self) -> StreamDelta | None:
         delta = self.rest()

@@ -147,13 +147,31 @@ def test_what_was_said_before_a_restart_still_counts(runtime: Runtime[Any], opti
     assert [row.token for row in again[: len(whole) - 3]] == [row.token for row in whole[3:]]
 
 
-def test_a_row_that_was_penalised_leaves_nothing_to_the_next(runtime: Runtime[Any]) -> None:
+@pytest.mark.parametrize("after", [{}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.8}, {"min_tokens": 1}])
+def test_a_row_leaves_nothing_to_the_next(runtime: Runtime[Any], after: dict[str, Any]) -> None:
     prompt: list[Token] = [TextToken(30), TextToken(31)]
-    plain = answer(runtime, start(0), prompt, 1, step=0)
-    options = {"presence_penalty": 2.0, "logit_bias": ((60, 100.0),), "min_tokens": 5, "stop_token_ids": (61,)}
-    used = RowStart(0, GRAMMAR, SamplingParams(max_new_tokens=50, **options), 50, prompt_ids=(30, 31))
-    answer(runtime, used, prompt, 1, step=10)
-    assert [row.token for row in answer(runtime, start(0), prompt, 1, step=20)] == [row.token for row in plain]
+
+    def begin(row: int, **options: Any) -> RowStart:
+        return RowStart(row, GRAMMAR, SamplingParams(max_new_tokens=50, **options), 50, prompt_ids=(30, 31))
+
+    fresh = [row.token for row in answer(runtime, begin(0, **after), prompt, 1, step=0)]
+    said = {token.id for token in fresh if isinstance(token, TextToken)}
+    before = RowStart(
+        row=1,
+        grammar=GRAMMAR,
+        sampling=SamplingParams(
+            presence_penalty=2.0,
+            repetition_penalty=0.2,
+            logit_bias=tuple((token_id, 100.0) for token_id in range(60, 65)),
+            min_tokens=5,
+            stop_token_ids=tuple(sorted(said)),
+        ),
+        max_total_tokens=50,
+        prompt_ids=tuple(range(100, 300)),
+        generated_ids=(*said, *range(40, 50)),
+    )
+    answer(runtime, before, prompt, 6, step=10)
+    assert [row.token for row in answer(runtime, begin(1, **after), prompt, 6, step=20)] == fresh
 
 
 def test_a_stop_id_ends_a_row_and_is_not_emitted(runtime: Runtime[Any]) -> None:

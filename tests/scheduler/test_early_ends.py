@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kestrel.request import FinishReason, GenerationRequest, SamplingParams, StreamDelta, TokenLogprobs
-from kestrel.tokens import TextToken, Token
-from tests.scheduler.harness import Recorder, by_hand, make, request, run, text, tokens_of
+from kestrel.scheduler.sequence import Sequence
+from kestrel.tokens import CoordToken, TextToken, Token
+from tests.scheduler.harness import Recorder, by_hand, image, make, request, run, text, tokens_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 VOCAB = 1000
@@ -116,6 +117,17 @@ def test_options_that_look_back_give_the_same_after_a_preemption(depth: int, opt
     final = run(tight)
     assert sum(update.metrics.num_preemptions for update in final.values() if update.metrics) > 0
     assert {name: tokens_of(update) for name, update in final.items()} == expected
+
+
+def test_penalties_look_at_words_but_not_at_what_ends_the_answer() -> None:
+    """Several models begin texts with the id that ends answers; a penalty on it would let no answer end."""
+    made = request("a", [*text(0, 7), image("cat"), *text(9, 7)])
+    sequence = Sequence(made, 0.0, 10)
+    sequence.append(TextToken(9), 0, 1)
+    sequence.append(CoordToken(0.5), 0, 2)
+    assert sequence.penalised_ids() == ((), ())
+    made.sampling = SamplingParams(repetition_penalty=1.5)
+    assert sequence.penalised_ids() == ((7, 9, 7), (9,))
 
 
 def test_the_fake_runtime_by_hand() -> None:
