@@ -22,11 +22,18 @@ class FinishReason(str, Enum):
 
 MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 64
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Order: suppress → temperature → softmax → top-k → top-p → min-p → draw."""
+    """How tokens are chosen and when they end.
+
+    Order: penalties → bias → suppress → temperature → softmax → top-k → top-p → min-p → draw.
+    """
 
     max_new_tokens: int = 768
     """Token budget of each phase (reasoning and answer count apart)."""
@@ -46,6 +53,22 @@ class SamplingParams:
     """If not empty, only these ids may be sampled."""
     suppressed_ids: tuple[int, ...] = ()
     """These ids are never sampled."""
+    presence_penalty: float = 0.0
+    """Taken once from the score of every text id generated so far, thinking included."""
+    frequency_penalty: float = 0.0
+    """Taken from the score of a text id as often as it was generated."""
+    repetition_penalty: float = 1.0
+    """Divides a positive score, multiplies a negative one, of every text id generated or in the prompt."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, number added to its score), each id once."""
+    min_tokens: int = 0
+    """Answer tokens before one that ends the answer may be sampled."""
+    ignore_eos: bool = False
+    """Never sample the end id: the answer ends by its budget or by a stop."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further ids that end an answer, wherever the end id would; not part of the text."""
+    stop: tuple[str, ...] = ()
+    """The answer ends right before the first of these texts. Decided by the skill, on the host."""
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_new_tokens, 1, 2**31 - 1)
@@ -58,6 +81,42 @@ class SamplingParams:
         _require_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0)
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty", "must be above 0 (got 0); 1 leaves the scores as they are")
+        _require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens > self.max_new_tokens:
+            raise RequestError(
+                "min_tokens", f"must not exceed max_tokens ({self.max_new_tokens}) (got {self.min_tokens})"
+            )
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        lists = (
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("stop", self.stop, MAX_STOPS),
+        )
+        for name, entries, most in lists:
+            if len(entries) > most:
+                raise RequestError(name, f"has {len(entries)} entries; at most {most} are possible")
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise RequestError("logit_bias", "names an id twice; give each id once")
+        for token_id, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                raise RequestError("logit_bias", f"of id {token_id} must be from -100 to 100 (got {shown(bias)})")
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    "stop", f"must be texts of 1 to {MAX_STOP_CHARACTERS} characters (got {shown(text)})"
+                )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether scores depend on what was said before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:
@@ -72,7 +131,7 @@ def _require_number(name: str, value: object, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of the model's own distribution, before suppression and temperature."""
+    """Natural-log probabilities of the model's own distribution: before penalties, bias, suppression, temperature."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()  # (id, log-probability), most likely first
@@ -93,6 +152,10 @@ class StreamDelta:
     text: str = ""
     kind: str = "text"
     data: Mapping[str, Any] | None = None
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    """Of the tokens whose text begins in this piece; shaped as in the result (see `kestrel.skills.logprobs`)."""
+    ends: bool = False
+    """The skill is satisfied: its sequence stops here, with reason "stop", and gets no further token."""
 
 
 @dataclass(frozen=True, slots=True)

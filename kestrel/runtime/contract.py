@@ -44,6 +44,10 @@ class RowStart:
     grammar_state: int = 0
     phase_spent: int = 0
     num_generated: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    """Text ids of the prompt that a repetition penalty covers; empty for a row without penalties."""
+    generated_ids: tuple[int, ...] = ()
+    """Text ids emitted before a preemption, in order; empty for a row without penalties."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,14 +58,15 @@ class Committer:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         try:
-            delta = None
+            delta, finish = None, output.finish
             if output.token is not None:
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
             if delta is not None:
-                updates.append(_delta_update(sequence, delta))
-            if output.finish is not None:
-                self._finish(sequence, output.finish, updates)
+                updates += _delta_updates(sequence, delta)
+                finish = FinishReason.STOP if delta.ends else finish
+            if finish is not None:
+                self._finish(sequence, finish, updates)
         except (Exception, CancelledError) as error:  # a skill's own fault must not reach its neighbours
             updates.append(self.fail(sequence, error))
 
@@ -73,7 +74,8 @@ class Committer:
         consumer = sequence.request.consumer
         held_back = consumer.flush()
         if held_back is not None:
-            updates.append(_delta_update(sequence, held_back))
+            updates += _delta_updates(sequence, held_back)
+            reason = FinishReason.STOP if held_back.ends else reason
         result = consumer.finish(reason)
         if not isinstance(result, SkillOutput):
             raise TypeError(f"finish of the skill returned a {type(result).__name__}, not a SkillOutput")
@@ -89,7 +91,10 @@ class Committer:
         )
 
 
-def _delta_update(sequence: Sequence, delta: StreamDelta) -> StreamUpdate:
+def _delta_updates(sequence: Sequence, delta: StreamDelta) -> list[StreamUpdate]:
+    """The delta for the stream; nothing when all it says is that the skill has enough."""
     if not isinstance(delta, StreamDelta):
         raise TypeError(f"the skill returned a {type(delta).__name__} for a stream, not a StreamDelta")
-    return StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)
+    if delta == StreamDelta(ends=True):
+        return []
+    return [StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)]

@@ -57,6 +57,7 @@ class StepPlanner:
     def _plan_starts(self, plan: StepPlan) -> None:
         for sequence in self._started:
             assert sequence.lease is not None
+            prompt_ids, generated_ids = sequence.penalised_ids()
             plan.starts.append(
                 RowStart(
                     row=sequence.row,
@@ -66,6 +67,8 @@ class StepPlanner:
                     grammar_state=sequence.grammar_state,
                     phase_spent=sequence.phase_spent,
                     num_generated=sequence.num_generated,
+                    prompt_ids=prompt_ids,
+                    generated_ids=generated_ids,
                 )
             )
             plan.page_writes += [PageWrite(sequence.row, i, page) for i, page in enumerate(sequence.lease.pages)]

@@ -12,7 +12,7 @@ from enum import Enum
 
 from kestrel.cache import PageLease
 from kestrel.request import GenerationRequest, RequestMetrics
-from kestrel.tokens import ContextItem, ImageSpan, Token, item_positions
+from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
 
 class Stage(Enum):
@@ -85,6 +85,19 @@ class Sequence:
         self.num_generated += 1
         self.grammar_state = grammar_state
         self.phase_spent = phase_spent
+
+    def penalised_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Text ids of (the prompt, the answer so far) that penalties look at; none for a request without penalties.
+
+        What ends the answer is left out of the prompt: several models begin their texts with the same id.
+        """
+        request = self.request
+        if not request.sampling.has_penalties:
+            return (), ()
+        ends = request.grammar.end_ids
+        prompt = tuple(item.id for item in request.items if isinstance(item, TextToken) and item.id not in ends)
+        answer = self.items[len(request.items) :]
+        return prompt, tuple(item.id for item in answer if isinstance(item, TextToken))
 
     def committed_items(self) -> list[ContextItem]:
         """The items whose keys and values are complete."""

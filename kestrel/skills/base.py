@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
         """Text of ids, special ids left out."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one id adds to a text; none for a special id."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialIds:

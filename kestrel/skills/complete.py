@@ -34,7 +34,7 @@ class CompleteRequest(SampledRequest):
 
 
 class CompleteSkill(BuiltinSkill[CompleteRequest]):
-    """Result: {"text", "token_ids"}.
+    """Result: {"text", "token_ids"}; the ids are all that were generated, also what a stop string cut away.
 
     Text follows the beginning-of-text token. Ids are used as they are; with a picture, which follows that token too,
     a beginning-of-text id at the front of the ids is the one before the picture.

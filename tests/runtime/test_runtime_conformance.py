@@ -13,6 +13,7 @@ from kestrel.runtime.contract import (
     PageCopy,
     PageWrite,
     PrefillChunk,
+    RowOutput,
     RowStart,
     Runtime,
     RuntimeLimits,
@@ -20,7 +21,7 @@ from kestrel.runtime.contract import (
 )
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.fake import FakeRuntime
-from kestrel.tokens import ImageSpan, TextToken
+from kestrel.tokens import ImageSpan, TextToken, Token
 from tests.moondream.goldens import golden
 from tests.runtime.paged import RecordingDecoder
 
@@ -102,6 +103,102 @@ def test_a_row_continues_after_a_restart_as_if_nothing_happened(runtime: Runtime
         second.grammar_state,
         second.phase_spent,
     )
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": -2.0},
+    "repetition": {"repetition_penalty": 1.8},
+    "bias": {"logit_bias": ((60, 100.0), (61, 99.0)), "frequency_penalty": 2.0},
+    "min_tokens": {"logit_bias": ((NEVER_SAMPLED, 100.0),), "min_tokens": 4},
+}
+
+
+def answer(runtime: Runtime[Any], start: RowStart, items: list[Token], first_page: int, step: int) -> list[RowOutput]:
+    """Outputs of a row until it has ended or five steps have run; its pages begin at `first_page`."""
+    chunk = PrefillChunk(start.row, 0, items, len(items), samples=True)
+    pages = writes(start.row, *range(first_page, first_page + 4))
+    rows = [run(runtime, StepPlan(step, [start], pages, [], [chunk])).rows[0]]
+    while rows[-1].finish is None and len(rows) < 5:
+        plan = StepPlan(step + len(rows), decode=[DecodeRow(start.row, len(items) + len(rows) - 1)])
+        rows += run(runtime, plan).rows
+    return rows
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_what_was_said_before_a_restart_still_counts(runtime: Runtime[Any], options: dict[str, Any]) -> None:
+    sampling = SamplingParams(max_new_tokens=50, **options)
+    prompt: list[Token] = [TextToken(30), TextToken(31)]
+    whole = answer(runtime, RowStart(0, GRAMMAR, sampling, 50, prompt_ids=(30, 31)), prompt, 1, step=0)
+    said = [row.token for row in whole[:3] if isinstance(row.token, TextToken)]
+    assert len(said) == 3
+    resumed = RowStart(
+        row=1,
+        grammar=GRAMMAR,
+        sampling=sampling,
+        max_total_tokens=50,
+        grammar_state=whole[2].grammar_state,
+        phase_spent=whole[2].phase_spent,
+        num_generated=3,
+        prompt_ids=(30, 31),
+        generated_ids=tuple(token.id for token in said),
+    )
+    again = answer(runtime, resumed, [*prompt, *said], 6, step=10)
+    assert [row.token for row in again[: len(whole) - 3]] == [row.token for row in whole[3:]]
+
+
+@pytest.mark.parametrize("after", [{}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.8}, {"min_tokens": 1}])
+def test_a_row_leaves_nothing_to_the_next(runtime: Runtime[Any], after: dict[str, Any]) -> None:
+    prompt: list[Token] = [TextToken(30), TextToken(31)]
+
+    def begin(row: int, **options: Any) -> RowStart:
+        return RowStart(row, GRAMMAR, SamplingParams(max_new_tokens=50, **options), 50, prompt_ids=(30, 31))
+
+    fresh = [row.token for row in answer(runtime, begin(0, **after), prompt, 1, step=0)]
+    said = {token.id for token in fresh if isinstance(token, TextToken)}
+    before = RowStart(
+        row=1,
+        grammar=GRAMMAR,
+        sampling=SamplingParams(
+            presence_penalty=2.0,
+            repetition_penalty=0.2,
+            logit_bias=tuple((token_id, 100.0) for token_id in range(60, 65)),
+            min_tokens=5,
+            stop_token_ids=tuple(sorted(said)),
+        ),
+        max_total_tokens=50,
+        prompt_ids=tuple(range(100, 300)),
+        generated_ids=(*said, *range(40, 50)),
+    )
+    answer(runtime, before, prompt, 6, step=10)
+    assert [row.token for row in answer(runtime, begin(1, **after), prompt, 6, step=20)] == fresh
+
+
+def test_a_stop_id_ends_a_row_and_is_not_emitted(runtime: Runtime[Any]) -> None:
+    prompt: list[Token] = [TextToken(30), TextToken(31)]
+    first = answer(runtime, start(0), prompt, 1, step=0)[0].token
+    assert isinstance(first, TextToken)
+    sampling = SamplingParams(max_new_tokens=50, stop_token_ids=(200, first.id))
+    row = answer(runtime, RowStart(1, GRAMMAR, sampling, 50), prompt, 6, step=10)[0]
+    assert (row.token, row.finish) == (None, FinishReason.STOP)
+
+
+def test_an_end_may_be_put_off_or_ignored(runtime: Runtime[Any]) -> None:
+    prompt: list[Token] = [TextToken(30), TextToken(31)]
+    first = answer(runtime, start(0), prompt, 1, step=0)[0].token
+    assert isinstance(first, TextToken)
+    ends_at_once = free_text(first.id)
+    late = SamplingParams(max_new_tokens=50, min_tokens=2)
+    never = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    assert answer(runtime, RowStart(1, ends_at_once, SamplingParams(), 50), prompt, 6, step=10)[0].token is None
+    assert [r.token is None for r in answer(runtime, RowStart(1, ends_at_once, late, 50), prompt, 6, step=20)[:2]] == [
+        False,
+        False,
+    ]
+    tokens = [row.token for row in answer(runtime, RowStart(1, ends_at_once, never, 50), prompt, 6, step=30)]
+    assert len(tokens) == 5
+    assert first not in tokens
+    assert None not in tokens
 
 
 def test_budgets_end_a_row_with_length(runtime: Runtime[Any]) -> None:
