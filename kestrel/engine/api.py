@@ -175,6 +175,19 @@ class InferenceEngine:
         fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
         return await self._call("segment", stream, {**fields, **options})
 
+    async def embed(
+        self,
+        image: Any = None,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> EngineResult:
+        """A unit vector for a picture, a text, or a text that follows a picture: `output["embedding"]`."""
+        fields = {"image": image, "text": text, "token_ids": token_ids, "settings": settings}
+        return await (await self._start("embed", {**fields, **options})).result()
+
     async def run(self, skill: str, *, stream: bool = False, **fields: Any) -> Any:
         """Any registered skill by name, with its own fields."""
         return await self._call(skill, stream, fields)
@@ -245,6 +258,7 @@ class InferenceEngine:
             sampling=prompt.sampling,
             consumer=consumer,
             images={image.digest: image for image in images},
+            prompt_outputs=prompt.outputs,
         )
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:

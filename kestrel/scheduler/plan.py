@@ -94,7 +94,7 @@ class StepPlanner:
             step.plan.prefill.append(chunk)
             sequence.next_item += len(chunk.items)
             sequence.num_launched += chunk.num_positions
-            publishes |= chunk.samples or isinstance(chunk.items[0], ImageSpan)
+            publishes |= sequence.next_item == len(sequence.items) or isinstance(chunk.items[0], ImageSpan)
             budget -= chunk.num_positions
             samples = chunk.samples
             step.work[sequence.row] = PlannedWork(sequence, sequence.num_launched, samples, publishes)
@@ -117,8 +117,10 @@ class StepPlanner:
             start=sequence.num_launched,
             items=items[first:last],
             num_positions=positions,
-            samples=last == len(items),
+            samples=last == len(items) and sequence.max_total_tokens > 0,
             images=sequence.request.images,
+            prompt_outputs=sequence.missing_prompt_outputs,
+            following=items[last] if last < len(items) else None,
         )
 
 

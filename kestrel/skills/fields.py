@@ -163,6 +163,8 @@ class FieldTable:
     """Which of max_tokens and max_objects limits the skill."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Names of this skill only for common settings, such as max_points for max_objects."""
+    setting_checks: Mapping[str, Check] = field(default_factory=dict)
+    """Settings by canonical name that this skill checks in its own way."""
 
     def read(self, raw: Mapping[str, Any]) -> Values:
         """Checked values of a request. Raises RequestError naming the first bad or unknown field."""
@@ -226,7 +228,7 @@ class _Settings:
         bound = self._table.bound
         if canonical == OTHER_BOUND[bound]:
             raise RequestError(name, f"does not limit {self._table.skill}; use {bound}")
-        checked = SETTINGS[canonical].check(name, value)
+        checked = self._table.setting_checks.get(canonical, SETTINGS[canonical].check)(name, value)
         if canonical in self.values and self.values[canonical] != checked:
             first = self._given_as[canonical]
             values = f"{first}={shown(self.values[canonical])} and {given_as}={shown(checked)}"

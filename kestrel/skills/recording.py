@@ -49,13 +49,13 @@ class RecordingState(SkillState):
     def finish(self, reason: FinishReason) -> SkillOutput:
         output = self.output()
         if self._logprobs is not None:
-            texts = _TokenTexts(self.profile.tokenizer)
+            texts = TokenTexts(self.profile.tokenizer)
             pairs = zip(self.token_ids, self._logprobs, strict=True)
-            output.fields["logprobs"] = [_entry(i, logprobs, texts) for i, logprobs in pairs]
+            output.fields["logprobs"] = [logprob_entry(i, logprobs, texts) for i, logprobs in pairs]
         return output
 
 
-class _TokenTexts(dict[int, str]):
+class TokenTexts(dict[int, str]):
     """Text of single ids, each decoded once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -67,7 +67,7 @@ class _TokenTexts(dict[int, str]):
         return text
 
 
-def _entry(chosen: int, logprobs: TokenLogprobs | None, texts: _TokenTexts) -> dict[str, Any]:
+def logprob_entry(chosen: int, logprobs: TokenLogprobs | None, texts: TokenTexts) -> dict[str, Any]:
     top = () if logprobs is None else logprobs.top
     return {
         "id": chosen,
