@@ -141,6 +141,11 @@ class GenerationRequest:
         if self.sampling.max_new_tokens == 0 and self.prompt_outputs is None:
             raise RequestError("max_tokens", "must be at least 1 (got 0) unless outputs of the prompt are asked for")
         self.num_prompt_positions = num_positions(self.items)
+        first = None if self.prompt_outputs is None else self.prompt_outputs.pool_from
+        if first is not None and first >= self.num_prompt_positions:
+            raise RequestError(
+                "pool_from", f"{first} leaves no position of a prompt with {self.num_prompt_positions}; lower it"
+            )
 
 
 @dataclass(slots=True)
