@@ -94,7 +94,7 @@ class StepPlanner:
             step.plan.prefill.append(chunk)
             sequence.next_item += len(chunk.items)
             sequence.num_launched += chunk.num_positions
-            publishes |= sequence.next_item == len(sequence.items) or isinstance(chunk.items[0], ImageSpan)
+            publishes |= chunk.samples or isinstance(chunk.items[0], ImageSpan)
             budget -= chunk.num_positions
             samples = chunk.samples
             step.work[sequence.row] = PlannedWork(sequence, sequence.num_launched, samples, publishes)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
+from kestrel.grammar import free_text
 from kestrel.prompt_outputs import PromptOutputs, PromptReport, ScoredToken
 from kestrel.request import FinishReason
 from kestrel.scheduler.sequence import Stage
@@ -148,6 +149,28 @@ def test_a_prompt_alone_may_fill_the_whole_context() -> None:
         scheduler.add(request("longer", [*full, TextToken(1)], 0, prompt_outputs=BOTH))
     with pytest.raises(RequestError, match="has 12 tokens but at most 11 fit"):
         scheduler.add(request("talks", full, 1, prompt_outputs=BOTH))
+
+
+def test_a_prompt_preempted_half_way_is_reported_once_and_whole() -> None:
+    """An urgent stream outgrows the pool while the other prompt, one position a step, is still being computed."""
+    scheduler, _ = make(vocab_size=VOCAB, page_size=1, num_pages=50, max_prefill_tokens=1, prefix_cache=False)
+    grammar = free_text(VOCAB)  # an id that is never sampled
+    items = text(*[1 + i % 7 for i in range(30)])
+    scheduler.add(request("urgent", text(1, 2), 40, grammar=grammar, priority=-1))
+    scheduler.add(request("victim", items, 3, prompt_outputs=BOTH))
+    victim = scheduler._sequences["victim"]
+    num_scored = 0
+    while victim.metrics.num_preemptions == 0:
+        assert victim.open_report is not None, "preempted too late to matter"
+        num_scored = len(victim.open_report.scores)
+        scheduler.step()
+    assert 0 < num_scored < 29
+    update = run(scheduler)["victim"]
+    assert update.output is not None
+    assert update.output.fields == {
+        "tokens": by_hand(items, 3, VOCAB),
+        "report": report_by_hand(items, BOTH),
+    }
 
 
 def test_no_tokens_and_no_outputs_is_no_request() -> None:
