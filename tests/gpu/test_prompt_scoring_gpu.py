@@ -15,6 +15,8 @@ from tests.runtime.test_prompt_scoring import asking_cases, assert_dense
 
 pytestmark = pytest.mark.gpu
 
+TOLERANCE = 1e-3  # another device sums in another order
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [7, 2048])
@@ -25,4 +27,4 @@ def test_prompt_outputs_equal_a_dense_pass(family: str, budget: int) -> None:
     silent = [replace(c, name=f"{c.name}.silent", sampling=SamplingParams(max_new_tokens=0)) for c in cases]
     final = engine.finish(*cases, *silent, *all_skills(g, "stranger"))
     for case in [*cases, *silent]:
-        assert_dense(g, case, final[case.name])
+        assert_dense(g, case, final[case.name], TOLERANCE)

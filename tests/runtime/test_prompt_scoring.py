@@ -34,20 +34,22 @@ def report_of(update: StreamUpdate) -> PromptReport:
     return update.output.fields["report"]
 
 
-def assert_dense(g: Golden, case: Case, update: StreamUpdate) -> None:
+def assert_dense(g: Golden, case: Case, update: StreamUpdate, tolerance: float = 1e-4) -> None:
     report = report_of(update)
     logprobs_NV, ids = dense_logprobs(g.naive, case.items, case.images)
     expected_N = logprobs_NV[torch.arange(len(ids)), ids]
-    assert [score.logprob for score in report.scores] == pytest.approx(expected_N.tolist(), abs=1e-4)
+    assert [score.logprob for score in report.scores] == pytest.approx(expected_N.tolist(), abs=tolerance)
     top_N3 = logprobs_NV.topk(3).values
     ours_N3 = torch.tensor([[logprob for _, logprob in score.top] for score in report.scores])
-    torch.testing.assert_close(ours_N3, top_N3, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours_N3, top_N3, atol=tolerance, rtol=0)
     for score, row_V in zip(report.scores, logprobs_NV, strict=True):
-        assert row_V[[token_id for token_id, _ in score.top]].tolist() == pytest.approx([x for _, x in score.top], 1e-4)
+        assert row_V[[token_id for token_id, _ in score.top]].tolist() == pytest.approx(
+            [x for _, x in score.top], abs=tolerance
+        )
         assert (score.rank == 1) == (score.logprob == score.top[0][1])
     hidden_TD = dense_hidden(g.naive, case.items, case.images)[1:]
     assert report.num_pooled == len(hidden_TD) == num_positions(case.items) - 1
-    torch.testing.assert_close(torch.tensor(report.hidden_mean), hidden_TD.mean(0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(report.hidden_mean), hidden_TD.mean(0), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
