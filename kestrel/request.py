@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
+from kestrel.prompt_outputs import MAX_LOGPROBS, PromptOutputs, PromptReport
 from kestrel.tokens import ContextItem, Token, num_positions
 
 
@@ -20,7 +21,6 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
-MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 64
@@ -36,7 +36,7 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 768
-    """Token budget of each phase (reasoning and answer count apart)."""
+    """Token budget of each phase (reasoning and answer count apart). 0 is for requests about the prompt alone."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -71,7 +71,7 @@ class SamplingParams:
     """The answer ends right before the first of these texts. Decided by the skill, on the host."""
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        _require_int("max_tokens", self.max_new_tokens, 0, 2**31 - 1)
         _require_number("temperature", self.temperature, 0.0, 100.0)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -171,6 +171,10 @@ class TokenConsumer(Protocol):
 
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None: ...
 
+    def consume_prompt(self, report: PromptReport) -> None:
+        """Called once, before the first token, when the request asks for outputs of its prompt; else never."""
+        ...
+
     def flush(self) -> StreamDelta | None: ...
 
     def finish(self, reason: FinishReason) -> SkillOutput: ...
@@ -191,12 +195,20 @@ class GenerationRequest:
     priority: int = 0
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""
     submitted_s: float = field(default_factory=time.monotonic)
+    prompt_outputs: PromptOutputs | None = None
     num_prompt_positions: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.items:
             raise RequestError("prompt", "is empty; give at least one token")
+        if self.sampling.max_new_tokens == 0 and self.prompt_outputs is None:
+            raise RequestError("max_tokens", "must be at least 1 (got 0) unless outputs of the prompt are asked for")
         self.num_prompt_positions = num_positions(self.items)
+        first = None if self.prompt_outputs is None else self.prompt_outputs.pool_from
+        if first is not None and first >= self.num_prompt_positions:
+            raise RequestError(
+                "pool_from", f"{first} leaves no position of a prompt with {self.num_prompt_positions}; lower it"
+            )
 
 
 @dataclass(slots=True)

@@ -156,6 +156,7 @@ class InferenceEngine(SkillCalls):
             sampling=prompt.sampling,
             consumer=consumer,
             images={image.digest: image for image in images},
+            prompt_outputs=prompt.outputs,
         )
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:

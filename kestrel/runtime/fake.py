@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from kestrel.grammar import END, Carries, State
 from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.fake_prompt import fake_prompt_part
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 
@@ -98,6 +99,10 @@ class FakeRuntime:
             else:
                 self._write(row, position, item_value(item))
                 position += 1
+        if chunk.prompt_outputs is not None:
+            sums = [self._slots[self._slot(row, p)] for p in range(chunk.start, position)]
+            part = fake_prompt_part(chunk, sums, self._vocab_size, self._coord_id, self._size_id)
+            output.prompt_parts.append(part)
         if chunk.samples:
             output.rows.append(self._sample(chunk.row, position - 1))
 

@@ -1,7 +1,8 @@
 """Who may start: rows, pages, and one prefill per picture.
 
 Requests about a picture that another sequence is just prefilling are parked until that picture is in the prefix cache,
-so that each picture is encoded once however many ask about it at the same time.
+so that each picture is encoded once however many ask about it at the same time. A sequence that must compute its whole
+prompt, because outputs of the prompt are asked for, neither waits for a picture nor lets others wait.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ class Admission:
     def decide(self, sequence: Sequence) -> Decision:
         if not self._free_rows:
             return Deferred(DeferReason.NO_ROW)
-        if self._picture_key(sequence) in self._picture_owner:
+        if sequence.reads_prefix_cache and self._picture_key(sequence) in self._picture_owner:
             return Deferred(DeferReason.IMAGE_IN_PROGRESS)
         try:
-            lease = self._cache.acquire(sequence.request.namespace, sequence.items)
+            lease = self._cache.acquire(sequence.request.namespace, sequence.items, reuse=sequence.reads_prefix_cache)
         except OutOfPages:
             return Deferred(DeferReason.NO_PAGES)
         sequence.start(self._free_rows.pop(), lease)
@@ -135,7 +136,9 @@ class Admission:
 
     def _own_missing_picture(self, sequence: Sequence) -> None:
         key = self._picture_key(sequence)
-        if key is not None and self._cache.shares_prefixes and sequence.misses_leading_picture:
+        if not sequence.reads_prefix_cache or not self._cache.shares_prefixes:
+            return
+        if key is not None and sequence.misses_leading_picture:
             self._picture_owner[key] = sequence
             self._picture_of[sequence] = key
 

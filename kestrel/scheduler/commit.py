@@ -26,9 +26,14 @@ class Committer:
             if not work[row].sequence.is_done:
                 work[row].sequence.is_tainted = True
                 updates.append(self.fail(work[row].sequence, error))
+        for part in output.prompt_parts:
+            report = work[part.row].sequence.open_report
+            if report is not None:
+                report.add(part.scores, part.hidden_sum, part.num_pooled)
         for planned in work.values():
             if not planned.sequence.is_done:
                 self._advance(planned)
+                self._report_prompt(planned.sequence, updates)
         for row_output in output.rows:
             sequence = work[row_output.row].sequence
             if not sequence.is_done:
@@ -53,6 +58,19 @@ class Committer:
         if planned.publishes:
             sequence.share()
             self._on_picture_shared(sequence)
+
+    def _report_prompt(self, sequence: Sequence, updates: list[StreamUpdate]) -> None:
+        """Hand over the prompt's outputs once they are complete; a request for nothing else ends here."""
+        report = sequence.open_report
+        if report is None or sequence.num_committed < sequence.request.num_prompt_positions:
+            return
+        sequence.open_report = None
+        try:
+            sequence.request.consumer.consume_prompt(report)
+            if sequence.max_total_tokens == 0:
+                self._finish(sequence, FinishReason.LENGTH, updates)
+        except (Exception, CancelledError) as error:  # a skill's own fault must not reach its neighbours
+            updates.append(self.fail(sequence, error))
 
     def _take_token(self, sequence: Sequence, output: RowOutput, now: float, updates: list[StreamUpdate]) -> None:
         if sequence.first_token_s is None:

@@ -204,13 +204,14 @@ class GenerationScheduler(Generic[StepT]):
 
 
 def max_total_tokens(request: GenerationRequest, limits: RuntimeLimits) -> int:
-    """Tokens a request may emit over all phases. Raises when not even one fits."""
+    """Tokens a request may emit over all phases. Raises when not even one fits, if any is wanted."""
     room = limits.max_positions - request.num_prompt_positions
-    if room < 1:
+    least = min(request.sampling.max_new_tokens, 1)
+    if room < least:
         raise RequestError(
             "prompt",
-            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - 1} fit; "
+            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - least} fit; "
             "shorten it, or raise max_seq_length (and kv_cache_pages if set)",
         )
     has_one_phase = all(state.phase == 0 and state.when_spent is None for state in request.grammar.states)
-    return min(room, request.sampling.max_new_tokens) if has_one_phase else room
+    return min(room, request.sampling.max_new_tokens) if has_one_phase or least == 0 else room

@@ -120,8 +120,10 @@ class StepPlanner:
             start=sequence.num_launched,
             items=items[first:last],
             num_positions=positions,
-            samples=last == len(items),
+            samples=last == len(items) and sequence.max_total_tokens > 0,
             images=sequence.request.images,
+            prompt_outputs=sequence.missing_prompt_outputs,
+            following=items[last] if last < len(items) else None,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kestrel.cache import PageLease
+from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import GenerationRequest, RequestMetrics
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
@@ -49,6 +50,8 @@ class Sequence:
         self.is_tainted = False
         """Its own computation failed: nothing of it may be shared."""
         self.leading_picture = _leading_picture(request.items)
+        self.open_report = None if request.prompt_outputs is None else PromptReport()
+        """What is known of the prompt's outputs so far; None when none are asked for or the skill has them."""
 
     @property
     def request_id(self) -> str:
@@ -63,12 +66,23 @@ class Sequence:
         """Whether another token may be planned, counting those still in flight as emitted."""
         return self.stage is Stage.DECODE and self.num_generated + self.num_sampling < self.max_total_tokens
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Outputs of the prompt need every position of it computed; once they are known, a restart needs them not."""
+        return self.open_report is None
+
+    @property
+    def missing_prompt_outputs(self) -> PromptOutputs | None:
+        return None if self.open_report is None else self.request.prompt_outputs
+
     def start(self, row: int, lease: PageLease) -> None:
         """Take a row and pages; skip what the lease found in the prefix cache."""
         self.row, self.lease = row, lease
         self.stage = Stage.PREFILL
         self.num_launched = self.num_committed = lease.num_cached
         self.next_item = self._item_at(lease.num_cached)
+        if self.open_report is not None:
+            self.open_report = PromptReport()
         if self.metrics.num_preemptions == 0:
             self.metrics.cached_tokens = lease.num_cached
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
+from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.tokens import ContextItem, ImageSpan, Token
 
@@ -90,6 +91,8 @@ class Prompt:
     items: tuple[ContextItem, ...]
     grammar: Grammar
     sampling: SamplingParams
+    outputs: PromptOutputs | None = None
+    """What the state wants to know of the prompt itself; it gets it by `consume_prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,10 @@ class SkillState(ABC):
     @abstractmethod
     def finish(self, reason: FinishReason) -> SkillOutput:
         """The result; called once, after the last token."""
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        """Take the outputs of the prompt; called once, before the first token, if `Prompt.outputs` asks for some."""
+        raise NotImplementedError(f"{type(self).__name__} asks for outputs of the prompt but takes none")
 
     def flush(self) -> StreamDelta | None:
         """What was held back from the stream; called once, before `finish`."""

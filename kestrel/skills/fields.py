@@ -241,6 +241,8 @@ class FieldTable:
     """Names of this skill only for common settings, such as max_points for max_objects."""
     refused: frozenset[str] = frozenset()
     """Settings that make no sense for this skill."""
+    setting_checks: Mapping[str, Check] = field(default_factory=dict)
+    """Settings by canonical name that this skill checks in its own way."""
 
     def read(self, raw: Mapping[str, Any]) -> Values:
         """Checked values of a request. Raises RequestError naming the first bad or unknown field."""
@@ -306,7 +308,7 @@ class _Settings:
             raise RequestError(name, f"does not limit {self._table.skill}; use {bound}")
         if canonical in self._table.refused:
             raise RequestError(name, f"is for answers in words and does not apply to {self._table.skill}; leave it out")
-        checked = SETTINGS[canonical].check(name, value)
+        checked = self._table.setting_checks.get(canonical, SETTINGS[canonical].check)(name, value)
         if canonical in self.values and self.values[canonical] != checked:
             first = self._given_as[canonical]
             values = f"{first}={shown(self.values[canonical])} and {given_as}={shown(checked)}"

@@ -28,24 +28,40 @@ class TextPlace:
     offset: int
 
 
-class LogprobLedger:
-    """The entries of one request, and how far the stream has shown them."""
+class ShownTokens:
+    """Tokens as entries show them; each id is decoded once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._shown: dict[int, dict[str, Any]] = {}
-        self._num_streamed = 0
-        self.entries: list[dict[str, Any]] = []
 
-    def add(self, token_id: int, logprobs: TokenLogprobs | None, place: TextPlace | None) -> None:
+    def entry(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         chosen = None if logprobs is None else logprobs.chosen
         top = () if logprobs is None else logprobs.top
         if chosen is not None and token_id not in (top_id for top_id, _ in top):
             top = (*top, (token_id, chosen))
-        entry = self._show(token_id, chosen)
+        return {**self._show(token_id, chosen), "top": [self._show(top_id, logprob) for top_id, logprob in top]}
+
+    def _show(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        shown = self._shown.get(token_id)
+        if shown is None:
+            token, octets = self._tokenizer.decode([token_id]), self._tokenizer.token_bytes(token_id)
+            shown = self._shown[token_id] = {"id": token_id, "token": token, "bytes": list(octets)}
+        return {**shown, "logprob": logprob}
+
+
+class LogprobLedger:
+    """The entries of one request, and how far the stream has shown them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokens = ShownTokens(tokenizer)
+        self._num_streamed = 0
+        self.entries: list[dict[str, Any]] = []
+
+    def add(self, token_id: int, logprobs: TokenLogprobs | None, place: TextPlace | None) -> None:
+        entry = self._tokens.entry(token_id, logprobs)
         entry["kind"] = None if place is None else place.kind
         entry["offset"] = None if place is None else place.offset
-        entry["top"] = [self._show(top_id, logprob) for top_id, logprob in top]
         self.entries.append(entry)
 
     def stream_up_to(self, kind: str, end: int) -> tuple[dict[str, Any], ...]:
@@ -70,10 +86,3 @@ class LogprobLedger:
     def cut(self, kind: str, end: int) -> None:
         """Drop what begins at or after the end of a text."""
         self.entries = [e for e in self.entries if e["kind"] != kind or e["offset"] < end]
-
-    def _show(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        shown = self._shown.get(token_id)
-        if shown is None:
-            token, octets = self._tokenizer.decode([token_id]), self._tokenizer.token_bytes(token_id)
-            shown = self._shown[token_id] = {"id": token_id, "token": token, "bytes": list(octets)}
-        return {**shown, "logprob": logprob}

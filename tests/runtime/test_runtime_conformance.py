@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kestrel.grammar import free_text
+from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import FinishReason, SamplingParams
 from kestrel.runtime.contract import (
     DecodeRow,
@@ -21,7 +22,7 @@ from kestrel.runtime.contract import (
 )
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.fake import FakeRuntime
-from kestrel.tokens import ImageSpan, TextToken, Token
+from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 from tests.moondream.goldens import golden
 from tests.runtime.paged import RecordingDecoder
 
@@ -217,3 +218,62 @@ def test_a_picture_without_pixels_fails_its_row_alone(runtime: Runtime[Any]) -> 
     output = run(runtime, plan)
     assert set(output.failures) == {0}
     assert [row.row for row in output.rows] == [1]
+
+
+ASKED = PromptOutputs(logprobs=2, pool_from=1)
+
+
+def asking(row: int, ids: list[int], position: int, following: int | None, samples: bool = False) -> PrefillChunk:
+    next_item = None if following is None else TextToken(following)
+    items = [TextToken(i) for i in ids]
+    return PrefillChunk(row, position, items, len(ids), samples, prompt_outputs=ASKED, following=next_item)
+
+
+def test_parts_of_a_prompt_add_up_to_the_whole(runtime: Runtime[Any]) -> None:
+    plan = StepPlan(0, [start(0)], writes(0, 1, 2), [], [asking(0, [30, 31, 32, 33, 34], 0, None, samples=True)])
+    output = run(runtime, plan)
+    (whole,) = output.prompt_parts
+    assert [row.row for row in output.rows] == [0]
+    assert (whole.row, len(whole.scores), whole.num_pooled) == (0, 4, 4)
+
+    first = runtime.launch(StepPlan(1, [start(1)], writes(1, 3, 4), [], [asking(1, [30, 31], 0, 32)]))
+    rest = [asking(1, [32], 2, 33), prefill(2, [40, 41]), asking(1, [33, 34], 3, None)]
+    second = runtime.launch(StepPlan(2, [start(2)], writes(2, 5), [], rest))
+    parts = runtime.collect(first).prompt_parts + runtime.collect(second).prompt_parts
+    assert [(part.row, len(part.scores), part.num_pooled) for part in parts] == [(1, 2, 1), (1, 1, 1), (1, 1, 2)]
+    scores = [score for part in parts for score in part.scores]
+    assert [score.logprob for score in scores] == pytest.approx([s.logprob for s in whole.scores], abs=1e-4)
+    summed = [sum(column) for column in zip(*(part.hidden_sum for part in parts), strict=True)]
+    assert summed == pytest.approx(list(whole.hidden_sum), abs=1e-4)
+
+
+def test_only_chunks_that_ask_tell_about_their_prompt(runtime: Runtime[Any]) -> None:
+    plan = StepPlan(0, [start(0), start(1)], writes(0, 1) + writes(1, 2), [])
+    plan.prefill = [prefill(0, [30, 31]), asking(1, [30, 31], 0, None)]
+    output = run(runtime, plan)
+    assert [part.row for part in output.prompt_parts] == [1]
+    assert [row.row for row in output.rows] == [0]
+
+
+def test_scores_are_in_order_and_the_token_to_come_is_the_likeliest(runtime: Runtime[Any]) -> None:
+    sampled = run(runtime, StepPlan(0, [start(0)], writes(0, 1), [], [prefill(0, [30, 31])])).rows[0].token
+    assert isinstance(sampled, TextToken)
+    plan = StepPlan(1, [start(1)], writes(1, 2), [], [asking(1, [30, 31], 0, sampled.id)])
+    score = run(runtime, plan).prompt_parts[0].scores[-1]
+    assert (score.rank, score.top[0]) == (1, (sampled.id, score.logprob))
+    assert len(score.top) == 2
+    assert score.top[0][1] >= score.top[1][1]
+    other = run(runtime, StepPlan(2, prefill=[asking(1, [30, 31], 0, (sampled.id + 1) % 320)])).prompt_parts[0]
+    assert other.scores[-1].top == score.top
+    assert other.scores[-1].rank > 1
+    assert other.scores[-1].logprob < score.logprob
+
+
+def test_a_coordinate_is_scored_by_its_id_and_a_picture_is_not(runtime: Runtime[Any]) -> None:
+    def scored(step: int, following: ContextItem) -> list[float]:
+        chunk = PrefillChunk(0, 0, [TextToken(30)], 1, False, prompt_outputs=ASKED, following=following)
+        part = run(runtime, StepPlan(step, [start(0)], writes(0, 1), [], [chunk])).prompt_parts[0]
+        return [score.logprob for score in part.scores]
+
+    assert scored(0, CoordToken(0.25)) == scored(1, TextToken(5))
+    assert scored(2, ImageSpan("abcd" * 8, 4)) == []
