@@ -18,7 +18,7 @@ from kestrel.server.http import create_app
 from kestrel.server.state import app_state
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
-from tests.server.test_streams import eventually, open_request
+from tests.server.sockets import eventually, send
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/health", "/ready"])
@@ -63,7 +63,7 @@ def test_one_id_on_several_requests_at_once_is_no_clash(server: RunningServer) -
 
 
 def test_a_name_in_use_is_refused_and_its_owner_undisturbed(server: RunningServer) -> None:
-    owner = open_request(server, long_query(end_id_of(server.engine), request_id="taken", stream=True))
+    owner = send(server.url, long_query(end_id_of(server.engine), request_id="taken", stream=True))
     assert eventually(lambda: "taken" in server.state.running)
     with server.client() as client:
         response = client.post("/v1/query", json={"question": "Who are you?", "request_id": "taken"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
@@ -13,7 +14,7 @@ import pytest
 from kestrel.server.config import ServerConfig
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
-from tests.server.test_streams import eventually, open_request
+from tests.server.sockets import eventually, send
 
 LIMIT = 64 * 1024
 QUESTION = {"question": "Who are you?", "max_tokens": 1}
@@ -133,17 +134,17 @@ def test_a_large_head_is_refused(strict: RunningServer) -> None:
 def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningServer) -> None:
     """One runs, one waits: the third finds the queue full (503), the fourth of one client is one too many (429)."""
     end_id = end_id_of(strict.engine)
-    held = []
+    held: list[http.client.HTTPConnection | socket.socket] = []
     for name in ("runs", "waits"):
-        held.append(open_request(strict, long_query(end_id, request_id=name)))
+        held.append(send(strict.url, long_query(end_id, request_id=name)))
         assert eventually(lambda name=name: name in strict.state.running)
     assert eventually(lambda: strict.engine.num_requests == 2)
     with strict.client() as client:
         full = client.post("/v1/query", json=QUESTION)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         assert full.headers["retry-after"] == "1"
-        held.append(connect(strict))
-        held[-1].sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        held.append(half := connect(strict))
+        half.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
         time.sleep(0.1)
         greedy = client.post("/v1/query", json=QUESTION)
         assert (greedy.status_code, greedy.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ from kestrel.errors import NumericalError
 from kestrel.server.config import ServerConfig
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
+from tests.server.sockets import eventually, send
 
 
 def read_stream(client: httpx.Client, skill: str, **fields: Any) -> bytes:
@@ -106,33 +106,14 @@ def test_a_prompt_that_never_fits_is_a_status_and_no_stream(client: httpx.Client
     assert f"This model's maximum context length is {length} tokens" in error["message"]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
-
-
-def open_request(server: RunningServer, body: dict[str, Any]) -> socket.socket:
-    """A request on a bare socket, so that it can be dropped at will."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/query HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n\r\n".encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(head + data)
-    return connection
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request_and_frees_its_pages(server: RunningServer, stream: bool) -> None:
     name = f"left-{stream}"
     body = long_query(end_id_of(server.engine), stream=stream, request_id=name)
-    connection = open_request(server, body)
+    connection = send(server.url, body)
     assert eventually(lambda: server.engine.num_requests == 1 and server.engine.has_begun(name))
     if stream:
-        assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        assert connection.getresponse().status == 200
     connection.close()
     left_s = time.monotonic()
     assert eventually(lambda: server.engine.num_requests == 0)
@@ -181,7 +162,7 @@ def hasty() -> Iterator[RunningServer]:
 
 def test_comments_keep_a_silent_stream_open(hasty: RunningServer) -> None:
     """Behind another request there is nothing to say, until the wait is too long."""
-    first = open_request(hasty, long_query(end_id_of(hasty.engine), request_id="in front"))
+    first = send(hasty.url, long_query(end_id_of(hasty.engine), request_id="in front"))
     assert eventually(lambda: "in front" in hasty.state.running and hasty.engine.has_begun("in front"))
     with hasty.client() as client:
         data = read_stream(client, "query", question="Who are you?", settings={"max_tokens": 1})
@@ -205,7 +186,7 @@ def test_a_request_past_its_deadline_is_ended_with_408_or_an_event(hasty: Runnin
 
 
 def test_a_request_that_waits_too_long_is_refused_with_503(hasty: RunningServer) -> None:
-    first = open_request(hasty, long_query(end_id_of(hasty.engine), request_id="holds"))
+    first = send(hasty.url, long_query(end_id_of(hasty.engine), request_id="holds"))
     assert eventually(lambda: hasty.engine.has_begun("holds") and "holds" in hasty.state.running)
     with hasty.client() as client:
         response = client.post("/v1/query", json={"question": "Who are you?", "max_tokens": 1})
