@@ -119,6 +119,15 @@ def test_help_names_every_flag(kestrel: Kestrel) -> None:
     assert "KESTREL_PORT for --port" in printed
 
 
+def test_a_damaged_model_is_one_line_and_exit_code_3(kestrel: Kestrel, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    outcome = kestrel("serve", "--port", "0", "--model-path", tmp_path)
+    assert outcome.code == 3
+    assert outcome.err.startswith("error: ")
+    assert len(outcome.err.splitlines()) == 1
+
+
 def test_a_port_in_use_is_one_line(kestrel: Kestrel) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         outcome = kestrel("serve", "--port", str(taken.getsockname()[1]))
