@@ -59,6 +59,7 @@ class InferenceEngine(SkillCalls):
             ready.runtime,
             self._cache,
             max_queue_size=config.max_queue_size,
+            max_queue_tokens=config.max_queue_tokens,
             priority_ageing_s=config.priority_ageing_s,
         )
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
@@ -105,6 +106,10 @@ class InferenceEngine(SkillCalls):
     def num_requests(self) -> int:
         """Requests that have not got their answer yet."""
         return len(self._streams)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request has had its first step, or is over; False while it waits for one."""
+        return request_id not in self._streams or self._scheduler.has_begun(request_id)
 
     # ------------------------------------------------------------------ one request
 
