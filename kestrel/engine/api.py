@@ -20,6 +20,7 @@ from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
 from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
+from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
@@ -105,6 +106,23 @@ class InferenceEngine:
     def num_requests(self) -> int:
         """Requests that have not got their answer yet."""
         return len(self._streams)
+
+    def snapshot(self) -> EngineSnapshot:
+        """How busy it is; for the event loop, while the worker runs."""
+        cache, limits = self._cache.stats(), self._ready.runtime.limits
+        return EngineSnapshot(
+            num_running=self._scheduler.num_running,
+            num_waiting=len(self._unsent) + self._worker.num_unread + self._scheduler.num_waiting,
+            num_pages=cache.num_pages,
+            num_used_pages=max(0, cache.num_pages - cache.free_pages - cache.evictable_pages),
+            num_cached_pages=cache.cached_pages,
+            page_size=self._cache.page_size,
+            max_batch_size=limits.max_batch_size,
+            prefix_query_tokens_total=cache.query_positions,
+            prefix_hit_tokens_total=cache.hit_positions,
+            evicted_pages_total=cache.evicted_pages,
+            preemptions_total=self._scheduler.num_preemptions,
+        )
 
     # ------------------------------------------------------------------ skills
 

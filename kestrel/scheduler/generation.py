@@ -50,6 +50,7 @@ class GenerationScheduler(Generic[StepT]):
         self._running: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._notices: list[StreamUpdate] = []
+        self._num_preemptions = 0
 
     # ------------------------------------------------------------------ what callers see
 
@@ -64,6 +65,11 @@ class GenerationScheduler(Generic[StepT]):
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._num_preemptions
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError when it can never run and QueueFull when too many wait."""
@@ -170,6 +176,7 @@ class GenerationScheduler(Generic[StepT]):
         victim.share()
         self._admission.release(victim)
         victim.restart_later()
+        self._num_preemptions += 1
         self._queue.push(victim)
         if self._running:
             self._admission.hold_until_release()
