@@ -1,8 +1,8 @@
 """What Prometheus reads: requests, tokens and times, in a registry of the server's own.
 
-Every metric has the label `model_name`. Times of requests come from `RequestMetrics`, measured by the scheduler, so they
-do not include reading the body or sending the answer; `kestrel_http_request_duration_seconds` does. A metric without other
-labels is there from the start, at zero.
+Every metric has the label `model_name`. Times of requests come from `RequestMetrics`, measured by the scheduler, so
+they leave out reading the body and sending the answer, which `kestrel_http_request_duration_seconds` has. A metric
+without other labels is there from the start, at zero.
 """
 
 from __future__ import annotations

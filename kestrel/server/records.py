@@ -51,6 +51,12 @@ class RequestRecord:
         """The record of the request a handler is serving."""
         return scope[_SCOPE_KEY]
 
+    def find_route(self, scope: Scope) -> None:
+        """Take the pattern from the route that Starlette chose, unless the handler named one."""
+        route = scope.get("route")
+        if self.route == UNMATCHED and isinstance(route, Route):
+            self.route = route.path
+
 
 RequestWatcher: TypeAlias = Callable[[RequestRecord], None]
 
@@ -82,9 +88,7 @@ class RecordedRequests:
 
     def _close(self, record: RequestRecord, scope: Scope) -> None:
         record.latency_s = time.monotonic() - record.started_s
-        route = scope.get("route")
-        if record.route == UNMATCHED and isinstance(route, Route):
-            record.route = route.path
+        record.find_route(scope)
         for watcher in self._watchers:
             watcher(record)
 
