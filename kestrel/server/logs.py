@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from kestrel.errors import ConfigError, shown
 from kestrel.server.records import RequestRecord
 
-FORMATS = ("json", "pretty")
+FORMATS = ("json", "text")
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
 """Ours, and that of the HTTP server underneath."""
@@ -33,7 +33,7 @@ def configure_logs(format: str = "json", level: str = "info", stream: TextIO | N
     if level not in LEVELS:
         raise ConfigError("log_level", f"{shown(level)} is not a level; use one of: {', '.join(LEVELS)}")
     handler = _ServerHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines() if format == "json" else PrettyLines())
+    handler.setFormatter(JsonLines() if format == "json" else TextLines())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers = [h for h in logger.handlers if not isinstance(h, _ServerHandler)]
@@ -99,7 +99,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class PrettyLines(logging.Formatter):
+class TextLines(logging.Formatter):
     """`12:00:00.000 info  request method=POST route=/v1/{skill} status=200 …`"""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -7,16 +7,14 @@ without other labels is there from the start, at zero.
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import Callable
 
+from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
 
-from kestrel.engine import EngineSnapshot, StreamChunk
+from kestrel.engine import EngineSnapshot
 from kestrel.request import FinishReason, RequestMetrics
 from kestrel.server.engine_gauges import MODEL, EngineGauges
 from kestrel.server.records import RequestRecord
@@ -48,11 +46,8 @@ class ServerMetrics:
         self._started.labels(self._model_name, skill).inc()
         self._in_progress.labels(self._model_name, skill).inc()
 
-    def finished(
-        self, skill: str, metrics: RequestMetrics, finish_reason: str, *, intervals_observed: bool = False
-    ) -> None:
-        """A request has its result. Unless its token intervals were observed as they came (`timed`,
-        `token_interval`), each of them is entered as the mean: decode time over the tokens after the first."""
+    def finished(self, skill: str, metrics: RequestMetrics, finish_reason: str) -> None:
+        """A request has its result."""
         name = self._model_name
         self._in_progress.labels(name, skill).dec()
         self._finished.labels(name, skill, finish_reason).inc()
@@ -63,8 +58,8 @@ class ServerMetrics:
         self._vllm_prompt_tokens.inc(metrics.input_tokens)
         self._vllm_generation_tokens.inc(metrics.output_tokens)
         self._observe_times(skill, metrics)
-        if not intervals_observed and metrics.output_tokens > 1:
-            self._observe_intervals(metrics.decode_latency_s, metrics.output_tokens - 1)
+        for seconds in metrics.token_intervals_s:
+            self.token_interval(seconds)
 
     def failed(self, skill: str, error_type: str) -> None:
         """A request ended without a result; `error_type` is the name of the error's class."""
@@ -75,18 +70,6 @@ class ServerMetrics:
         """The time between two tokens of one request."""
         self._vllm_inter_token.observe(seconds)
 
-    async def timed(self, chunks: AsyncIterable[StreamChunk]) -> AsyncIterator[StreamChunk]:
-        """Hand a stream's chunks on and observe the time per token between them."""
-        last_index: int | None = None
-        last_s = 0.0
-        async for chunk in chunks:
-            now = time.monotonic()
-            if last_index is not None and chunk.token_index > last_index:
-                self._observe_intervals(now - last_s, chunk.token_index - last_index)
-            if last_index is None or chunk.token_index > last_index:
-                last_index, last_s = chunk.token_index, now
-            yield chunk
-
     def http_request(self, record: RequestRecord) -> None:
         """A watcher for `RecordedRequests`."""
         status = NO_STATUS if record.status is None else str(record.status)
@@ -95,11 +78,13 @@ class ServerMetrics:
 
     # ------------------------------------------------------------------ the page
 
-    def router(self) -> Router:
-        """GET /metrics. To include it: `app.router.routes.extend(metrics.router().routes)`."""
-        return Router([Route("/metrics", self._page, methods=["GET"])])
+    def router(self) -> APIRouter:
+        """GET /metrics."""
+        router = APIRouter(tags=["operations"])
+        router.add_api_route("/metrics", self.page, methods=["GET"], response_model=None)
+        return router
 
-    async def _page(self, request: Request) -> Response:
+    async def page(self) -> Response:
         return Response(generate_latest(self.registry), headers={"content-type": TEXT_FORMAT})
 
     # ------------------------------------------------------------------ the metrics
@@ -167,10 +152,6 @@ class ServerMetrics:
         self._vllm_queue.observe(metrics.queue_time_ms / 1000.0)
         self._vllm_prefill.observe(metrics.prefill_time_ms / 1000.0)
         self._vllm_decode.observe(metrics.decode_latency_s)
-
-    def _observe_intervals(self, seconds: float, num_tokens: int) -> None:
-        for _ in range(num_tokens):
-            self.token_interval(seconds / num_tokens)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         """Exposed under `name` with `_total` appended."""

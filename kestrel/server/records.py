@@ -10,7 +10,8 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -51,6 +52,20 @@ class RequestRecord:
         """The record of the request a handler is serving."""
         return scope[_SCOPE_KEY]
 
+    @staticmethod
+    def current() -> RequestRecord | None:
+        """The record of the HTTP request this task works for, if it works for one."""
+        return _current.get()
+
+    def add_result(self, metrics: RequestMetrics, finish_reason: str) -> None:
+        """Enter one engine request's numbers. Tokens of several add up; times and the reason are the first one's."""
+        if self.metrics is None:
+            self.metrics, self.finish_reason = replace(metrics), finish_reason
+            return
+        self.metrics.input_tokens += metrics.input_tokens
+        self.metrics.output_tokens += metrics.output_tokens
+        self.metrics.cached_tokens += metrics.cached_tokens
+
     def find_route(self, scope: Scope) -> None:
         """Take the pattern from the route that Starlette chose, unless the handler named one."""
         route = scope.get("route")
@@ -59,6 +74,7 @@ class RequestRecord:
 
 
 RequestWatcher: TypeAlias = Callable[[RequestRecord], None]
+_current: ContextVar[RequestRecord | None] = ContextVar("kestrel_record", default=None)
 
 
 class RecordedRequests:
@@ -74,6 +90,7 @@ class RecordedRequests:
             return
         record = RequestRecord(_request_id(scope), scope["method"])
         scope[_SCOPE_KEY] = record
+        token = _current.set(record)
         exchange = _Exchange(record, receive, send)
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -84,6 +101,7 @@ class RecordedRequests:
                 record.status = 500
             raise
         finally:
+            _current.reset(token)
             self._close(record, scope)
 
     def _close(self, record: RequestRecord, scope: Scope) -> None:
@@ -125,6 +143,9 @@ class _Exchange:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own id when it is a plain one, else a new one."""
+    """The one that an outer layer chose; else the client's own when it is a plain one, else a new one."""
+    chosen = scope.get("state", {}).get("request_id")
+    if chosen is not None:
+        return chosen
     given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -6,7 +6,7 @@ picture. Health checks and the metrics page make no spans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -52,7 +52,7 @@ def otlp_provider(service_name: str, endpoint: str | None = None) -> TracerProvi
 class TracedRequests:
     """The ASGI layer inside `RecordedRequests`. Whoever made the provider shuts it down, which sends the last spans."""
 
-    def __init__(self, app: ASGIApp, provider: TracerProvider, model_name: str) -> None:
+    def __init__(self, app: ASGIApp, provider: TracerProvider, model_name: Callable[[], str]) -> None:
         try:
             from opentelemetry import trace  # noqa: PLC0415
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
@@ -86,7 +86,7 @@ class TracedRequests:
     def _describe(self, span: Span, record: RequestRecord, scope: Scope) -> None:
         record.find_route(scope)
         span.update_name(f"{record.method} {record.route}")
-        attributes = {**_http_attributes(record, scope), **_genai_attributes(record, self._model_name)}
+        attributes = {**_http_attributes(record, scope), **_genai_attributes(record, self._model_name())}
         span.set_attributes({name: value for name, value in attributes.items() if value is not None})
         if record.status is not None and record.status >= 500:
             span.set_status(self._error)

@@ -58,7 +58,7 @@ async def test_a_json_line_has_all_numbers_of_the_request() -> None:
     }
 
 
-@pytest.mark.parametrize("format", ["json", "pretty"])
+@pytest.mark.parametrize("format", ["json", "text"])
 async def test_what_was_asked_and_answered_is_in_no_line(format: str) -> None:
     lines = log(format, "debug")
     async with client_of(recorded([access_log])) as client:
@@ -69,8 +69,8 @@ async def test_what_was_asked_and_answered_is_in_no_line(format: str) -> None:
     assert "barn" not in lines.getvalue()
 
 
-async def test_a_pretty_line_reads_at_a_glance() -> None:
-    lines = log("pretty")
+async def test_a_text_line_reads_at_a_glance() -> None:
+    lines = log("text")
     async with client_of(recorded([access_log])) as client:
         await client.get("/v1/busy")
     (line,) = lines.getvalue().splitlines()
@@ -96,7 +96,7 @@ def test_a_client_that_left_is_marked() -> None:
     assert "status" not in line
 
 
-@pytest.mark.parametrize("format", ["json", "pretty"])
+@pytest.mark.parametrize("format", ["json", "text"])
 def test_nobody_can_write_a_second_line(format: str) -> None:
     lines = log(format)
     logging.getLogger("kestrel.server").warning("bad name %s", "x\n12:00:00 info forged\x1b[2J")
@@ -117,7 +117,7 @@ def test_an_exception_keeps_its_traceback() -> None:
 
 
 def test_configuring_twice_writes_once() -> None:
-    first, second = log("json"), log("pretty")
+    first, second = log("json"), log("text")
     logging.getLogger("uvicorn.error").info("started")
     assert first.getvalue() == ""
     assert len(second.getvalue().splitlines()) == 1

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from kestrel.cli.demo import SCENE
-from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine, StreamChunk
+from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
 from kestrel.request import RequestMetrics
 from kestrel.server.metrics import ServerMetrics
 from kestrel.server.records import RecordedRequests
@@ -27,7 +28,9 @@ def idle() -> EngineSnapshot:
 
 
 async def scrape(metrics: ServerMetrics, accept: str = "*/*") -> httpx.Response:
-    transport = httpx.ASGITransport(metrics.router())
+    app = FastAPI()
+    app.include_router(metrics.router())
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.get("/metrics", headers={"accept": accept})
 
@@ -104,43 +107,28 @@ async def test_histograms_sum_the_times_the_requests_report(tiny_engine: Inferen
     assert seen.value("kestrel_request_duration_seconds_count", skill="query") == len(times)
 
 
-async def test_intervals_of_a_stream_are_the_real_ones(tiny_engine: InferenceEngine) -> None:
+async def test_intervals_between_tokens_are_the_real_ones(tiny_engine: InferenceEngine) -> None:
     metrics = ServerMetrics("tiny", tiny_engine.snapshot)
     metrics.started("caption")
-    stream = await tiny_engine.caption(SCENE, "normal", stream=True, temperature=0.0)
-    chunks = [chunk async for chunk in metrics.timed(stream)]
-    result = await stream.result()
-    metrics.finished("caption", result.metrics, result.finish_reason, intervals_observed=True)
+    result = await tiny_engine.caption(SCENE, "normal", temperature=0.0)
+    metrics.finished("caption", result.metrics, result.finish_reason)
     seen = await page(metrics)
-    assert len(chunks) > 5
-    num_intervals = chunks[-1].token_index - chunks[0].token_index
-    assert seen.value("vllm:inter_token_latency_seconds_count") == num_intervals
-    assert 0 < seen.value("vllm:inter_token_latency_seconds_sum") <= result.metrics.decode_latency_s * 1.5 + 0.05
+    assert result.metrics.output_tokens > 5
+    assert seen.value("vllm:inter_token_latency_seconds_count") == result.metrics.output_tokens - 1
+    whole = seen.value("vllm:inter_token_latency_seconds_sum")
+    assert 0.5 * result.metrics.decode_latency_s < whole <= result.metrics.decode_latency_s
 
 
-async def test_a_chunk_of_several_tokens_counts_as_several_intervals() -> None:
-    async def chunks() -> AsyncIterator[StreamChunk]:
-        yield StreamChunk("a", 1)
-        await asyncio.sleep(0.03)
-        yield StreamChunk("bcd", 4)
-        yield StreamChunk("held back", 4)
-
-    metrics = ServerMetrics("tiny", idle)
-    assert [chunk.text async for chunk in metrics.timed(chunks())] == ["a", "bcd", "held back"]
-    seen = await page(metrics)
-    assert seen.value("vllm:inter_token_latency_seconds_count") == 3
-    assert 0.03 <= seen.value("vllm:inter_token_latency_seconds_sum") < 1.0
-
-
-async def test_without_a_stream_the_mean_interval_counts_once_per_token() -> None:
+async def test_each_interval_lands_in_its_own_bucket() -> None:
     metrics = ServerMetrics("tiny", idle)
     metrics.started("query")
-    metrics.finished("query", RequestMetrics(output_tokens=5, decode_time_ms=80.0), "stop")
+    metrics.finished("query", RequestMetrics(output_tokens=4, token_intervals_s=[0.002, 0.03, 0.7]), "stop")
+    metrics.token_interval(0.002)
     seen = await page(metrics)
-    assert seen.value("vllm:inter_token_latency_seconds_count") == 4
-    assert seen.value("vllm:inter_token_latency_seconds_sum") == pytest.approx(0.08)
-    assert seen.value("vllm:inter_token_latency_seconds_bucket", le="0.025") == 4
-    assert seen.value("vllm:inter_token_latency_seconds_bucket", le="0.015") == 0
+    upto = {
+        le: seen.value("vllm:inter_token_latency_seconds_bucket", le=le) for le in ("0.001", "0.0025", "0.05", "1.0")
+    }
+    assert upto == {"0.001": 0, "0.0025": 2, "0.05": 3, "1.0": 4}
 
 
 async def test_a_failure_is_no_success() -> None:

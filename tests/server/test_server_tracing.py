@@ -27,7 +27,7 @@ class Traced:
         self.exporter = InMemorySpanExporter()
         self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.app = recorded([], TracedRequests(routes(), self.provider, "kestrel-tiny"))
+        self.app = recorded([], TracedRequests(routes(), self.provider, lambda: "kestrel-tiny"))
 
     def span(self) -> ReadableSpan:
         (span,) = self.exporter.get_finished_spans()
@@ -114,7 +114,7 @@ async def test_spans_made_in_a_handler_are_children(traced: Traced) -> None:
         current.append(get_current_span().get_span_context().span_id)
         return Response("ok")
 
-    app = TracedRequests(Router([Route("/inside", handler)]), traced.provider, "kestrel-tiny")
+    app = TracedRequests(Router([Route("/inside", handler)]), traced.provider, lambda: "kestrel-tiny")
     async with client_of(recorded([], app)) as client:
         await client.get("/inside")
     context = traced.span().context
