@@ -85,7 +85,10 @@ class ServerMetrics:
         return router
 
     async def page(self) -> Response:
-        return Response(generate_latest(self.registry), headers={"content-type": TEXT_FORMAT})
+        return Response(self.text(), headers={"content-type": TEXT_FORMAT})
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
 
     # ------------------------------------------------------------------ the metrics
 
