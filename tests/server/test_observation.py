@@ -25,6 +25,7 @@ from kestrel.server.logs import LOGGERS, configure_logs
 from kestrel.server.observation import Observation
 from tests.server.pages import Page
 from tests.server.recorded_app import client_of
+from tests.server.tiny import tiny_engine
 
 
 @dataclass(frozen=True)
@@ -75,41 +76,43 @@ def application(watch: Observation, engine: InferenceEngine) -> FastAPI:
     return app
 
 
-async def test_log_metrics_and_span_agree_about_a_real_call(tiny_engine: InferenceEngine) -> None:
-    exporter, provider, lines = InMemorySpanExporter(), TracerProvider(), io.StringIO()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    configure_logs("json", "info", lines)
-    watch = Observation(lambda: tiny_engine, lambda: "served-name", provider)
-    async with client_of(application(watch, tiny_engine)) as client:
-        answer = await client.post("/v1/query", json={"questions": ["Is there a cow?", "Is there a dog?"]})
-        page = Page((await client.get("/metrics")).text)
-    tokens_in, tokens_out = (sum(column) for column in zip(*answer.json(), strict=True))
-    line = json.loads(lines.getvalue().splitlines()[0])
-    (span,) = exporter.get_finished_spans()
-    attributes = span.attributes or {}
-    assert (line["input_tokens"], line["output_tokens"]) == (tokens_in, tokens_out)
-    assert page.value("vllm:prompt_tokens_total", model_name="served-name") == tokens_in
-    assert page.value("vllm:generation_tokens_total") == tokens_out
-    assert attributes["gen_ai.usage.input_tokens"] == tokens_in
-    assert attributes["gen_ai.usage.output_tokens"] == tokens_out
-    assert (line["skill"], attributes["gen_ai.operation.name"]) == ("query", "query")
-    assert attributes["gen_ai.request.model"] == "served-name"
-    assert page.value("kestrel_requests_finished_total", skill="query", finish_reason="stop") == 2
-    assert page.value("kestrel_http_requests_total", route="/v1/query", status="200") == 1
-    assert line["request_id"] == attributes["kestrel.request_id"] == answer.headers["x-request-id"]
-    provider.shutdown()
+async def test_log_metrics_and_span_agree_about_a_real_call() -> None:
+    async with tiny_engine() as engine:
+        exporter, provider, lines = InMemorySpanExporter(), TracerProvider(), io.StringIO()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        configure_logs("json", "info", lines)
+        watch = Observation(lambda: engine, lambda: "served-name", provider)
+        async with client_of(application(watch, engine)) as client:
+            answer = await client.post("/v1/query", json={"questions": ["Is there a cow?", "Is there a dog?"]})
+            page = Page((await client.get("/metrics")).text)
+        tokens_in, tokens_out = (sum(column) for column in zip(*answer.json(), strict=True))
+        line = json.loads(lines.getvalue().splitlines()[0])
+        (span,) = exporter.get_finished_spans()
+        attributes = span.attributes or {}
+        assert (line["input_tokens"], line["output_tokens"]) == (tokens_in, tokens_out)
+        assert page.value("vllm:prompt_tokens_total", model_name="served-name") == tokens_in
+        assert page.value("vllm:generation_tokens_total") == tokens_out
+        assert attributes["gen_ai.usage.input_tokens"] == tokens_in
+        assert attributes["gen_ai.usage.output_tokens"] == tokens_out
+        assert (line["skill"], attributes["gen_ai.operation.name"]) == ("query", "query")
+        assert attributes["gen_ai.request.model"] == "served-name"
+        assert page.value("kestrel_requests_finished_total", skill="query", finish_reason="stop") == 2
+        assert page.value("kestrel_http_requests_total", route="/v1/query", status="200") == 1
+        assert line["request_id"] == attributes["kestrel.request_id"] == answer.headers["x-request-id"]
+        provider.shutdown()
 
 
-async def test_a_refused_call_is_a_failure_everywhere(tiny_engine: InferenceEngine) -> None:
-    lines = io.StringIO()
-    configure_logs("json", "info", lines)
-    watch = Observation(lambda: tiny_engine, lambda: None)
-    async with client_of(application(watch, tiny_engine)) as client:
-        assert (await client.post("/v1/query", json={"questions": [7]})).status_code == 400
-        page = Page((await client.get("/metrics")).text)
-    assert json.loads(lines.getvalue().splitlines()[0])["error"] == "RequestError"
-    assert page.value("kestrel_requests_failed_total", model_name="kestrel-tiny", error="RequestError") == 1
-    assert page.value("kestrel_requests_in_progress", skill="query") == 0
+async def test_a_refused_call_is_a_failure_everywhere() -> None:
+    async with tiny_engine() as engine:
+        lines = io.StringIO()
+        configure_logs("json", "info", lines)
+        watch = Observation(lambda: engine, lambda: None)
+        async with client_of(application(watch, engine)) as client:
+            assert (await client.post("/v1/query", json={"questions": [7]})).status_code == 400
+            page = Page((await client.get("/metrics")).text)
+        assert json.loads(lines.getvalue().splitlines()[0])["error"] == "RequestError"
+        assert page.value("kestrel_requests_failed_total", model_name="kestrel-tiny", error="RequestError") == 1
+        assert page.value("kestrel_requests_in_progress", skill="query") == 0
 
 
 async def test_while_the_engine_loads_the_page_says_so_and_nothing_breaks() -> None:

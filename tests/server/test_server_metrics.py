@@ -19,6 +19,7 @@ from kestrel.request import RequestMetrics
 from kestrel.server.metrics import ServerMetrics
 from kestrel.server.records import RecordedRequests
 from tests.server.pages import VLLM_NAMES, Page
+from tests.server.tiny import tiny_engine
 
 QUESTIONS = ("How many cows are there?", "Is there a cow?", "Is there a dog?")
 
@@ -69,54 +70,57 @@ async def test_gauges_are_the_snapshot() -> None:
     assert seen.value("vllm:lora_requests_info", max_lora="0", running_lora_adapters="") > 1.6e9
 
 
-async def test_counters_are_what_went_through_a_real_engine(tiny_engine: InferenceEngine) -> None:
-    metrics = ServerMetrics(tiny_engine.model_name, tiny_engine.snapshot)
-    results = list(await asyncio.gather(*(ask(tiny_engine, metrics, question) for question in QUESTIONS)))
-    results.append(await ask(tiny_engine, metrics, QUESTIONS[0]))
-    seen = await page(metrics)
-    tokens_in = sum(r.metrics.input_tokens for r in results)
-    tokens_out = sum(r.metrics.output_tokens for r in results)
-    assert seen.value("vllm:prompt_tokens_total", model_name="kestrel-tiny") == tokens_in
-    assert seen.value("vllm:generation_tokens_total") == tokens_out
-    assert seen.value("kestrel_input_tokens_total", skill="query") == tokens_in
-    assert seen.value("kestrel_output_tokens_total", skill="query") == tokens_out
-    assert seen.value("vllm:prefix_cache_queries_total") == tokens_in
-    hits = seen.value("vllm:prefix_cache_hits_total")
-    assert hits == seen.value("kestrel_cached_tokens_total") == sum(r.metrics.cached_tokens for r in results) > 0
-    assert seen.value("vllm:request_success_total", finished_reason="stop") == len(results)
-    assert seen.value("vllm:request_success_total", finished_reason="length") == 0
-    assert seen.value("kestrel_requests_started_total") == len(results)
-    assert seen.value("kestrel_requests_in_progress") == 0
-    assert seen.value("vllm:num_requests_running") == 0
+async def test_counters_are_what_went_through_a_real_engine() -> None:
+    async with tiny_engine() as engine:
+        metrics = ServerMetrics(engine.model_name, engine.snapshot)
+        results = list(await asyncio.gather(*(ask(engine, metrics, question) for question in QUESTIONS)))
+        results.append(await ask(engine, metrics, QUESTIONS[0]))
+        seen = await page(metrics)
+        tokens_in = sum(r.metrics.input_tokens for r in results)
+        tokens_out = sum(r.metrics.output_tokens for r in results)
+        assert seen.value("vllm:prompt_tokens_total", model_name="kestrel-tiny") == tokens_in
+        assert seen.value("vllm:generation_tokens_total") == tokens_out
+        assert seen.value("kestrel_input_tokens_total", skill="query") == tokens_in
+        assert seen.value("kestrel_output_tokens_total", skill="query") == tokens_out
+        assert seen.value("vllm:prefix_cache_queries_total") == tokens_in
+        hits = seen.value("vllm:prefix_cache_hits_total")
+        assert hits == seen.value("kestrel_cached_tokens_total") == sum(r.metrics.cached_tokens for r in results) > 0
+        assert seen.value("vllm:request_success_total", finished_reason="stop") == len(results)
+        assert seen.value("vllm:request_success_total", finished_reason="length") == 0
+        assert seen.value("kestrel_requests_started_total") == len(results)
+        assert seen.value("kestrel_requests_in_progress") == 0
+        assert seen.value("vllm:num_requests_running") == 0
 
 
-async def test_histograms_sum_the_times_the_requests_report(tiny_engine: InferenceEngine) -> None:
-    metrics = ServerMetrics("tiny", tiny_engine.snapshot)
-    times = [(await ask(tiny_engine, metrics, question)).metrics for question in QUESTIONS]
-    seen = await page(metrics)
+async def test_histograms_sum_the_times_the_requests_report() -> None:
+    async with tiny_engine() as engine:
+        metrics = ServerMetrics("tiny", engine.snapshot)
+        times = [(await ask(engine, metrics, question)).metrics for question in QUESTIONS]
+        seen = await page(metrics)
 
-    def near(total_ms: float) -> object:
-        return pytest.approx(total_ms / 1000.0)
+        def near(total_ms: float) -> object:
+            return pytest.approx(total_ms / 1000.0)
 
-    assert seen.value("vllm:time_to_first_token_seconds_sum") == near(sum(t.ttft_ms for t in times))
-    assert seen.value("vllm:request_queue_time_seconds_sum") == near(sum(t.queue_time_ms for t in times))
-    assert seen.value("vllm:request_prefill_time_seconds_sum") == near(sum(t.prefill_time_ms for t in times))
-    assert seen.value("vllm:request_decode_time_seconds_sum") == near(sum(t.decode_time_ms for t in times))
-    whole = sum(t.ttft_ms + t.decode_time_ms for t in times)
-    assert seen.value("vllm:e2e_request_latency_seconds_sum") == near(whole)
-    assert seen.value("kestrel_request_duration_seconds_count", skill="query") == len(times)
+        assert seen.value("vllm:time_to_first_token_seconds_sum") == near(sum(t.ttft_ms for t in times))
+        assert seen.value("vllm:request_queue_time_seconds_sum") == near(sum(t.queue_time_ms for t in times))
+        assert seen.value("vllm:request_prefill_time_seconds_sum") == near(sum(t.prefill_time_ms for t in times))
+        assert seen.value("vllm:request_decode_time_seconds_sum") == near(sum(t.decode_time_ms for t in times))
+        whole = sum(t.ttft_ms + t.decode_time_ms for t in times)
+        assert seen.value("vllm:e2e_request_latency_seconds_sum") == near(whole)
+        assert seen.value("kestrel_request_duration_seconds_count", skill="query") == len(times)
 
 
-async def test_intervals_between_tokens_are_the_real_ones(tiny_engine: InferenceEngine) -> None:
-    metrics = ServerMetrics("tiny", tiny_engine.snapshot)
-    metrics.started("caption")
-    result = await tiny_engine.caption(SCENE, "normal", temperature=0.0)
-    metrics.finished("caption", result.metrics, result.finish_reason)
-    seen = await page(metrics)
-    assert result.metrics.output_tokens > 5
-    assert seen.value("vllm:inter_token_latency_seconds_count") == result.metrics.output_tokens - 1
-    whole = seen.value("vllm:inter_token_latency_seconds_sum")
-    assert 0.5 * result.metrics.decode_latency_s < whole <= result.metrics.decode_latency_s
+async def test_intervals_between_tokens_are_the_real_ones() -> None:
+    async with tiny_engine() as engine:
+        metrics = ServerMetrics("tiny", engine.snapshot)
+        metrics.started("caption")
+        result = await engine.caption(SCENE, "normal", temperature=0.0)
+        metrics.finished("caption", result.metrics, result.finish_reason)
+        seen = await page(metrics)
+        assert result.metrics.output_tokens > 5
+        assert seen.value("vllm:inter_token_latency_seconds_count") == result.metrics.output_tokens - 1
+        whole = seen.value("vllm:inter_token_latency_seconds_sum")
+        assert 0.5 * result.metrics.decode_latency_s < whole <= result.metrics.decode_latency_s
 
 
 async def test_each_interval_lands_in_its_own_bucket() -> None:
