@@ -20,7 +20,9 @@ LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
 """Ours, and that of the HTTP server underneath."""
 QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/metrics"})
-"""Asked every few seconds by machines: logged at debug level while they succeed."""
+"""Asked every few seconds by machines: logged at debug level, a 503 while starting or draining included."""
+BUSY = 503
+"""Overloaded, starting or draining: to be expected, and not a fault."""
 _FIELDS = "kestrel_fields"
 
 _logger = logging.getLogger("kestrel.server.access")
@@ -54,9 +56,12 @@ def access_log(record: RequestRecord) -> None:
 
 
 def _level(record: RequestRecord) -> int:
-    if record.status is not None and record.status >= 500:
+    status = record.status or 0
+    if status >= 500 and status != BUSY:
         return logging.ERROR
-    return logging.DEBUG if record.route in QUIET_ROUTES else logging.INFO
+    if record.route in QUIET_ROUTES:
+        return logging.DEBUG
+    return logging.WARNING if status == BUSY else logging.INFO
 
 
 def _request_fields(record: RequestRecord) -> dict[str, Any]:

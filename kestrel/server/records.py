@@ -34,7 +34,7 @@ class RequestRecord:
     request_id: str
     method: str
     route: str = UNMATCHED
-    """The pattern, such as "/v1/{skill}"; found by itself for Starlette's routes, or set by the handler."""
+    """The pattern, such as "/v1/{skill}"; found by itself for FastAPI's routes, or set by the handler."""
     skill: str | None = None
     status: int | None = None
     metrics: RequestMetrics | None = None
@@ -67,7 +67,7 @@ class RequestRecord:
         self.metrics.cached_tokens += metrics.cached_tokens
 
     def find_route(self, scope: Scope) -> None:
-        """Take the pattern from the route that Starlette chose, unless the handler named one."""
+        """Take the pattern from the route that was chosen, unless the handler named one."""
         route = scope.get("route")
         if self.route == UNMATCHED and isinstance(route, Route):
             self.route = route.path

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kestrel.request import RequestMetrics
@@ -53,16 +52,12 @@ async def health(request: Request) -> Response:
     return Response("ok")
 
 
-def routes() -> Starlette:
-    return Starlette(
-        routes=[
-            Route("/v1/busy", refuse),
-            Route("/v1/crash", crash),
-            Route("/v1/endless", endless),
-            Route("/healthz", health),
-            Route("/v1/{skill}", skill, methods=["POST"]),
-        ]
-    )
+def routes() -> FastAPI:
+    app = FastAPI()
+    for path, handler in (("/v1/busy", refuse), ("/v1/crash", crash), ("/v1/endless", endless), ("/healthz", health)):
+        app.add_api_route(path, handler, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/{skill}", skill, methods=["POST"], response_model=None)
+    return app
 
 
 def recorded(watchers: Sequence[RequestWatcher], app: ASGIApp | None = None) -> RecordedRequests:

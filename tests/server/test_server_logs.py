@@ -74,7 +74,7 @@ async def test_a_text_line_reads_at_a_glance() -> None:
     async with client_of(recorded([access_log])) as client:
         await client.get("/v1/busy")
     (line,) = lines.getvalue().splitlines()
-    assert " error   request request_id=chosen-by-the-handler method=GET route=/v1/busy status=503 " in line
+    assert " warning request request_id=chosen-by-the-handler method=GET route=/v1/busy status=503 " in line
     assert "error=QueueFull" in line
 
 
@@ -86,6 +86,23 @@ async def test_health_checks_are_silent_until_debug() -> None:
         lines = log("json", "debug")
         await client.get("/healthz")
     assert json.loads(lines.getvalue())["route"] == "/healthz"
+
+
+@pytest.mark.parametrize(
+    ("route", "status", "level"),
+    [
+        ("/ready", 503, "debug"),
+        ("/healthz", 500, "error"),
+        ("/v1/query", 200, "info"),
+        ("/v1/query", 404, "info"),
+        ("/v1/query", 503, "warning"),
+        ("/v1/query", 500, "error"),
+    ],
+)
+def test_the_level_says_whether_someone_should_look(route: str, status: int, level: str) -> None:
+    lines = log("json", "debug")
+    access_log(RequestRecord("r", "GET", route, status=status))
+    assert json.loads(lines.getvalue())["level"] == level
 
 
 def test_a_client_that_left_is_marked() -> None:

@@ -8,10 +8,8 @@ from collections.abc import Callable
 import httpx
 import pytest
 from fastapi import FastAPI
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.routing import Route
 
 from kestrel.cli.demo import SCENE
 from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
@@ -152,7 +150,9 @@ async def test_http_requests_are_counted_by_pattern_not_by_path() -> None:
         return PlainTextResponse("yes", status_code=int(request.path_params["status"]))
 
     metrics = ServerMetrics("tiny", idle)
-    app = RecordedRequests(Starlette(routes=[Route("/v1/{status}", answer)]), [metrics.http_request])
+    inner = FastAPI()
+    inner.add_api_route("/v1/{status}", answer, response_model=None)
+    app = RecordedRequests(inner, [metrics.http_request])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         for path in ("/v1/200", "/v1/200", "/v1/400", "/wp-login.php", "/.env"):
             await client.get(path)
