@@ -223,6 +223,8 @@ class RequestMetrics:
     decode_time_ms: float = 0.0
     ttft_ms: float = 0.0
     num_preemptions: int = 0
+    token_intervals_s: list[float] = field(default_factory=list, repr=False)
+    """Seconds from each token to the next, as the scheduler saw them."""
 
     @property
     def processing_latency_s(self) -> float:

@@ -20,6 +20,7 @@ from kestrel.engine.intake import num_characters, require_readable, require_runn
 from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
+from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
@@ -110,6 +111,23 @@ class InferenceEngine(SkillCalls):
     def has_begun(self, request_id: str) -> bool:
         """Whether a request has had its first step, or is over; False while it waits for one."""
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
+
+    def snapshot(self) -> EngineSnapshot:
+        """How busy it is; for the event loop, while the worker runs."""
+        cache, limits = self._cache.stats(), self._ready.runtime.limits
+        return EngineSnapshot(
+            num_running=self._scheduler.num_running,
+            num_waiting=len(self._unsent) + self._worker.num_unread + self._scheduler.num_waiting,
+            num_pages=cache.num_pages,
+            num_used_pages=max(0, cache.num_pages - cache.free_pages - cache.evictable_pages),
+            num_cached_pages=cache.cached_pages,
+            page_size=self._cache.page_size,
+            max_batch_size=limits.max_batch_size,
+            prefix_query_tokens_total=cache.query_positions,
+            prefix_hit_tokens_total=cache.hit_positions,
+            evicted_pages_total=cache.evicted_pages,
+            preemptions_total=self._scheduler.num_preemptions,
+        )
 
     # ------------------------------------------------------------------ one request
 

@@ -49,10 +49,11 @@ class Admission:
         self._picture_owner: dict[PictureKey, Sequence] = {}
         self._picture_of: dict[Sequence, PictureKey] = {}
         self._parked: dict[PictureKey, list[Sequence]] = {}
+        self._num_parked = 0
 
     @property
     def num_parked(self) -> int:
-        return sum(len(group) for group in self._parked.values())
+        return self._num_parked
 
     def is_parked(self, sequence: Sequence) -> bool:
         key = self._picture_key(sequence)
@@ -112,6 +113,7 @@ class Admission:
             return
         del self._picture_owner[key]
         for parked in self._parked.pop(key, ()):
+            self._num_parked -= 1
             self._queue.push(parked)
 
     def forget(self, sequence: Sequence) -> None:
@@ -120,11 +122,13 @@ class Admission:
         key = self._picture_key(sequence)
         if key is not None and self.is_parked(sequence):
             self._parked[key].remove(sequence)
+            self._num_parked -= 1
 
     def check_integrity(self, running: int) -> None:
         assert len(self._free_rows) + running == self._num_rows, "a row is lost or held twice"
         assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
         assert set(self._parked) <= set(self._picture_owner), "sequences are parked behind no one"
+        assert sum(map(len, self._parked.values())) == self._num_parked, "the parked are miscounted"
         for sequence, key in self._picture_of.items():
             assert self._picture_owner[key] is sequence, "a picture has two owners"
         assert len(self._picture_of) == len(self._picture_owner), "a picture has no owner"
@@ -133,6 +137,7 @@ class Admission:
         key = self._picture_key(sequence)
         assert key is not None
         self._parked.setdefault(key, []).append(sequence)
+        self._num_parked += 1
 
     def _own_missing_picture(self, sequence: Sequence) -> None:
         key = self._picture_key(sequence)

@@ -78,6 +78,7 @@ class Committer:
         try:
             delta, finish = None, output.finish
             if output.token is not None:
+                sequence.note_token_time(now)
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
             if delta is not None:

@@ -52,6 +52,7 @@ class GenerationScheduler(Generic[StepT]):
         self._running: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._notices: list[StreamUpdate] = []
+        self._num_preemptions = 0
 
     # ------------------------------------------------------------------ what callers see
 
@@ -67,8 +68,13 @@ class GenerationScheduler(Generic[StepT]):
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._num_preemptions
+
     def has_begun(self, request_id: str) -> bool:
-        """Whether a request has been part of a step. The one question that other threads may ask."""
+        """Whether a request has been part of a step. Other threads may ask this too."""
         sequence = self._sequences.get(request_id)
         return sequence is not None and sequence.first_step_s is not None
 
@@ -186,6 +192,7 @@ class GenerationScheduler(Generic[StepT]):
         victim.share()
         self._admission.release(victim)
         victim.restart_later()
+        self._num_preemptions += 1
         self._queue.push(victim)
         if self._running:
             self._admission.hold_until_release()

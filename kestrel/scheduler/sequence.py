@@ -34,6 +34,7 @@ class Sequence:
         self.metrics = RequestMetrics(input_tokens=request.num_prompt_positions)
         self.first_step_s: float | None = None
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
 
         self.num_generated = 0
         self.grammar_state = 0
@@ -112,6 +113,11 @@ class Sequence:
         prompt = tuple(item.id for item in request.items if isinstance(item, TextToken) and item.id not in ends)
         answer = self.items[len(request.items) :]
         return prompt, tuple(item.id for item in answer if isinstance(item, TextToken))
+
+    def note_token_time(self, now: float) -> None:
+        if self.last_token_s is not None:
+            self.metrics.token_intervals_s.append(now - self.last_token_s)
+        self.last_token_s = now
 
     def committed_items(self) -> list[ContextItem]:
         """The items whose keys and values are complete."""
