@@ -23,6 +23,7 @@ from kestrel.cli.point import point
 from kestrel.cli.query import query
 from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
+from kestrel.cli.train import add_train_group
 
 VERBS = (query, caption, point, detect, segment, schedule, eval, models, demo)
 
@@ -55,6 +56,7 @@ def make_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_kestrel)
     for verb in VERBS:
         app.command(verb.__name__, epilog=ENVIRONMENT_HINT if takes_config(verb) else None)(verb)
+    add_train_group(app)
     return app
 
 
