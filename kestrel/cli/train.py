@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, write
+from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.event_loop import Interrupted
 from kestrel.cli.exit_codes import INTERRUPTED
 from kestrel.cli.sizes import parse_size
@@ -69,7 +69,7 @@ def tiny(
         options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in _listed(sizes)))
     if courses is not None:
         options = replace(options, courses=named_courses(parse_shares(_listed(courses))))
-    with TrainingReport(options) as report, _interruptions(report.stopping) as should_stop:
+    with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
     note(f"{options.folder}: {done.scenes:,} scenes in {done.runs} runs and {done.seconds:,.0f} s of training")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from kestrel.cli.console import note, stdout_console, write
+from kestrel.cli.console import note, write
 from kestrel.train.loop import StepReport
 from kestrel.train.options import TinyRun
 
@@ -23,9 +24,8 @@ _COLUMNS = (
 class TrainingReport:
     """Called with every report of the loop. A run that is bounded by time and by steps is as far as the further one."""
 
-    def __init__(self, options: TinyRun) -> None:
+    def __init__(self, options: TinyRun, console: Console) -> None:
         self._options = options
-        console = stdout_console()
         self._is_terminal = console.is_terminal
         self._bar = Progress(*_COLUMNS, console=console, disable=not self._is_terminal)
         waiting = {"step": f"0/{options.steps}", "loss": "-", "rate": "-", "seconds": "0", "lr": "-"}
