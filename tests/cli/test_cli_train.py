@@ -79,7 +79,9 @@ def test_a_fresh_folder_becomes_a_model_that_answers(kestrel: Kestrel, tmp_path:
     assert [row["step"] for row in rows_of(folder)] == ["1"]
     with Image.open(folder / "curves.png") as picture:
         assert picture.size[0] > 100
-    asked = kestrel("query", "Who?", "--weights", folder, "--device", "cpu", "--kv-cache-pages", "60", "--max-new-tokens", "3")
+    asked = kestrel(
+        "query", "Who?", "--weights", folder, "--device", "cpu", "--kv-cache-pages", "60", "--max-new-tokens", "3"
+    )
     assert asked.code == 0, asked.err
 
 
