@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -28,7 +29,13 @@ class TrainingReport:
         self._options = options
         self._is_terminal = console.is_terminal
         self._bar = Progress(*_COLUMNS, console=console, disable=not self._is_terminal)
-        waiting = {"step": f"0/{options.steps}", "loss": "-", "rate": "-", "seconds": "0", "lr": "-"}
+        waiting: dict[str, Any] = {
+            "step": f"0/{options.steps}",
+            "loss": "-",
+            "rate": "-",
+            "seconds": "0",
+            "lr": "-",
+        }
         self._task: TaskID = self._bar.add_task("training", total=1.0, **waiting)
 
     def __call__(self, line: StepReport) -> None:
