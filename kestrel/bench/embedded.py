@@ -130,13 +130,13 @@ def main() -> None:
     if args.engine_only:
         print(json.dumps(asdict(asyncio.run(measure_engine(args.queries)))))
         return
-    load_before = load_average()
+    load_before, measured_on = load_average(), environment()
     found = rows(time_demo(), measure_engine_apart(args.queries), args.queries)
     machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load_before": load_before}
     for row in found:
         print(f"{row['workload']}: {row['value']:.3g} {row['metric']}")
         if args.output is not None:
-            append_row(args.output, {**environment(), **machine, **row})
+            append_row(args.output, {**measured_on, **machine, **row})
 
 
 if __name__ == "__main__":
