@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,10 +64,35 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> Read
 
 
 def registered_models() -> tuple[ModelSpec, ...]:
+    """The published ones."""
     return tuple(spec for family in FAMILIES for spec in family.models)
 
 
+def embedded_model() -> ModelSpec:
+    """What comes with the package; its dimensions are read from its folder."""
+    config = read_config(default_model.FOLDER)
+    assert config is not None
+    with open_checkpoint(default_model.FOLDER) as checkpoint:
+        num_parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return ModelSpec(
+        name=default_model.NAME,
+        family=next(family.name for family in FAMILIES if family.owns(config)),
+        description=default_model.DESCRIPTION,
+        num_parameters=num_parameters,
+        licence=default_model.LICENCE,
+        config=config,
+        source=None,
+    )
+
+
+def known_models() -> tuple[ModelSpec, ...]:
+    """Everything that `model` may name, the default first."""
+    return (embedded_model(), *registered_models())
+
+
 def find_model(name: str) -> ModelSpec:
+    if name == default_model.NAME:
+        return embedded_model()
     for spec in registered_models():
         if spec.name == name:
             return spec
