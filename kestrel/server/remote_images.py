@@ -138,7 +138,8 @@ class _AllowedHost:
         is_sound = all(label.isascii() and label.replace("-", "").replace("_", "").isalnum() for label in labels)
         if not is_sound or (port and not port.isdecimal()) or (self._is_wildcard and len(labels) < 2):
             raise ConfigError(
-                "image_hosts", f"{shown(entry)} is not a host; write a name (xn-- form), *.example.org or name:port"
+                "allowed_image_hosts",
+                f"{shown(entry)} is not a host; write a name (xn-- form), *.example.org or name:port",
             )
         self._ports = {int(port)} if port else set(PORTS.values())
 
