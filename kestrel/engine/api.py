@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
+from kestrel.engine.compiling import CompilePool
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
 from kestrel.engine.refinement import RefinedSegment
@@ -52,6 +53,7 @@ class InferenceEngine:
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
+        self._compiling = CompilePool()
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -217,7 +219,10 @@ class InferenceEngine:
         try:
             images = await self._pictures.decode(stream.request_id, request.images)
             lay_out = (self._lay_out, skill, request, images, stream.request_id)
-            generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
+            if request.response_format is not None:
+                generation = await self._compiling.run(*lay_out)
+            else:
+                generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
             generation.namespace = CacheNamespace(tenant=route.tenant)
             generation.priority = route.priority
             generation.submitted_s = submitted_s
@@ -245,6 +250,7 @@ class InferenceEngine:
             sampling=prompt.sampling,
             consumer=consumer,
             images={image.digest: image for image in images},
+            constraint=prompt.constraint,
         )
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
@@ -333,6 +339,7 @@ class InferenceEngine:
         await asyncio.sleep(0)  # let updates already handed to the loop arrive first
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
+        self._compiling.close()
 
     async def _join(self, timeout_s: float) -> bool:
         """Wait for the worker in short naps, so that no helper thread outlives a time-out."""

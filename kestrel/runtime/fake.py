@@ -3,12 +3,14 @@
 Every position has a value: a text token its id, a coordinate `round(1024·value)`, a size the sum of its two, position k
 of an image span `int(digest[:4], 16) + k`. The KV slot of a position holds the running sum of values up to it, read
 through the row's page table, so a wrong page gives a wrong token. The token sampled after position p is
-`(running sum at p + p) mod vocab_size`, then moved to an id the grammar allows. Example (vocab 10): prompt 3, 4 gives
-running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and the next is 7.
+`(running sum at p + p) mod vocab_size`, then moved to an id that the grammar and the row's mask allow. Example (vocab
+10): prompt 3, 4 gives running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and
+the next is 7.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kestrel.grammar import END, Carries, State
@@ -42,6 +44,7 @@ class FakeRuntime:
         self._size_id = size_id
         self._slots = [0] * (limits.num_pages * limits.page_size)
         self._rows: dict[int, _Row] = {}
+        self._masks: Mapping[int, bytes] = {}
         self._next_collect = 0
         self.num_positions_computed = 0
         self.failing_digests: dict[str, Exception] = {}
@@ -52,6 +55,7 @@ class FakeRuntime:
 
     def launch(self, plan: StepPlan) -> FakeStep:
         output = StepOutput(plan.step_id)
+        self._masks = plan.masks
         for start in plan.starts:
             self._rows[start.row] = _Row(start, start.grammar_state, start.phase_spent, start.num_generated, [])
         for write in plan.page_writes:
@@ -99,7 +103,8 @@ class FakeRuntime:
         row = self._rows[row_index]
         grammar, budget = row.start.grammar, row.start.sampling.max_new_tokens
         state = grammar.states[row.state]
-        sampled = self._pick(state, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
+        candidate = (self._slots[self._slot(row, position)] + position) % self._vocab_size
+        sampled = self._pick(state, candidate, self._masks.get(row_index))
         if row.spent >= budget and state.when_spent is not None:
             sampled = state.when_spent
         emitted, goto = grammar.advance(row.state, sampled)
@@ -116,12 +121,12 @@ class FakeRuntime:
         logprobs = TokenLogprobs(-1.0) if row.start.sampling.logprobs is not None else None
         return RowOutput(row_index, token, FinishReason.LENGTH if ended else None, goto, row.spent, logprobs)
 
-    def _pick(self, state: State, candidate: int) -> int:
+    def _pick(self, state: State, candidate: int, mask: bytes | None) -> int:
         if state.allowed is not None:
-            return state.allowed[candidate % len(state.allowed)]
-        while candidate in state.suppressed:
-            candidate = (candidate + 1) % self._vocab_size
-        return candidate
+            allowed = [token_id for token_id in state.allowed if _permits(mask, token_id)]
+            return allowed[candidate % len(allowed)]
+        ids = (*range(candidate, self._vocab_size), *range(candidate))
+        return next(token_id for token_id in ids if token_id not in state.suppressed and _permits(mask, token_id))
 
     def _typed(self, state: State, emitted: int, position: int) -> Token:
         if emitted == self._coord_id and state.carries & Carries.COORD:
@@ -142,6 +147,10 @@ class FakeRuntime:
     def _copy_page(self, source: int, target: int) -> None:
         size = self._limits.page_size
         self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+
+
+def _permits(mask: bytes | None, token_id: int) -> bool:
+    return mask is None or (token_id // 8 < len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1))
 
 
 def item_value(item: ContextItem) -> int:

@@ -60,6 +60,8 @@ class Committer:
         try:
             delta = None
             if output.token is not None:
+                if output.finish is None:
+                    sequence.constrain(output.token)
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
             if delta is not None:

@@ -11,9 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from kestrel.constraints import ResponseFormat
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import (
+    Constraint,
+    FinishReason,
+    SamplingParams,
+    SkillOutput,
+    StreamDelta,
+    TokenConstraint,
+    TokenLogprobs,
+)
 from kestrel.tokens import ContextItem, ImageSpan, Token
 
 
@@ -24,6 +33,12 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special ids left out."""
+        ...
+
+
+class ConstraintSource(Protocol):
+    def start(self, wanted: ResponseFormat) -> TokenConstraint:
+        """A constraint for one answer, compiled if need be. Raises RequestError for formats that cannot be kept."""
         ...
 
 
@@ -77,6 +92,8 @@ class ModelProfile:
     has_vision: bool = True
     last_control_id: int | None = None
     """Segment drops ids up to this one from an outline; None uses 20."""
+    constraints: ConstraintSource | None = None
+    """Compiles answer formats; without it `response_format` is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +103,7 @@ class Prompt:
     items: tuple[ContextItem, ...]
     grammar: Grammar
     sampling: SamplingParams
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,8 @@ class SkillRequest:
 
     images: tuple[Any, ...] = field(default=(), kw_only=True)
     adapter: str | None = field(default=None, kw_only=True)
+    response_format: ResponseFormat | None = field(default=None, kw_only=True)
+    """When given, `prompt` is called on a thread where it may compile for a while."""
 
 
 RequestT = TypeVar("RequestT", bound=SkillRequest)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.request import SkillOutput
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
@@ -13,6 +14,7 @@ from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import FieldTable, any_text, some_token_ids
 from kestrel.skills.layout import check_pictures, laid_out, opening
+from kestrel.skills.structured import answer_constraint
 from kestrel.skills.text_state import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
@@ -25,7 +27,7 @@ def _raw_prompt(name: str, value: Any) -> str | tuple[int, ...]:
     raise RequestError(name, f"must be some text or a list of token ids (got {shown(value)})")
 
 
-_FIELDS = FieldTable("complete", {"prompt": _raw_prompt})
+_FIELDS = FieldTable("complete", {"prompt": _raw_prompt, "response_format": response_format})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +52,12 @@ class CompleteSkill(BuiltinSkill[CompleteRequest]):
             sampling=self.text_sampling(values, profile),
             images=values.images,
             adapter=values.adapter,
+            response_format=values.own.get("response_format"),
         )
 
     def prompt(self, request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
-        return laid_out(_items(request.prompt, images, profile), text_rules(profile), request.sampling)
+        items, grammar = _items(request.prompt, images, profile), text_rules(profile)
+        return laid_out(items, grammar, request.sampling, answer_constraint(request, grammar, profile))
 
     def start(self, request: CompleteRequest, profile: ModelProfile) -> SkillState:
         return CompleteState(profile, request.sampling, "text")
