@@ -13,6 +13,7 @@ from torch import nn
 
 from kestrel import default_model
 from kestrel.config import RuntimeConfig
+from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError, ConfigError, shown
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
@@ -51,9 +52,10 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> Read
     match loaded:
         case LoadedMoondream():
             runtime = MoondreamRuntime(loaded.model, config)
+            constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,
-                profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name),
+                profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name, constraints),
                 vocab_size=runtime.decoder.shape.vocab_size,
                 num_image_positions=runtime.decoder.shape.num_image_positions,
                 refiner=None

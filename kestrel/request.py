@@ -180,6 +180,30 @@ class TokenConsumer(Protocol):
     def finish(self, reason: FinishReason) -> SkillOutput: ...
 
 
+class TokenConstraint(Protocol):
+    """What an answer must match, followed on the host token by token. It survives a preemption of its sequence."""
+
+    @property
+    def allowed(self) -> bytes:
+        """Ids that may come next: bit k % 8 of byte k // 8 stands for id k, and ids past the end are forbidden.
+
+        The end id is among them when the answer may end here, and alone when it must.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The next token. Raises RequestError when the answer cannot be followed any further."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint and the phase of the grammar it holds in: thinking before an answer is free."""
+
+    tokens: TokenConstraint
+    phase: int = 0
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One sequence to generate, ready for the scheduler."""
@@ -191,6 +215,7 @@ class GenerationRequest:
     consumer: TokenConsumer
     images: Mapping[str, Any] = field(default_factory=dict)
     """Decoded pictures by digest, for the runtime; the scheduler never looks inside."""
+    constraint: Constraint | None = None
     namespace: CacheNamespace = CacheNamespace()
     priority: int = 0
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
+from kestrel.engine.compiling import CompilePool
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
 from kestrel.engine.refinement import RefinedSegment
@@ -53,6 +54,7 @@ class InferenceEngine(SkillCalls):
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
+        self._compiling = CompilePool()
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -151,7 +153,10 @@ class InferenceEngine(SkillCalls):
         try:
             images = await self._pictures.decode(stream.request_id, request.images)
             lay_out = (self._lay_out, skill, request, images, stream.request_id)
-            generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
+            if request.response_format is not None:
+                generation = await self._compiling.run(*lay_out)
+            else:
+                generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
             generation.namespace = CacheNamespace(tenant=route.tenant)
             generation.priority = route.priority
             generation.submitted_s = submitted_s
@@ -180,6 +185,7 @@ class InferenceEngine(SkillCalls):
             consumer=consumer,
             images={image.digest: image for image in images},
             prompt_outputs=prompt.outputs,
+            constraint=prompt.constraint,
         )
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
@@ -268,6 +274,7 @@ class InferenceEngine(SkillCalls):
         await asyncio.sleep(0)  # let updates already handed to the loop arrive first
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
+        self._compiling.close()
 
     async def _join(self, timeout_s: float) -> bool:
         """Wait for the worker in short naps, so that no helper thread outlives a time-out."""

@@ -43,8 +43,9 @@ def take_route(fields: dict[str, Any]) -> Route:
 
 
 def num_characters(fields: Mapping[str, Any]) -> int:
-    """Length of the texts among the fields, messages included."""
-    return sum(len(text) for value in fields.values() for text in _texts(value))
+    """Length of the texts among the fields, messages included; an answer format is no part of the context."""
+    prompts = (value for name, value in fields.items() if name != "response_format")
+    return sum(len(text) for value in prompts for text in _texts(value))
 
 
 def _texts(value: Any) -> Iterator[str]:

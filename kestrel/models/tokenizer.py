@@ -72,6 +72,10 @@ class TextTokenizer:
     def decode_one(self, token_id: int) -> str:
         return self.decode((token_id,))
 
+    def to_json(self) -> str:
+        """The tokenizer.json as it is used here."""
+        return self._tokenizer.to_str()
+
     def token_name(self, token_id: int) -> str | None:
         """The vocabulary entry itself, for messages."""
         return self._tokenizer.id_to_token(token_id)

@@ -101,6 +101,8 @@ class StepPlan:
     page_copies: list[PageCopy] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
+    """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
 
     @property
     def is_empty(self) -> bool:

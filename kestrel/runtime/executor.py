@@ -82,7 +82,8 @@ class Executor:
         prompts = score_prompts(self._model, prefill, hidden_TD)
         sampled = None
         if batch.sample_at:
-            sampled = sample_rows(self._model, self._table, hidden_TD[batch.sample_at_B], batch.sample_rows)
+            hidden_BD = hidden_TD[batch.sample_at_B]
+            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows, plan.masks)
         host_rows = [self._table.host[row] for row in batch.sample_rows]
         sampled, arrived = _send_to_host(sampled)
         return TorchStep(plan.step_id, batch.sample_rows, host_rows, sampled, failures, arrived, prompts)

@@ -3,8 +3,9 @@
 Every position has a value: a text token its id, a coordinate `round(1024·value)`, a size the sum of its two, position k
 of an image span `int(digest[:4], 16) + k`. The KV slot of a position holds the running sum of values up to it, read
 through the row's page table, so a wrong page gives a wrong token. The token sampled after position p is
-`(running sum at p + p) mod vocab_size`, then moved to an id the grammar allows. Example (vocab 10): prompt 3, 4 gives
-running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and the next is 7.
+`(running sum at p + p) mod vocab_size`, then moved to an id that the grammar and the row's mask allow. Example (vocab
+10): prompt 3, 4 gives running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and
+the next is 7.
 
 For a row with penalties or a bias ids have scores: vocab_size for that token, one less for each id after it, around the
 circle. The token is then the id with the best score after penalties and bias, the first one from that token on.
@@ -13,6 +14,7 @@ circle. The token is then the id with the best score after penalties and bias, t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kestrel.grammar import END, Carries, State
@@ -48,6 +50,7 @@ class FakeRuntime:
         self._size_id = size_id
         self._slots = [0] * (limits.num_pages * limits.page_size)
         self._rows: dict[int, _Row] = {}
+        self._masks: Mapping[int, bytes] = {}
         self._next_collect = 0
         self.num_positions_computed = 0
         self.failing_digests: dict[str, Exception] = {}
@@ -58,6 +61,7 @@ class FakeRuntime:
 
     def launch(self, plan: StepPlan) -> FakeStep:
         output = StepOutput(plan.step_id)
+        self._masks = plan.masks
         for start in plan.starts:
             self._rows[start.row] = _Row(start, start.grammar_state, start.phase_spent, start.num_generated, [])
             self._rows[start.row].said.update(start.generated_ids)
@@ -111,7 +115,9 @@ class FakeRuntime:
         grammar, budget = row.start.grammar, row.start.sampling.max_new_tokens
         state = grammar.states[row.state]
         candidate = self._weighed(row, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
-        sampled = self._pick(state, candidate, early_ends(state, row.start.sampling, row.spent))
+        sampled = self._pick(
+            state, candidate, early_ends(state, row.start.sampling, row.spent), self._masks.get(row_index)
+        )
         if row.spent >= budget and state.when_spent is not None:
             sampled = state.when_spent
         emitted, goto = grammar.advance(row.state, sampled)
@@ -147,13 +153,14 @@ class FakeRuntime:
         circle = ((candidate + k) % self._vocab_size for k in range(self._vocab_size))
         return max(circle, key=score)
 
-    def _pick(self, state: State, candidate: int, too_early: set[int]) -> int:
+    def _pick(self, state: State, candidate: int, too_early: set[int], mask: bytes | None) -> int:
         if state.allowed is not None:
-            allowed = [token_id for token_id in state.allowed if token_id not in too_early] or state.allowed
-            return allowed[candidate % len(allowed)]
-        while candidate in state.suppressed or candidate in too_early:
-            candidate = (candidate + 1) % self._vocab_size
-        return candidate
+            permitted = [token_id for token_id in state.allowed if _permits(mask, token_id)]
+            timely = [token_id for token_id in permitted if token_id not in too_early] or permitted
+            return timely[candidate % len(timely)]
+        circle = (*range(candidate, self._vocab_size), *range(candidate))
+        permitted = [token_id for token_id in circle if token_id not in state.suppressed and _permits(mask, token_id)]
+        return next((token_id for token_id in permitted if token_id not in too_early), permitted[0])
 
     def _typed(self, state: State, emitted: int, position: int) -> Token:
         if emitted == self._coord_id and state.carries & Carries.COORD:
@@ -180,6 +187,10 @@ def early_ends(state: State, sampling: SamplingParams, spent: int) -> set[int]:
     """Ids that would end the row but may not yet."""
     ends = set(state.end_ids) if sampling.ignore_eos or spent < sampling.min_tokens else set()
     return ends | set(sampling.stop_token_ids) if state.end_ids and spent < sampling.min_tokens else ends
+
+
+def _permits(mask: bytes | None, token_id: int) -> bool:
+    return mask is None or (token_id // 8 < len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1))
 
 
 def item_value(item: ContextItem) -> int:

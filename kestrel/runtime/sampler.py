@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from kestrel.grammar import Carries
 from kestrel.kernels.sampling import Truncation, draw, truncate, uniform
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.rows import COORD, SIZE, TEXT, HostRow, RowTable
+from kestrel.runtime.token_masks import apply_masks
 from kestrel.runtime.upload import upload
 
 GOING_ON, STOPPED, OUT_OF_BUDGET, NOT_FINITE = 0, 1, 2, 3
@@ -27,7 +29,9 @@ class Sampled:
     top_id_BK: Tensor | None = None
 
 
-def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int]) -> Sampled:
+def sample_rows(
+    model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int], masks: Mapping[int, bytes]
+) -> Sampled:
     """Samples for `row_indices` (row b of `hidden_BD` belongs to row_indices[b]) and updates the table."""
     host = [table.host[row] for row in row_indices]
     rows_B = upload(row_indices, table.device)
@@ -37,7 +41,7 @@ def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_ind
 
     weighed_BV = table.penalties.apply(raw_BV, row_indices)
     weighed_BV = table.logit_bias.apply(weighed_BV, row_indices)
-    masked_BV = _masked(table, host, rows_B, state_B, weighed_BV)
+    masked_BV = _masked(table, host, rows_B, state_B, apply_masks(weighed_BV, row_indices, masks))
     masked_BV = table.endings.forbid(masked_BV, row_indices, state_B, spent_B)
     best_B, greedy_B = masked_BV.max(-1)
     sampled_B = _choose(table, host, rows_B, masked_BV, greedy_B)

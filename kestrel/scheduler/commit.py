@@ -79,6 +79,8 @@ class Committer:
             delta, finish = None, output.finish
             if output.token is not None:
                 sequence.note_token_time(now)
+                if output.finish is None:
+                    sequence.constrain(output.token)
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
             if delta is not None:

@@ -84,6 +84,7 @@ class StepPlanner:
             step.plan.page_writes.append(PageWrite(sequence.row, index, pages[index]))
         sequence.num_written_pages = len(pages)
         step.plan.decode.append(DecodeRow(sequence.row, position))
+        _add_mask(step.plan, sequence)
         sequence.num_launched = position + 1
         step.work[sequence.row] = PlannedWork(sequence, position + 1, samples=True, publishes=False)
 
@@ -100,6 +101,8 @@ class StepPlanner:
             publishes |= chunk.samples or isinstance(chunk.items[0], ImageSpan)
             budget -= chunk.num_positions
             samples = chunk.samples
+            if samples:
+                _add_mask(step.plan, sequence)
             step.work[sequence.row] = PlannedWork(sequence, sequence.num_launched, samples, publishes)
         if sequence.next_item == len(sequence.items):
             sequence.stage = Stage.DECODE
@@ -125,6 +128,11 @@ class StepPlanner:
             prompt_outputs=sequence.missing_prompt_outputs,
             following=items[last] if last < len(items) else None,
         )
+
+
+def _add_mask(plan: StepPlan, sequence: Sequence) -> None:
+    if sequence.constraint is not None:
+        plan.masks[sequence.row] = sequence.constraint.allowed
 
 
 def reserve_next_token(sequence: Sequence) -> bool:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from kestrel.cache import PageLease
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import GenerationRequest, RequestMetrics
+from kestrel.request import GenerationRequest, RequestMetrics, TokenConstraint
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
 
@@ -64,7 +64,12 @@ class Sequence:
 
     @property
     def can_decode(self) -> bool:
-        """Whether another token may be planned, counting those still in flight as emitted."""
+        """Whether another token may be planned, counting those still in flight as emitted.
+
+        With a constraint none may be in flight: what may come next depends on it.
+        """
+        if self.request.constraint is not None and self.num_sampling > 0:
+            return False
         return self.stage is Stage.DECODE and self.num_generated + self.num_sampling < self.max_total_tokens
 
     @property
@@ -75,6 +80,14 @@ class Sequence:
     @property
     def missing_prompt_outputs(self) -> PromptOutputs | None:
         return None if self.open_report is None else self.request.prompt_outputs
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the next token has to match, when a constraint holds in the current phase."""
+        constraint = self.request.constraint
+        if constraint is None or self.request.grammar.states[self.grammar_state].phase != constraint.phase:
+            return None
+        return constraint.tokens
 
     def start(self, row: int, lease: PageLease) -> None:
         """Take a row and pages; skip what the lease found in the prefix cache."""
@@ -93,6 +106,13 @@ class Sequence:
         self.row, self.lease = -1, None
         self.stage = Stage.WAITING
         self.metrics.num_preemptions += 1
+
+    def constrain(self, token: Token) -> None:
+        """Tell the constraint of the token to be appended, if one held for it."""
+        constraint = self.constraint
+        if constraint is not None:
+            assert isinstance(token, TextToken), "a constraint holds for text only"
+            constraint.accept(token.id)
 
     def append(self, token: Token, grammar_state: int, phase_spent: int) -> None:
         self.items.append(token)

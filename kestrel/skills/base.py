@@ -11,10 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from kestrel.constraints import ResponseFormat
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import (
+    Constraint,
+    FinishReason,
+    SamplingParams,
+    SkillOutput,
+    StreamDelta,
+    TokenConstraint,
+    TokenLogprobs,
+)
 from kestrel.tokens import ContextItem, ImageSpan, Token
 
 
@@ -29,6 +38,12 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one id adds to a text; none for a special id."""
+        ...
+
+
+class ConstraintSource(Protocol):
+    def start(self, wanted: ResponseFormat) -> TokenConstraint:
+        """A constraint for one answer, compiled if need be. Raises RequestError for formats that cannot be kept."""
         ...
 
 
@@ -82,6 +97,8 @@ class ModelProfile:
     has_vision: bool = True
     last_control_id: int | None = None
     """Segment drops ids up to this one from an outline; None uses 20."""
+    constraints: ConstraintSource | None = None
+    """Compiles answer formats; without it `response_format` is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +110,7 @@ class Prompt:
     sampling: SamplingParams
     outputs: PromptOutputs | None = None
     """What the state wants to know of the prompt itself; it gets it by `consume_prompt`."""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +119,8 @@ class SkillRequest:
 
     images: tuple[Any, ...] = field(default=(), kw_only=True)
     adapter: str | None = field(default=None, kw_only=True)
+    response_format: ResponseFormat | None = field(default=None, kw_only=True)
+    """When given, `prompt` is called on a thread where it may compile for a while."""
 
 
 RequestT = TypeVar("RequestT", bound=SkillRequest)

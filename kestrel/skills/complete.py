@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import MAX_LOGPROBS, SamplingParams, SkillOutput
@@ -15,6 +16,7 @@ from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
 from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.skills.prompt_scores import prompt_logprobs
+from kestrel.skills.structured import answer_constraint
 from kestrel.skills.text_state import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
@@ -29,7 +31,12 @@ def _raw_prompt(name: str, value: Any) -> str | tuple[int, ...]:
 
 _FIELDS = FieldTable(
     "complete",
-    {"prompt": _raw_prompt, "echo": boolean, "prompt_logprobs": integer(0, MAX_LOGPROBS)},
+    {
+        "prompt": _raw_prompt,
+        "response_format": response_format,
+        "echo": boolean,
+        "prompt_logprobs": integer(0, MAX_LOGPROBS),
+    },
     setting_checks={"max_tokens": integer(0, MAX_TOKENS)},
 )
 
@@ -68,10 +75,13 @@ class CompleteSkill(BuiltinSkill[CompleteRequest]):
             sampling=self.text_sampling(values, profile),
             images=values.images,
             adapter=values.adapter,
+            response_format=values.own.get("response_format"),
         )
 
     def prompt(self, request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
-        prompt = laid_out(_items(request, images, profile), text_rules(profile), request.sampling)
+        grammar = text_rules(profile)
+        constraint = answer_constraint(request, grammar, profile)
+        prompt = laid_out(_items(request, images, profile), grammar, request.sampling, constraint)
         if request.prompt_logprobs is None:
             return prompt
         return replace(prompt, outputs=PromptOutputs(logprobs=request.prompt_logprobs))

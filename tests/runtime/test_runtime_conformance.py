@@ -277,3 +277,30 @@ def test_a_coordinate_is_scored_by_its_id_and_a_picture_is_not(runtime: Runtime[
 
     assert scored(0, CoordToken(0.25)) == scored(1, TextToken(5))
     assert scored(2, ImageSpan("abcd" * 8, 4)) == []
+
+
+def test_a_mask_bounds_its_row_together_with_the_grammar_and_no_other_row(runtime: Runtime[Any]) -> None:
+    def first_ids(step: int, masks: dict[int, bytes]) -> list[int]:
+        starts = [RowStart(row, GRAMMAR, SamplingParams(max_new_tokens=9), max_total_tokens=50) for row in range(3)]
+        plan = StepPlan(step, starts, writes(0, 1) + writes(1, 2) + writes(2, 3), masks=masks)
+        plan.prefill = [prefill(row, [30 + row, 31]) for row in range(3)]
+        tokens = [row.token for row in run(runtime, plan).rows]
+        assert all(isinstance(token, TextToken) for token in tokens)
+        return [token.id for token in tokens if isinstance(token, TextToken)]
+
+    free = first_ids(0, {})
+    allowed = [token_id for token_id in (41, 200, 318) if token_id != free[1]]
+    masks = {1: sum(1 << token_id for token_id in allowed).to_bytes(40, "little"), 2: (1 << 77).to_bytes(40, "little")}
+    bound = first_ids(1, masks)
+    assert bound[0] == free[0]
+    assert bound[1] in allowed
+    assert bound[2] == 77
+    assert first_ids(2, {}) == free, "a mask outlived its step"
+
+
+def test_a_mask_with_the_end_alone_ends_its_row(runtime: Runtime[Any]) -> None:
+    plan = StepPlan(0, [start(0)], writes(0, 1), [], [prefill(0, [30, 31])])
+    plan.masks[0] = (1 << NEVER_SAMPLED).to_bytes(40, "little")
+    row = run(runtime, plan).rows[0]
+    assert row.token is None
+    assert row.finish is FinishReason.STOP
