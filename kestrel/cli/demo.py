@@ -25,11 +25,11 @@ from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.images.decode import ImageLimits, decode_image
 
 SCENE = Path(__file__).with_name("demo_scene.png")
-SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 10, (420, 560)
+SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 4669, (420, 560)
 """What the bundled scene was drawn from, with the held-out preset: its truth can be computed again."""
 SAVED = Path("kestrel-demo.png")
 NEXT_COMMANDS = (
-    f"kestrel query {SCENE} 'How many yellow stars are there?'",
+    f"kestrel query {SCENE} 'How many yellow crosses are there?'",
     "kestrel query photo.jpg 'What is this?' --model moondream2",
 )
 PICTURE_COLUMNS = 64
@@ -47,12 +47,12 @@ class Step:
 
 STEPS = (
     Step("caption", "caption", {"length": "short"}),
-    Step("query: How many cows are there?", "query", {"question": "How many cows are there?", "reasoning": False}),
-    Step("the same, thinking first", "query", {"question": "How many cows are there?", "reasoning": True}),
+    Step("query: How many bees are there?", "query", {"question": "How many bees are there?", "reasoning": False}),
+    Step("the same, thinking first", "query", {"question": "How many bees are there?", "reasoning": True}),
     Step("query: Is there a dog?", "query", {"question": "Is there a dog?", "reasoning": False}),
-    Step("point: star", "point", {"object": "star"}),
-    Step("detect: cow", "detect", {"object": "cow"}),
-    Step("segment: brown star", "segment", {"object": "brown star"}),
+    Step("point: cross", "point", {"object": "cross"}),
+    Step("detect: bee", "detect", {"object": "bee"}),
+    Step("segment: red cross", "segment", {"object": "red cross"}),
     Step(
         "query without a picture: Who are you?",
         "query",

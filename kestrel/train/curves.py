@@ -7,10 +7,12 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 COLOURS = {"text": "#2563eb", "coord": "#dc2626", "size": "#16a34a", "token_accuracy": "#9333ea"}
-WIDTH, HEIGHT, MARGIN = 960, 540, 60
+WIDTH, HEIGHT, MARGIN, FONT_PX = 960, 540, 60, 15
+LOWEST, HIGHEST = -2, 1
+"""Powers of ten that the scale shows."""
 
 
 class CurveWriter:
@@ -39,17 +41,20 @@ def draw_curves(csv_path: Path, png_path: Path) -> None:
         rows = list(csv.DictReader(file))
     picture = Image.new("RGB", (WIDTH, HEIGHT), "white")
     draw = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(FONT_PX)
+    for exponent in range(LOWEST, HIGHEST + 1):
+        y = _y(10.0**exponent)
+        draw.line([(MARGIN, y), (WIDTH - MARGIN, y)], fill="#dddddd")
+        draw.text((MARGIN - 8, y), f"{10.0**exponent:g}", fill="black", font=font, anchor="rm")
     if rows:
         scenes = [float(row["scenes"]) for row in rows]
         for index, (name, colour) in enumerate(COLOURS.items()):
             values = [float(row[name]) for row in rows]
             draw.line(_points(scenes, values), fill=colour, width=2)
-            draw.text((WIDTH - 220, MARGIN + 18 * index), f"{name}: {values[-1]:.4g}", fill=colour)
-        draw.text((MARGIN, HEIGHT - MARGIN + 20), f"scenes seen: 0 to {scenes[-1]:,.0f}", fill="black")
-    for exponent in range(-3, 2):
-        y = _y(10.0**exponent)
-        draw.line([(MARGIN, y), (WIDTH - MARGIN, y)], fill="#dddddd")
-        draw.text((8, y - 6), f"1e{exponent}", fill="black")
+            place = (MARGIN + 180 * index, MARGIN - 20)
+            draw.text(place, f"{name} {values[-1]:.4g}", fill=colour, font=font, anchor="ls")
+        axis = f"scenes seen: 0 to {scenes[-1]:,.0f}"
+        draw.text((MARGIN, HEIGHT - MARGIN + 24), axis, fill="black", font=font, anchor="ls")
     picture.save(png_path)
 
 
@@ -59,6 +64,6 @@ def _points(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
 
 
 def _y(value: float) -> float:
-    """Log scale from 1e-3 (bottom) to 1e1 (top)."""
-    share = (math.log10(max(value, 1e-3)) + 3.0) / 4.0
+    """Log scale, the lowest power of ten at the bottom."""
+    share = (math.log10(max(value, 10.0**LOWEST)) - LOWEST) / (HIGHEST - LOWEST)
     return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)

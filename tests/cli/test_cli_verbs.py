@@ -172,7 +172,7 @@ def test_the_embedded_model_answers_by_name_and_without_one(kestrel: Kestrel, na
     outcome = kestrel("query", SCENE, "What color is the background?", *flags)
     assert outcome.code == 0, outcome.err
     answer = json.loads(outcome.out)
-    assert (answer["model"], answer["output"]["answer"]) == ("kestrel-tiny", "green")
+    assert (answer["model"], answer["output"]["answer"]) == ("kestrel-tiny", "dark blue")
     assert ("demonstration model" in outcome.err) == (name == ())
 
 
@@ -182,9 +182,9 @@ def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: 
     assert outcome.code == 0
     assert "demonstration model" in outcome.err
     lines = [line.strip() for line in outcome.out.splitlines() if line.strip()]
-    for title in ("caption", "query: How many cows", "point: star", "detect: cow", "segment: brown star"):
+    for title in ("caption", "query: How many bees", "point: cross", "detect: bee", "segment: red cross"):
         assert any(line.startswith(title) for line in lines), title
-    count = next(line for line in lines if line.startswith("query: How many cows"))
+    count = next(line for line in lines if line.startswith("query: How many bees"))
     assert re.search(r"\b3\b", count), count
     assert next(line for line in lines if line.startswith("query: Is there a dog")).split()[5] == "no"
     assert any("731" in line for line in lines), "the second question finds the picture in the cache"
@@ -193,7 +193,7 @@ def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: 
 
 
 def test_without_a_model_the_embedded_one_answers_and_says_so(kestrel: Kestrel) -> None:
-    outcome = kestrel("query", str(SCENE), "How many cows are there?", "--no-reasoning", "--temperature", "0")
+    outcome = kestrel("query", str(SCENE), "How many bees are there?", "--no-reasoning", "--temperature", "0")
     assert outcome.code == 0
     assert outcome.out.strip() == "3"
     assert "demonstration model" in outcome.err

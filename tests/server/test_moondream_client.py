@@ -18,7 +18,7 @@ from tests.server.conftest import KEYS, RunningServer
 
 KEY = KEYS[0]
 OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
-COWS = [thing.box for thing in OBJECTS if thing.name == "cow"]
+BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]
 GREEDY = {"temperature": 0.0}
 
 
@@ -40,12 +40,12 @@ def picture() -> Image.Image:
 
 
 def test_query(model: CloudVL, picture: Image.Image) -> None:
-    assert model.query(picture, "How many cows are there?", settings=GREEDY) == {"answer": str(len(COWS))}
+    assert model.query(picture, "How many bees are there?", settings=GREEDY) == {"answer": str(len(BEES))}
 
 
 def test_query_with_reasoning(model: CloudVL, picture: Image.Image) -> None:
-    result = model.query(picture, "How many cows are there?", reasoning=True, settings=GREEDY)
-    assert result["answer"] == str(len(COWS))
+    result = model.query(picture, "How many bees are there?", reasoning=True, settings=GREEDY)
+    assert result["answer"] == str(len(BEES))
     assert result["reasoning"]["text"]
     assert result["reasoning"]["grounding"][0].keys() == {"start_idx", "end_idx", "points"}
 
@@ -61,36 +61,36 @@ def test_streamed_query_and_caption_add_up(model: CloudVL, picture: Image.Image)
     assert "".join(pieces) == whole
     answer = model.query(picture, "Is there a dog?", stream=True, settings=GREEDY)["answer"]
     assert "".join(answer) == "no"
-    thoughtful = model.query(picture, "How many cows are there?", stream=True, reasoning=True, settings=GREEDY)
-    assert "".join(thoughtful["answer"]) == str(len(COWS))
+    thoughtful = model.query(picture, "How many bees are there?", stream=True, reasoning=True, settings=GREEDY)
+    assert "".join(thoughtful["answer"]) == str(len(BEES))
 
 
 def test_detect(model: CloudVL, picture: Image.Image) -> None:
-    boxes = model.detect(picture, "cow", settings={"max_objects": 20})["objects"]
-    assert len(boxes) == len(COWS)
-    for truth in COWS:
+    boxes = model.detect(picture, "bee", settings={"max_objects": 20})["objects"]
+    assert len(boxes) == len(BEES)
+    for truth in BEES:
         assert max(box_iou((b["x_min"], b["y_min"], b["x_max"], b["y_max"]), truth) for b in boxes) > 0.6
 
 
 def test_point(model: CloudVL, picture: Image.Image) -> None:
-    points = model.point(picture, "cow")["points"]
-    assert len(points) == len(COWS)
-    for x_min, y_min, x_max, y_max in COWS:
+    points = model.point(picture, "bee")["points"]
+    assert len(points) == len(BEES)
+    for x_min, y_min, x_max, y_max in BEES:
         assert any(x_min <= p["x"] <= x_max and y_min <= p["y"] <= y_max for p in points)
 
 
 def test_segment_whole_and_streamed(model: CloudVL, picture: Image.Image) -> None:
-    whole = model.segment(picture, "brown star", settings=GREEDY)
+    whole = model.segment(picture, "red cross", settings=GREEDY)
     assert whole["path"].startswith("M ")
     assert whole["bbox"].keys() == {"x_min", "y_min", "x_max", "y_max"}
-    updates = list(model.segment(picture, "brown star", stream=True, settings=GREEDY))
+    updates = list(model.segment(picture, "red cross", stream=True, settings=GREEDY))
     assert updates[0] == {"bbox": whole["bbox"]}
     assert "".join(update["chunk"] for update in updates[1:-1]) == whole["path"]
     assert updates[-1] == {"path": whole["path"], "bbox": whole["bbox"], "completed": True}
 
 
 def test_spatial_references(model: CloudVL, picture: Image.Image) -> None:
-    result = model.query(picture, "What is this?", spatial_refs=[list(COWS[0])], settings=GREEDY)
+    result = model.query(picture, "What is this?", spatial_refs=[list(BEES[0])], settings=GREEDY)
     assert result["answer"]
 
 

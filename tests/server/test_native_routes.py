@@ -17,7 +17,7 @@ from kestrel.train.scenes.placement import sample_batch, scene_at
 from tests.server.conftest import GREEDY, SCENE_BYTES, SCENE_URL, RunningServer
 
 OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
-COWS = [thing.box for thing in OBJECTS if thing.name == "cow"]
+BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]
 METRICS = {
     "input_tokens",
     "output_tokens",
@@ -43,8 +43,8 @@ def ask(client: httpx.Client, skill: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_query_counts_what_is_in_the_picture(client: httpx.Client) -> None:
-    answer = ask(client, "query", question="How many cows are there?", image_url=SCENE_URL, settings=GREEDY)
-    assert answer["answer"] == str(len(COWS))
+    answer = ask(client, "query", question="How many bees are there?", image_url=SCENE_URL, settings=GREEDY)
+    assert answer["answer"] == str(len(BEES))
     assert answer["finish_reason"] == "stop"
     assert answer.keys() == COMMON | {"answer"}
     assert answer["metrics"]["input_tokens"] > 700
@@ -52,12 +52,12 @@ def test_query_counts_what_is_in_the_picture(client: httpx.Client) -> None:
 
 
 def test_query_thinks_when_asked_and_says_where_it_looked(client: httpx.Client) -> None:
-    fields = {"question": "How many cows are there?", "image_url": SCENE_URL, "settings": GREEDY}
+    fields = {"question": "How many bees are there?", "image_url": SCENE_URL, "settings": GREEDY}
     answer = ask(client, "query", **fields, reasoning=True)
-    assert answer["answer"] == str(len(COWS))
+    assert answer["answer"] == str(len(BEES))
     points = [point for ground in answer["reasoning"]["grounding"] for point in ground["points"]]
-    assert len(points) == len(COWS)
-    for x_min, y_min, x_max, y_max in COWS:
+    assert len(points) == len(BEES)
+    for x_min, y_min, x_max, y_max in BEES:
         assert any(x_min <= x <= x_max and y_min <= y <= y_max for x, y in points)
 
 
@@ -76,27 +76,27 @@ def test_caption_says_what_the_engine_says(client: httpx.Client, server: Running
 
 
 def test_detect_boxes_the_cows(client: httpx.Client) -> None:
-    answer = ask(client, "detect", image_url=SCENE_URL, object="cow")
+    answer = ask(client, "detect", image_url=SCENE_URL, object="bee")
     assert answer.keys() == COMMON | {"objects"}
     found = [(b["x_min"], b["y_min"], b["x_max"], b["y_max"]) for b in answer["objects"]]
-    assert len(found) == len(COWS)
-    for truth in COWS:
+    assert len(found) == len(BEES)
+    for truth in BEES:
         assert max(box_iou(box, truth) for box in found) > 0.7
 
 
 def test_point_points_where_the_engine_does_and_stops_at_max_points(
     client: httpx.Client, server: RunningServer
 ) -> None:
-    direct = server.on_loop(lambda: server.engine.point(SCENE, "star"))
-    assert ask(client, "point", image_url=SCENE_URL, object="star")["points"] == direct.output["points"]
-    limited = ask(client, "point", image_url=SCENE_URL, object="star", max_points=1)
+    direct = server.on_loop(lambda: server.engine.point(SCENE, "cross"))
+    assert ask(client, "point", image_url=SCENE_URL, object="cross")["points"] == direct.output["points"]
+    limited = ask(client, "point", image_url=SCENE_URL, object="cross", max_points=1)
     assert limited["points"] == direct.output["points"][:1]
     assert limited["finish_reason"] == "length"
 
 
 def test_segment_outlines_what_the_engine_outlines(client: httpx.Client, server: RunningServer) -> None:
-    answer = ask(client, "segment", image_url=SCENE_URL, object="brown star", settings=GREEDY)
-    direct = server.on_loop(lambda: server.engine.segment(SCENE, "brown star", **GREEDY))
+    answer = ask(client, "segment", image_url=SCENE_URL, object="red cross", settings=GREEDY)
+    direct = server.on_loop(lambda: server.engine.segment(SCENE, "red cross", **GREEDY))
     assert answer.keys() == COMMON | {"path", "bbox", "segments"}
     assert (answer["path"], answer["bbox"]) == (direct.output["path"], direct.output["bbox"])
     assert answer["path"].startswith("M ")
@@ -105,7 +105,7 @@ def test_segment_outlines_what_the_engine_outlines(client: httpx.Client, server:
 
 
 def test_spatial_references_reach_the_skill(client: httpx.Client, server: RunningServer) -> None:
-    refs = [list(COWS[0])]
+    refs = [list(BEES[0])]
     fields = {"question": "What is this?", "image_url": SCENE_URL, "settings": GREEDY, "spatial_refs": refs}
     direct = server.on_loop(
         lambda: server.engine.query(SCENE, "What is this?", spatial_refs=refs, reasoning=False, **GREEDY)
@@ -158,7 +158,7 @@ def test_a_request_may_name_itself_and_its_urgency(client: httpx.Client, server:
 
 
 def test_many_requests_at_once_answer_as_one_by_one(server: RunningServer) -> None:
-    questions = ["How many cows are there?", "Is there a dog?", "Is there a cow?", "How many stars are there?"] * 3
+    questions = ["How many bees are there?", "Is there a dog?", "Is there a bee?", "How many crosses are there?"] * 3
 
     async def all_at_once() -> list[str]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:

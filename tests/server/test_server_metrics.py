@@ -19,7 +19,7 @@ from kestrel.server.records import RecordedRequests
 from tests.server.pages import VLLM_NAMES, Page
 from tests.server.tiny import tiny_engine
 
-QUESTIONS = ("How many cows are there?", "Is there a cow?", "Is there a dog?")
+QUESTIONS = ("How many bees are there?", "Is there a bee?", "Is there a dog?")
 
 
 def idle() -> EngineSnapshot:

@@ -53,7 +53,7 @@ def test_a_caption_comes_in_pieces_that_add_up(client: httpx.Client, server: Run
 
 
 def test_a_thoughtful_answer_streams_its_thoughts_apart_from_its_chunks(client: httpx.Client) -> None:
-    fields = {"question": "How many cows are there?", "image_url": SCENE_URL, "settings": GREEDY, "reasoning": True}
+    fields = {"question": "How many bees are there?", "image_url": SCENE_URL, "settings": GREEDY, "reasoning": True}
     *pieces, last = events_in(read_stream(client, "query", **fields))
     thoughts = [piece for piece in pieces if piece.get("type") == "reasoning"]
     assert thoughts
@@ -63,7 +63,7 @@ def test_a_thoughtful_answer_streams_its_thoughts_apart_from_its_chunks(client: 
 
 
 def test_an_outline_streams_its_box_its_path_and_the_whole(client: httpx.Client) -> None:
-    events = events_in(read_stream(client, "segment", image_url=SCENE_URL, object="brown star", settings=GREEDY))
+    events = events_in(read_stream(client, "segment", image_url=SCENE_URL, object="red cross", settings=GREEDY))
     assert events[0]["type"] == "bbox"
     assert {event["type"] for event in events[1:-1]} == {"path_delta"}
     last = events[-1]
@@ -73,9 +73,9 @@ def test_an_outline_streams_its_box_its_path_and_the_whole(client: httpx.Client)
 
 
 def test_points_and_boxes_stream_one_by_one(client: httpx.Client) -> None:
-    *points, last = events_in(read_stream(client, "point", image_url=SCENE_URL, object="cow"))
+    *points, last = events_in(read_stream(client, "point", image_url=SCENE_URL, object="bee"))
     assert [event["point"] for event in points] == last["points"]
-    *boxes, last = events_in(read_stream(client, "detect", image_url=SCENE_URL, object="cow"))
+    *boxes, last = events_in(read_stream(client, "detect", image_url=SCENE_URL, object="bee"))
     assert [event["object"] for event in boxes] == last["objects"]
     assert last["type"] == "final"
 
@@ -99,7 +99,7 @@ def test_a_wrong_field_is_a_status_and_no_stream(client: httpx.Client) -> None:
 
 def test_a_prompt_that_never_fits_is_a_status_and_no_stream(client: httpx.Client, server: RunningServer) -> None:
     length = server.engine.max_model_length
-    response = client.post("/v1/query", json={"question": "cow " * length, "stream": True})
+    response = client.post("/v1/query", json={"question": "bee " * length, "stream": True})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"

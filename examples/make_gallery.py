@@ -1,0 +1,181 @@
+"""Draws the scenes of docs/gallery.md, asks the embedded model about them and writes the page with what it said.
+
+python examples/make_gallery.py            (from the top of a checkout; needs the fonts of scripts/install-fonts)
+
+The scenes are the first ones from a seed on that have at least three objects; nobody looked at answers to choose them.
+An answer that the scene's truth contradicts is marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from kestrel.cli.drawing import draw_result
+from kestrel.config import RuntimeConfig
+from kestrel.engine import EngineResult, InferenceEngine
+from kestrel.evals.questions import question_about
+from kestrel.evals.results import CaptionResult, DetectResult, PointResult, SegmentResult
+from kestrel.evals.scoring import Reply, score
+from kestrel.evals.truths import Question
+from kestrel.images.decode import ImageLimits, decode_image
+from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
+from kestrel.train.scenes.difficulty import HELD_OUT
+from kestrel.train.scenes.draw import draw_batch
+from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.textures import upload_atlas
+from kestrel.train.tasks.outline_book import path_book
+from kestrel.train.tasks.view import SceneView
+from kestrel.train.tasks.world import task_world
+
+FIRST_SEED = 2 * 10**12 + 7000
+SIZES = ((378, 378), (420, 560), (560, 420), (480, 640), (378, 756), (600, 600))
+NUM_SCENES = 12
+LEAST_OBJECTS = 3
+FAMILIES = (
+    "caption_short", "caption_normal", "count", "think_count", "presence", "what", "colour", "where", "beside",
+    "bigger", "read", "point", "detect", "segment", "here",
+)  # fmt: skip
+ANSWERS_PER_SCENE = 6
+DRAWN = ("segment", "detect", "point")
+TOP = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, eq=False)
+class GalleryScene:
+    number: int
+    view: SceneView
+    pixels: NDArray[np.uint8]
+    questions: tuple[Question, ...]
+
+
+def gallery_scenes(atlas: SpriteAtlas) -> Iterator[GalleryScene]:
+    textures, world = upload_atlas(atlas), task_world(path_book(atlas))
+    seed = FIRST_SEED
+    for number in range(1, NUM_SCENES + 1):
+        size = SIZES[(number - 1) % len(SIZES)]
+        while True:
+            batch = sample_batch(np.array([seed]), *size, HELD_OUT)
+            view = SceneView(scene_at(batch, 0), world)
+            seed += 1
+            if len(view.objects) >= LEAST_OBJECTS:
+                break
+        yield GalleryScene(number, view, draw_batch(batch, textures)[0].numpy(), chosen_questions(view))
+
+
+def chosen_questions(view: SceneView) -> tuple[Question, ...]:
+    """One of each family that the scene offers, as many as there is room for, by the scene's own dice."""
+    offered = [question for family in FAMILIES if (question := question_about(view, family)) is not None]
+    Random(view.scene.seed).shuffle(offered)
+    first = [question for question in offered if question.skill in DRAWN][:2]
+    rest = [question for question in offered if question.skill not in DRAWN]
+    return (*first, *rest[: ANSWERS_PER_SCENE - len(first)])
+
+
+async def ask(engine: InferenceEngine, scene: GalleryScene) -> list[EngineResult]:
+    calls = [engine.run(q.skill, image=scene.pixels, temperature=0.0, **q.fields) for q in scene.questions]
+    return list(await asyncio.gather(*calls))
+
+
+def is_right(question: Question, result: EngineResult) -> bool:
+    """Whether the evaluation's own scoring finds nothing to object to; of an outline, an overlap of three quarters."""
+    match score([Reply(question.truth, result.output, result.output)]):
+        case PointResult(exact=exact):
+            return exact == 1.0
+        case DetectResult(f1=f1):
+            return f1 == 1.0
+        case SegmentResult(mean_iou=mean_iou, absent_accuracy=absent):
+            return absent == 1.0 if mean_iou is None else mean_iou >= 0.75
+        case CaptionResult(recall=recall, precision=precision):
+            return recall == precision == 1.0
+        case other:
+            return other.accuracy == 1.0
+
+
+def section(scene: GalleryScene, results: list[EngineResult], drawn_name: str) -> str:
+    height, width = scene.pixels.shape[:2]
+    lines = [
+        f"## {scene.number}. {width} × {height}",
+        "",
+        f"![]({drawn_name})",
+        "",
+        "| asked | said | |",
+        "|---|---|---|",
+    ]
+    for question, result in zip(scene.questions, results, strict=True):
+        mark = "" if is_right(question, result) else "**wrong**"
+        lines.append(f"| {asked(question)} | {said(result)} | {mark} |")
+    return "\n".join(lines)
+
+
+def asked(question: Question) -> str:
+    fields = dict(question.fields)
+    words = fields.get("question") or fields.get("object") or f"length {fields.get('length')}"
+    thinking = ", thinking first" if fields.get("reasoning") else ""
+    refs = fields.get("spatial_refs")
+    place = "" if not refs else f" at {', '.join(f'{value:.2f}' for value in refs[0])}"
+    return f"{question.skill}{thinking}: {words}{place}"
+
+
+def said(result: EngineResult) -> str:
+    output = result.output
+    if result.skill == "point":
+        return ", ".join(f"({p['x']:.2f}, {p['y']:.2f})" for p in output["points"]) or "nothing"
+    if result.skill == "detect":
+        corners = ("x_min", "y_min", "x_max", "y_max")
+        return "; ".join(" ".join(f"{box[c]:.2f}" for c in corners) for box in output["objects"]) or "nothing"
+    if result.skill == "segment":
+        return "an outline, drawn above" if output["path"] else "nothing"
+    thought = output.get("reasoning", {}).get("text")
+    return f"*{thought}* {result.text}" if thought else result.text
+
+
+def annotated(scene: GalleryScene, results: list[EngineResult]) -> Image.Image:
+    picture = Image.fromarray(scene.pixels)
+    for question, result in zip(scene.questions, results, strict=True):
+        if question.skill in DRAWN:
+            limits = ImageLimits(max_pixels=picture.width * picture.height, max_bytes=1)
+            picture = draw_result(decode_image(picture, limits), result.output, question.fields["object"])
+    return picture
+
+
+INTRODUCTION = f"""# Gallery
+
+Drawn scenes and what `kestrel-tiny`, the embedded model, really said about them: greedy, fp32, on a CPU, written by
+`python examples/make_gallery.py`. The scenes are the first {NUM_SCENES} with at least {LEAST_OBJECTS} objects
+from a held-out seed on, and the questions are drawn by lot: nothing was sorted out. The plain pictures are in
+[examples/images](../examples/images): try `kestrel query examples/images/01.png 'What is in the picture?'`.
+"""
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--atlas", type=Path, default=Path("out/atlas.npz"), help="sprites, built when missing")
+    parser.add_argument("--to", type=Path, default=TOP, help="folder that gets docs/ and examples/")
+    args = parser.parse_args()
+    images, drawings = args.to / "examples" / "images", args.to / "docs" / "gallery"
+    for folder in (images, drawings):
+        folder.mkdir(parents=True, exist_ok=True)
+    sections = [INTRODUCTION]
+    async with await InferenceEngine.create(RuntimeConfig(device="cpu", kv_cache_pages=1024)) as engine:
+        for scene in gallery_scenes(load_or_build_atlas(args.atlas)):
+            results = await ask(engine, scene)
+            name = f"{scene.number:02d}"
+            Image.fromarray(scene.pixels).quantize(256).save(images / f"{name}.png", optimize=True)
+            annotated(scene, results).save(drawings / f"{name}.webp", quality=80)
+            sections.append(section(scene, results, f"gallery/{name}.webp"))
+            print(f"{name}: {sum(is_right(q, r) for q, r in zip(scene.questions, results, strict=True))}"
+                  f" of {len(results)} right")  # fmt: skip
+    (args.to / "docs" / "gallery.md").write_text("\n\n".join(sections) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
