@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kestrel.cli.caption import caption
-from kestrel.cli.config_flags import ENVIRONMENT_HINT, takes_config
+from kestrel.cli.config_flags import environment_hint
 from kestrel.cli.console import note, write
 from kestrel.cli.demo import demo
 from kestrel.cli.detect import detect
@@ -23,8 +23,9 @@ from kestrel.cli.point import point
 from kestrel.cli.query import query
 from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
+from kestrel.cli.serve import serve
 
-VERBS = (query, caption, point, detect, segment, schedule, eval, models, demo)
+VERBS = (query, caption, point, detect, segment, schedule, serve, eval, models, demo)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,7 +55,7 @@ def make_app() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_kestrel)
     for verb in VERBS:
-        app.command(verb.__name__, epilog=ENVIRONMENT_HINT if takes_config(verb) else None)(verb)
+        app.command(verb.__name__, epilog=environment_hint(verb))(verb)
     return app
 
 

@@ -4,7 +4,8 @@ A verb takes a dataclass as a parameter; `with_flags` puts a flag for each of it
 
 - help from `metadata["help"]`, names from `metadata["flags"]` or `--field-name`; no flag when "flags" is empty
 - `--x/--no-x` for booleans, unless "flags" says otherwise
-- the environment variable KESTREL_<FLAG> for every flag of the RuntimeConfig
+- a repeatable flag for a tuple
+- the environment variable KESTREL_<FLAG> for every flag of the RuntimeConfig and the ServerConfig
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 import typer
 
 from kestrel.config import RuntimeConfig
+from kestrel.server.config import ServerConfig
 
 ENVIRONMENT_PREFIX = "KESTREL_"
-ENVIRONMENT_HINT = "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
-"""For a verb's help; naming the variable at every flag would double its length."""
+
+WITH_ENVIRONMENT = (RuntimeConfig, ServerConfig)
 
 GroupT = TypeVar("GroupT")
 
@@ -52,8 +54,14 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return with_grouped_values
 
 
-def takes_config(verb: Callable[..., None]) -> bool:
-    return "model_path" in inspect.signature(verb).parameters
+def environment_hint(verb: Callable[..., None]) -> str | None:
+    """A line for a verb's help; naming the variable at every flag would double its length."""
+    names = inspect.signature(verb).parameters
+    if "api_keys" in names:
+        return "Every flag has an environment variable: KESTREL_PORT for --port, and so on."
+    if "model_path" in names:
+        return "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
+    return None
 
 
 def flag_parameters(group: type) -> list[inspect.Parameter]:
@@ -64,7 +72,7 @@ def flag_parameters(group: type) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_default_of(field),
-            annotation=Annotated[_value_type(hints[field.name]), _option(field, group is RuntimeConfig)],
+            annotation=Annotated[_value_type(hints[field.name]), _option(field, group in WITH_ENVIRONMENT)],
         )
         for field in fields(group)
         if flag_names(field)
@@ -103,7 +111,8 @@ def _environment(field: Field[Any]) -> str | list[str]:
 def _taken_from(values: dict[str, Any], group: type[GroupT]) -> GroupT:
     """Moves the group's values out of `values` into an object of its type."""
     names = [parameter.name for parameter in flag_parameters(group)]
-    return group(**{name: values.pop(name) for name in names})
+    taken = {name: values.pop(name) for name in names}
+    return group(**{name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()})
 
 
 def _default_of(field: Field[Any]) -> Any:
@@ -116,6 +125,8 @@ def _value_type(hint: Any) -> Any:
     """What one flag takes: the type itself, or text where a field takes several kinds of value."""
     if hint is Any:
         return str
+    if get_origin(hint) is tuple:
+        return list[get_args(hint)[0]]
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]

@@ -106,6 +106,10 @@ class InferenceEngine(SkillCalls):
         """Requests that have not got their answer yet."""
         return len(self._streams)
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request has had its first step, or is over; False while it waits for one."""
+        return request_id not in self._streams or self._scheduler.has_begun(request_id)
+
     # ------------------------------------------------------------------ one request
 
     async def _call(self, skill_name: str, stream: bool, fields: dict[str, Any]) -> EngineResult | EngineStream:

@@ -65,6 +65,11 @@ class GenerationScheduler(Generic[StepT]):
     def num_running(self) -> int:
         return len(self._running)
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request has been part of a step. The one question that other threads may ask."""
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.first_step_s is not None
+
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError when it can never run and QueueFull when too many wait."""
         if request.request_id in self._sequences:

@@ -1,0 +1,60 @@
+"""Flags from a YAML file: a flag outranks the environment, the environment the file, the file a default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from kestrel.cli.config_flags import flag_names
+from kestrel.errors import ConfigError, shown
+
+MAX_BYTES = 2**20
+
+
+def read_config_file(path: Path, groups: tuple[type, ...]) -> dict[str, str | list[str]]:
+    """The file's values as texts, as if they stood on the command line. Keys are names of the groups' fields."""
+    known = {field.name for group in groups for field in fields(group) if flag_names(field)}
+    lists = {field.name for group in groups for field in fields(group) if "tuple" in str(field.type)}
+    values: dict[str, str | list[str]] = {}
+    for key, value in _mapping(path).items():
+        if key not in known:
+            raise ConfigError(f"{path}: {key}", f"is not a setting; known ones: {', '.join(sorted(known))}")
+        if value is None:
+            continue
+        if key in lists:
+            values[key] = [_text(path, key, item) for item in (value if isinstance(value, list) else [value])]
+        else:
+            values[key] = _text(path, key, value)
+    return values
+
+
+def take_defaults_from_file(context: typer.Context, path: Path | None, groups: tuple[type, ...]) -> None:
+    """For an eager option: what the file says becomes the default of the other options."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **read_config_file(path, groups)}
+
+
+def _mapping(path: Path) -> Mapping[Any, Any]:
+    try:
+        with path.open("rb") as file:
+            content = yaml.safe_load(file.read(MAX_BYTES))
+    except OSError as error:
+        raise ConfigError("--config", f"cannot read {path} ({error.strerror}); give a readable YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError("--config", f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError("--config", f"{path} must map names to values, such as port: 8080")
+    return content
+
+
+def _text(path: Path, key: str, value: Any) -> str:
+    if not isinstance(value, (str, int, float, bool)):
+        raise ConfigError(f"{path}: {key}", f"must be a single value (got {shown(value)})")
+    return str(value)

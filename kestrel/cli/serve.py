@@ -1,0 +1,72 @@
+"""kestrel serve: the engine over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kestrel import default_model
+from kestrel.cli.config_file import take_defaults_from_file
+from kestrel.cli.config_flags import with_flags
+from kestrel.cli.console import note, stderr_console
+from kestrel.cli.loading import LoadingBars
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.server.access_log import set_up_logging
+from kestrel.server.config import ServerConfig
+from kestrel.server.http import create_app
+from kestrel.server.lifecycle import serve as serve_app
+
+
+def _read_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    take_defaults_from_file(context, path, (ServerConfig, RuntimeConfig))
+    return path
+
+
+@with_flags
+def serve(
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="YAML file with any of the settings below, by their names with underscores. Flags and variables win.",
+            envvar="KESTREL_CONFIG",
+            show_envvar=False,
+            is_eager=True,
+            callback=_read_config_file,
+        ),
+    ] = None,
+    *,
+    server: ServerConfig,
+    config: RuntimeConfig,
+) -> None:
+    """Serve a model over HTTP.
+
+    kestrel serve --model moondream2
+
+    POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64.
+    SIGTERM or Ctrl-C lets accepted requests finish; a second one ends at once.
+    """
+    set_up_logging(server.log_format)
+    if config.model is None and config.weights is None:
+        note(default_model.NOTICE)
+    if not server.is_loopback and not server.api_keys:
+        note(f"anybody who can reach {server.host} can use this server: no API key is set")
+    asyncio.run(serve_app(create_app(lambda: _load(config), server), _announce))
+
+
+async def _load(config: RuntimeConfig) -> InferenceEngine:
+    with LoadingBars(stderr_console()) as bars:
+        try:
+            return await InferenceEngine.create(config, progress=bars)
+        except asyncio.CancelledError:
+            bars.abandon()
+            raise
+
+
+def _announce(address: str) -> None:
+    note(f"Application startup complete. Playground and API: {address}")

@@ -1,0 +1,131 @@
+"""One engine request of one HTTP request: admission, deadlines, observers, and its end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive
+
+from kestrel.engine import EngineResult, EngineStream, InferenceEngine
+from kestrel.errors import KestrelError, RequestCancelled
+from kestrel.server.auth import client_of, tenant_of
+from kestrel.server.config import ServerConfig
+from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
+from kestrel.server.request_ids import request_id_of
+from kestrel.server.state import RequestInfo, ServerState, state_of
+
+T = TypeVar("T")
+
+
+def request_info(
+    request: Request, skill: str, *, stream: bool, request_id: str | None = None, adapter: str | None = None
+) -> RequestInfo:
+    """What is known of an engine request before it starts. Without `request_id` it is named as the HTTP request."""
+    state = state_of(request)
+    return RequestInfo(
+        request_id=request_id or _free_id(state, request_id_of(request)),
+        skill=skill,
+        route=request.url.path,
+        model=state.model_name or "",
+        client=client_of(request),
+        stream=stream,
+        adapter=adapter,
+        traceparent=request.headers.get("traceparent"),
+    )
+
+
+def _free_id(state: ServerState, http_id: str) -> str:
+    """A client may use one x-request-id for several requests at once; engine requests need their own."""
+    return http_id if http_id not in state.running else f"{http_id}-{secrets.token_hex(4)}"
+
+
+@asynccontextmanager
+async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
+    """The running request. However the block is left, the request ends with it and the observers are told."""
+    state = state_of(request)
+    engine = state.require_serving()
+    fields = {**fields, "tenant": tenant_of(request), "request_id": info.request_id}
+    deadlines = Deadlines(engine, info, state.config)
+    outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
+    state.running[info.request_id] = info
+    state.tell_started(info)
+    try:
+        async with await engine.run(info.skill, stream=True, **fields) as stream:
+            yield stream
+            if stream.is_done:
+                outcome = await stream.result()
+    except BaseException as error:
+        outcome = deadlines.reason or error
+        if deadlines.reason is not None and isinstance(error, RequestCancelled):
+            raise deadlines.reason from error
+        raise
+    finally:
+        deadlines.stop()
+        state.running.pop(info.request_id, None)
+        state.tell_finished(info, outcome)
+
+
+class Deadlines:
+    """Cancels a request that waits or takes too long, and keeps the reason."""
+
+    def __init__(self, engine: InferenceEngine, info: RequestInfo, config: ServerConfig) -> None:
+        self.reason: KestrelError | None = None
+        self._engine = engine
+        self._info = info
+        self._config = config
+        loop = asyncio.get_running_loop()
+        self._timers = [
+            loop.call_later(config.queue_timeout_s, self._end_wait),
+            loop.call_later(config.request_timeout_s, self._end_request),
+        ]
+
+    def stop(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def _end_wait(self) -> None:
+        if not self._engine.has_begun(self._info.request_id):
+            waited = f"waited {self._config.queue_timeout_s:g} s for its turn (queue_timeout_s)"
+            self._end(QueueTimeout(f"the request {waited}; retry later"))
+
+    def _end_request(self) -> None:
+        limit = f"{self._config.request_timeout_s:g} s (request_timeout_s)"
+        self._end(DeadlineExceeded(f"the request took longer than {limit}; ask for a shorter answer"))
+
+    def _end(self, reason: KestrelError) -> None:
+        self.reason = self.reason or reason
+        self._engine.cancel(self._info.request_id)
+
+
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises ClientGone, and ends the work, when the client hangs up first."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        await _end(working)
+        raise ClientGone
+    finally:
+        gone.cancel()
+        await _end(working)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(work: asyncio.Future[Any]) -> None:
+    """Cancel and let it clean up; what it still has to say is of no interest."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work})
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,177 @@
+"""Server configuration: frozen, inert data. Nothing is bound, read or resolved here."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kestrel.errors import ConfigError, shown
+
+LOG_FORMATS = ("text", "json")
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+def _doc(text: str, **extra: Any) -> dict[str, Any]:
+    return {"help": text, **extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How one process serves one engine over HTTP. Every field is also a flag of `kestrel serve`."""
+
+    host: str = field(default="127.0.0.1", metadata=_doc("Address to listen on. A public one needs an API key."))
+    port: int = field(default=8080, metadata=_doc("Port to listen on; 0 takes a free one."))
+    api_keys: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata=_doc(
+            "A key that clients must send. Repeatable: any of them opens.", flags=("--api-key",), metavar="KEY"
+        ),
+    )
+    insecure: bool = field(
+        default=False, metadata=_doc("Listen on a public address without any key.", flags=("--insecure",))
+    )
+    tls_cert_file: str | None = field(default=None, metadata=_doc("Certificate chain (PEM) to serve HTTPS."))
+    tls_key_file: str | None = field(default=None, metadata=_doc("Private key (PEM) of the certificate."))
+    root_path: str = field(default="", metadata=_doc("Path under which a proxy shows this server, such as /vision."))
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "A web origin whose pages may call this server, or *. Repeatable.",
+            flags=("--cors-origin",),
+            metavar="ORIGIN",
+        ),
+    )
+    served_model_name: str | None = field(
+        default=None, metadata=_doc("Name that clients use for the model, beside its own.")
+    )
+    default_max_new_tokens: int | None = field(
+        default=None, metadata=_doc("Longest answer in tokens when a request names none. Default: the model's own.")
+    )
+    max_body_bytes: int = field(default=32 * 2**20, metadata=_doc("Largest request body in bytes."))
+    max_header_bytes: int = field(default=64 * 2**10, metadata=_doc("Largest request line with headers, in bytes."))
+    max_pending_body_bytes: int = field(
+        default=2**30, metadata=_doc("Bodies of unanswered requests, in bytes, before new ones are refused.")
+    )
+    receive_timeout_s: float = field(default=60.0, metadata=_doc("Seconds a client may take to send a request."))
+    request_timeout_s: float = field(
+        default=600.0, metadata=_doc("Seconds a request may take once it has been received.")
+    )
+    queue_timeout_s: float = field(
+        default=120.0, metadata=_doc("Seconds a request may wait for its first step before it is refused.")
+    )
+    drain_timeout_s: float = field(
+        default=30.0, metadata=_doc("Seconds that accepted requests get to finish after SIGTERM.")
+    )
+    keep_alive_timeout_s: int = field(default=65, metadata=_doc("Seconds an idle connection stays open."))
+    ping_interval_s: float = field(
+        default=15.0, metadata=_doc("Seconds of silence in a stream after which a comment keeps it open.")
+    )
+    max_requests_per_client: int | None = field(
+        default=None, metadata=_doc("Unanswered requests one key, or one address, may have. Default: no limit.")
+    )
+    allowed_image_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "A host from which http(s) image URLs may be fetched. Repeatable. Default: none.",
+            flags=("--allowed-image-host",),
+            metavar="HOST",
+        ),
+    )
+    isolate_prefix_cache: bool = field(
+        default=False, metadata=_doc("Share cached pictures and prompts only between requests of the same key.")
+    )
+    log_format: str = field(default="text", metadata=_doc("How requests are logged: text or json."))
+
+    def __post_init__(self) -> None:
+        _check_texts(self)
+        _check_numbers(self)
+        _check_exposure(self)
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                "log_format", f"{shown(self.log_format)} is not known; use one of: {', '.join(LOG_FORMATS)}"
+            )
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            missing = "tls_key_file" if self.tls_key_file is None else "tls_cert_file"
+            raise ConfigError(missing, "is needed too: HTTPS takes a certificate and its key")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError("root_path", f"must begin and not end with a slash (got {shown(self.root_path)})")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs on this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls_cert_file is None else "https"
+
+
+_INTEGERS: dict[str, tuple[int, int]] = {
+    "port": (0, 65_535),
+    "max_body_bytes": (1024, 2**40),
+    "max_header_bytes": (1024, 2**24),
+    "max_pending_body_bytes": (1024, 2**50),
+    "default_max_new_tokens": (1, 2**31 - 1),
+    "max_requests_per_client": (1, 10**7),
+    "keep_alive_timeout_s": (1, 86_400),
+}
+_SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
+_LISTS = ("api_keys", "cors_origins", "allowed_image_hosts")
+
+
+def _check_texts(config: ServerConfig) -> None:
+    for name in _LISTS:
+        value = getattr(config, name)
+        if not isinstance(value, tuple) or not all(isinstance(item, str) and item.strip() for item in value):
+            raise ConfigError(name, "must be a tuple of texts, none of them empty")
+    for key in config.api_keys:
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("api_keys", "must be printable ASCII without blanks: keys travel in a header")
+    for name in ("host", "root_path", "log_format", "served_model_name", "tls_cert_file", "tls_key_file"):
+        value = getattr(config, name)
+        is_optional = name in ("served_model_name", "tls_cert_file", "tls_key_file")
+        if not isinstance(value, str) and not (is_optional and value is None):
+            raise ConfigError(name, f"must be text (got {shown(value)})")
+    if config.served_model_name is not None and not config.served_model_name.strip():
+        raise ConfigError("served_model_name", "is empty; name the model or leave it out")
+
+
+def _check_numbers(config: ServerConfig) -> None:
+    for name, (low, high) in _INTEGERS.items():
+        value = getattr(config, name)
+        if value is None and name in ("default_max_new_tokens", "max_requests_per_client"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
+    for name in _SECONDS:
+        value = getattr(config, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not 0.01 <= value <= 1e6:
+            raise ConfigError(name, f"must be a number of seconds from 0.01 to 1e+06 (got {shown(value)})")
+    for f in fields(config):
+        if f.type == "bool" and not isinstance(getattr(config, f.name), bool):
+            raise ConfigError(f.name, f"must be True or False (got {shown(getattr(config, f.name))})")
+
+
+def _check_exposure(config: ServerConfig) -> None:
+    host = config.host
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if _HOST_NAME.fullmatch(host) is None:
+            raise ConfigError("host", f"{shown(host)} is no address; give one such as 127.0.0.1 or 0.0.0.0") from None
+    if not config.is_loopback and not config.api_keys and not config.insecure:
+        raise ConfigError(
+            "host",
+            f"{host} can be reached from other machines and no API key is set; "
+            "set --api-key (KESTREL_API_KEY), or say --insecure",
+        )

@@ -1,0 +1,180 @@
+"""Failures as HTTP: one table from error types to status, type and code, and the one shape that clients see."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kestrel.errors import (
+    AdapterNotFound,
+    CapacityError,
+    EngineStopped,
+    KestrelError,
+    NumericalError,
+    RequestCancelled,
+    RequestError,
+)
+
+logger = logging.getLogger("kestrel.server")
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the server is full."""
+
+
+class Unauthorised(KestrelError):
+    """No key, or none that is known."""
+
+
+class ModelNotFound(KestrelError):
+    """A request names a model that is not served here."""
+
+
+class BodyTooLarge(KestrelError):
+    """The request body exceeds its limit."""
+
+
+class SlowClient(KestrelError):
+    """The request did not arrive in time."""
+
+
+class DeadlineExceeded(KestrelError):
+    """The request took longer than the server allows."""
+
+
+class TooManyRequests(KestrelError):
+    """One client has too many unanswered requests."""
+
+
+class NotServing(KestrelError):
+    """The server is starting or draining."""
+
+
+class QueueTimeout(CapacityError):
+    """The request waited too long for its turn."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class ErrorKind:
+    status: int
+    type: str
+    code: str | None = None
+    retry_after_s: int | None = None
+    message: str | None = None
+    """Said in place of the error's own words, which may name what is no client's business."""
+
+
+ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
+    (Unauthorised, ErrorKind(401, "authentication_error", "invalid_api_key")),
+    (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
+    (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),
+    (BodyTooLarge, ErrorKind(413, "invalid_request_error", "body_too_large")),
+    (SlowClient, ErrorKind(408, "timeout_error", "request_timeout")),
+    (DeadlineExceeded, ErrorKind(408, "timeout_error", "deadline_exceeded")),
+    (TooManyRequests, ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", RETRY_AFTER_S)),
+    (NotServing, ErrorKind(503, "overloaded_error", "not_serving", RETRY_AFTER_S)),
+    (QueueTimeout, ErrorKind(503, "overloaded_error", "queue_timeout", RETRY_AFTER_S)),
+    (CapacityError, ErrorKind(503, "overloaded_error", "overloaded", RETRY_AFTER_S)),
+    (RequestError, ErrorKind(400, "invalid_request_error")),
+    (
+        EngineStopped,
+        ErrorKind(503, "server_error", "engine_stopped", RETRY_AFTER_S, "the engine has stopped; retry later"),
+    ),
+    (RequestCancelled, ErrorKind(499, "cancelled_error", "cancelled", None, "the request was cancelled")),
+    (
+        NumericalError,
+        ErrorKind(500, "server_error", "numerical_error", None, "the model's numbers for this request are not finite"),
+    ),
+    (ClientGone, ErrorKind(499, "cancelled_error", "client_gone", None, "the client went away")),
+    (Exception, ErrorKind(500, "server_error", "internal_error", None, "an internal error; the server's log has it")),
+)
+"""The first entry an error is an instance of counts."""
+
+HTTP_KINDS = {
+    404: ErrorKind(404, "invalid_request_error", "not_found", None, "there is no such route; see /openapi.json"),
+    405: ErrorKind(405, "invalid_request_error", "method_not_allowed", None, "this route does not take that method"),
+}
+
+
+def kind_of(error: BaseException) -> ErrorKind:
+    return next(kind for known, kind in ERROR_KINDS if isinstance(error, known))
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """{"error": {…}} as every client gets it, in a response or as an event of a stream."""
+    kind = kind_of(error)
+    message = kind.message or str(error)
+    param = error.field if isinstance(error, RequestError) else None
+    return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}
+
+
+def error_response(error: BaseException) -> Response:
+    return _response(kind_of(error), error_body(error))
+
+
+def _response(kind: ErrorKind, body: dict[str, Any]) -> Response:
+    headers: dict[str, str] = {}
+    if kind.retry_after_s is not None:
+        headers["retry-after"] = str(kind.retry_after_s)
+    if kind.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(orjson.dumps(body), kind.status, headers, media_type="application/json")
+
+
+async def http_exception_response(request: Request, error: Exception) -> Response:
+    """What the routing layer refuses, in the same shape."""
+    assert isinstance(error, HTTPException)
+    default = ErrorKind(error.status_code, "invalid_request_error", None, None, str(error.detail))
+    kind = HTTP_KINDS.get(error.status_code, default)
+    body = {"error": {"message": kind.message, "type": kind.type, "param": None, "code": kind.code}}
+    response = _response(kind, body)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def validation_response(request: Request, error: Exception) -> Response:
+    """A body or query that a typed route refuses: 400, with the place of the first fault."""
+    faults: list[dict[str, Any]] = list(error.errors()) if isinstance(error, RequestValidationError) else []
+    first = faults[0] if faults else {"loc": ("body",), "msg": "is not valid"}
+    place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
+    return error_response(RequestError(place, str(first["msg"])))
+
+
+class ErrorBoundary:
+    """Turns every failure of the application into a response, so that one request never harms another."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except ClientGone:
+            scope["state"]["status"] = kind_of(ClientGone()).status
+        except Exception as error:
+            if kind_of(error).status == 500:
+                logger.exception("request %s failed", scope["state"].get("request_id"))
+            if started:
+                raise
+            await error_response(error)(scope, receive, send)

@@ -1,0 +1,86 @@
+"""The application: routes and middleware around one engine.
+
+Another surface is one line in `routers`, another watcher one object in `app.state.kestrel.observers`.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from kestrel import __version__
+from kestrel.errors import ConfigError
+from kestrel.server.access_log import AccessLog
+from kestrel.server.auth import Authentication
+from kestrel.server.config import ServerConfig
+from kestrel.server.errors import ErrorBoundary, http_exception_response, validation_response
+from kestrel.server.images import ImageFetcher, NoRemoteImages
+from kestrel.server.lifecycle import EngineSource, engine_lifespan
+from kestrel.server.limits import BodyLimit, ClientLimit
+from kestrel.server.native import native_routes
+from kestrel.server.operations import operation_routes
+from kestrel.server.request_ids import HEADER, RequestIds
+from kestrel.server.state import ServerState
+
+
+def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
+    """An ASGI application over an engine, or over one that `factory()` makes on the server's event loop.
+
+    The engine is got ready in the background of the start: `/healthz` says 503 until it is warm. An engine that a
+    factory made is shut down with the application; one that was handed over is the caller's.
+    """
+    config = config or ServerConfig()
+    state = ServerState(config, images=image_fetcher(config))
+    app = FastAPI(
+        title="Kestrel",
+        version=__version__,
+        root_path=config.root_path,
+        lifespan=engine_lifespan(engine_or_factory),
+        middleware=_middleware(state),
+        exception_handlers={
+            HTTPException: http_exception_response,
+            RequestValidationError: validation_response,
+        },
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.kestrel = state
+    for router in routers(state):
+        app.include_router(router)
+    return app
+
+
+def image_fetcher(config: ServerConfig) -> ImageFetcher:
+    if config.allowed_image_hosts:
+        raise ConfigError("allowed_image_hosts", "fetching pictures is not available in this version; leave it out")
+    return NoRemoteImages()
+
+
+def routers(state: ServerState) -> list[APIRouter]:
+    return [operation_routes(), native_routes()]
+
+
+def _middleware(state: ServerState) -> list[Middleware]:
+    """Outermost first."""
+    config = state.config
+    layers = [Middleware(RequestIds), Middleware(AccessLog), Middleware(ErrorBoundary)]
+    if config.cors_origins:
+        everything = ["*"]
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.cors_origins),
+                allow_methods=everything,
+                allow_headers=everything,
+                expose_headers=[HEADER],
+            )
+        )
+    return [
+        *layers,
+        Middleware(Authentication, config=config),
+        Middleware(ClientLimit, config=config),
+        Middleware(BodyLimit, state=state),
+    ]

@@ -1,0 +1,168 @@
+"""A server's life: load, warm up, serve, drain on SIGTERM, end.
+
+The application loads its engine in the background of its own start, so that health routes answer from the first moment.
+`serve` runs it under uvicorn with the signals handled here:
+- the first SIGTERM or SIGINT stops admission (503), lets accepted requests finish within the drain time, exits with 0
+- a second one ends the process at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeAlias
+
+import uvicorn
+from starlette.applications import Starlette
+
+from kestrel.engine import InferenceEngine
+from kestrel.errors import ConfigError
+from kestrel.server.config import ServerConfig
+from kestrel.server.protocol import timed_protocol
+from kestrel.server.state import Phase, ServerState, app_state
+from kestrel.server.warm_up import warm_up
+
+logger = logging.getLogger("kestrel.server")
+
+EngineFactory: TypeAlias = Callable[[], Awaitable[InferenceEngine]]
+EngineSource: TypeAlias = InferenceEngine | EngineFactory
+GRACE_S = 5.0
+"""What is left after the drain time for responses to leave and connections to close."""
+NAP_S = 0.02
+
+
+def engine_lifespan(source: EngineSource) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """Gets the engine ready in the background; an engine made by a factory is shut down at the end."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        state = app_state(app)
+        starting = asyncio.create_task(_start(state, source))
+        try:
+            yield
+        finally:
+            if not starting.done():
+                starting.cancel()
+            await asyncio.wait({starting})
+            if state.phase is not Phase.FAILED:
+                state.phase = Phase.DRAINING
+            if state.engine is not None and not isinstance(source, InferenceEngine):
+                await state.engine.shutdown(timeout_s=state.config.drain_timeout_s)
+
+    return lifespan
+
+
+async def _start(state: ServerState, source: EngineSource) -> None:
+    try:
+        state.engine = source if isinstance(source, InferenceEngine) else await source()
+        seconds = await warm_up(state.engine)
+        logger.info("warmed up in %.1f s", seconds)
+        if state.phase is Phase.STARTING:
+            state.phase = Phase.READY
+    except Exception as error:
+        state.failure = error
+        state.phase = Phase.FAILED
+    finally:
+        state.settled.set()
+
+
+async def serve(app: Starlette, announce: Callable[[str], None]) -> None:
+    """Serve until a signal ends it; raises what kept it from starting. `announce` gets the address once it is ready."""
+    state = app_state(app)
+    listening = bind(state.config)
+    server = _Server(uvicorn_config(app, state.config))
+    signals = _Signals(server, state)
+    with signals.handled():
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        settled = asyncio.create_task(state.settled.wait())
+        await asyncio.wait({serving, settled}, return_when=asyncio.FIRST_COMPLETED)
+        settled.cancel()
+        if state.ready:
+            announce(address_of(listening, state.config))
+        elif state.failure is not None:
+            server.should_exit = True
+        await serving
+    if state.failure is not None:
+        raise state.failure
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            "port", f"cannot listen on {config.host}:{config.port} ({error.strerror}); free it or choose another --port"
+        ) from error
+
+
+def address_of(listening: socket.socket, config: ServerConfig) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{config.scheme}://{host}:{listening.getsockname()[1]}{config.root_path}/"
+
+
+def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=timed_protocol(config.receive_timeout_s),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=config.keep_alive_timeout_s,
+        timeout_graceful_shutdown=int(GRACE_S),
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        ssl_certfile=config.tls_cert_file,
+        ssl_keyfile=config.tls_key_file,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Signals:
+    def __init__(self, server: uvicorn.Server, state: ServerState) -> None:
+        self._server = server
+        self._state = state
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def handled(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._draining is not None:
+            os._exit(128 + number)
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        """Admit nobody, wait for those who are in, then stop listening."""
+        state, began_s = self._state, time.monotonic()
+        state.phase = Phase.DRAINING
+        logger.info("draining: %d requests are unanswered", len(state.running))
+        while state.running and time.monotonic() - began_s < state.config.drain_timeout_s:
+            await asyncio.sleep(NAP_S)
+        if state.running and state.engine is not None:
+            logger.warning("the drain time is over; %d requests are cut off", len(state.running))
+            await state.engine.shutdown(drain=False)
+        self._server.should_exit = True

@@ -1,0 +1,168 @@
+"""Bounds on what a client may send and hold: a body's size and time while it arrives, all bodies, requests each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kestrel.errors import QueueFull, RequestError
+from kestrel.server.auth import OPEN_PATHS
+from kestrel.server.config import ServerConfig
+from kestrel.server.errors import BodyTooLarge, ClientGone, SlowClient, TooManyRequests
+from kestrel.server.state import ServerState
+
+LINGER_S = 5.0
+"""How long the rest of a refused body is read and dropped, so that the client sees the refusal and no reset."""
+LINGER_BYTES = 256 * 2**20
+LARGE_BODY_BYTES = 2**18
+"""Bodies from here on are parsed off the event loop."""
+
+
+class ClientLimit:
+    """Refuses a client with too many unanswered requests, before its body is read."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._limit = config.max_requests_per_client
+        self._unanswered: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._limit is None or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        client = scope["state"]["client"]
+        if self._unanswered[client] >= self._limit:
+            raise TooManyRequests(
+                f"{self._limit} requests of this client are unanswered (max_requests_per_client); retry later"
+            )
+        self._unanswered[client] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._unanswered[client] -= 1
+            if not self._unanswered[client]:
+                del self._unanswered[client]
+
+
+class BodyLimit:
+    """Counts a body while it arrives: too large, too slow or too much in all ends it before it is buffered."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _IncomingBody(self._state, scope, receive)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.release()
+
+
+class _IncomingBody:
+    def __init__(self, state: ServerState, scope: Scope, receive: Receive) -> None:
+        self._state = state
+        self._receive = receive
+        headers = Headers(scope=scope)
+        self._declared = _declared_length(headers)
+        self._awaits_go_ahead = headers.get("expect", "").lower() == "100-continue"
+        self._deadline_s = time.monotonic() + state.config.receive_timeout_s
+        self._held = 0
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        limit = self._state.config.max_body_bytes
+        if self._declared > limit:
+            await self._refuse(limit)
+        message = await self._next_in_time()
+        if message["type"] == "http.request":
+            self._hold(len(message.get("body", b"")))
+            if self._held > limit:
+                await self._refuse(limit)
+            self._complete = not message.get("more_body", False)
+        return message
+
+    def release(self) -> None:
+        self._state.pending_body_bytes -= self._held
+        self._held = 0
+
+    async def _next_in_time(self) -> Message:
+        left_s = self._deadline_s - time.monotonic()
+        try:
+            return await asyncio.wait_for(self._receive(), max(left_s, 0.001))
+        except asyncio.TimeoutError:
+            seconds = self._state.config.receive_timeout_s
+            raise SlowClient(
+                f"the body did not arrive within {seconds:g} s (receive_timeout_s); send it faster"
+            ) from None
+
+    def _hold(self, num_bytes: int) -> None:
+        self._held += num_bytes
+        self._state.pending_body_bytes += num_bytes
+        if self._state.pending_body_bytes > self._state.config.max_pending_body_bytes:
+            raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
+
+    async def _refuse(self, limit: int) -> None:
+        """Raises. Most clients send everything before they listen, so the rest is let in and dropped for a while."""
+        self.release()
+        if not self._awaits_go_ahead:
+            await self._drop_rest()
+        raise BodyTooLarge(f"the body exceeds {limit} bytes (max_body_bytes); send less, such as a smaller picture")
+
+    async def _drop_rest(self) -> None:
+        deadline_s, dropped = time.monotonic() + LINGER_S, 0
+        while dropped < LINGER_BYTES:
+            try:
+                message = await asyncio.wait_for(self._receive(), max(deadline_s - time.monotonic(), 0.001))
+            except asyncio.TimeoutError:
+                return
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return
+            dropped += len(message["body"])
+
+
+def _declared_length(headers: Headers) -> int:
+    value = headers.get("content-length", "")
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0
+
+
+async def read_object(request: Request) -> dict[str, object]:
+    """The JSON object in the body. Whatever else it holds is a RequestError."""
+    chunks: list[bytes] = []
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    body = b"".join(chunks)
+    is_large = len(body) > LARGE_BODY_BYTES
+    value = await asyncio.to_thread(parse_json, body) if is_large else parse_json(body)
+    if not isinstance(value, dict):
+        raise RequestError("body", f"must be a JSON object (got {_kind(value)})")
+    return value
+
+
+def parse_json(body: bytes) -> object:
+    if not body.strip():
+        raise RequestError("body", "is empty; send a JSON object")
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError("body", f"is not JSON: {error.msg} at character {error.pos}") from None
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(type(value), "a number")

@@ -1,0 +1,265 @@
+"""The native skills, `POST /v1/{skill}`: one handler for all of them, driven by a table."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kestrel.engine import EngineResult, EngineStream, StreamChunk
+from kestrel.errors import RequestError, shown
+from kestrel.request import RequestMetrics
+from kestrel.server.calls import engine_call, request_info, until_gone
+from kestrel.server.errors import ModelNotFound
+from kestrel.server.images import image_bytes
+from kestrel.server.limits import read_object
+from kestrel.server.sse import EventStream, event
+from kestrel.server.state import RequestInfo, ServerState, state_of
+
+PUBLISHER = "moondream/"
+"""Clients of the hosted service may put it before a model's name."""
+
+
+@dataclass(frozen=True)
+class NativeSkill:
+    name: str
+    fields: Mapping[str, str]
+    """Its own fields with a sentence each, for the API description; the skill itself checks them."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a field left out means over HTTP, where that differs from the engine."""
+    counts_tokens: bool = True
+    """Whether `max_tokens` bounds it."""
+    streams_text: bool = False
+
+
+# Clients of the hosted service leave `reasoning` out when it is false, so false is what its absence means here.
+NATIVE_SKILLS = (
+    NativeSkill(
+        "query",
+        {
+            "question": "What to answer.",
+            "image_url": "A picture to ask about.",
+            "reasoning": "Think first.",
+            "spatial_refs": "Points and boxes the question talks about.",
+        },
+        defaults={"reasoning": False},
+        streams_text=True,
+    ),
+    NativeSkill("caption", {"image_url": "The picture.", "length": "short, normal or long."}, streams_text=True),
+    NativeSkill(
+        "point",
+        {
+            "image_url": "The picture.",
+            "object": "What to point at.",
+            "max_points": "Most points to find.",
+            "spatial_refs": "Points and boxes the object is near to.",
+        },
+        counts_tokens=False,
+    ),
+    NativeSkill("detect", {"image_url": "The picture.", "object": "What to box."}, counts_tokens=False),
+    NativeSkill(
+        "segment",
+        {
+            "image_url": "The picture.",
+            "object": "What to outline.",
+            "spatial_refs": "Points and boxes that say which one.",
+        },
+    ),
+)
+COMMON_FIELDS = {
+    "model": "The model's name, or name/adapter.",
+    "adapter": "Adapter to answer with; also `variant`.",
+    "settings": "temperature, top_p, top_k, max_tokens, max_objects, seed, adapter, logprobs.",
+    "stream": "Answer as Server-Sent Events.",
+    "priority": "Lower runs sooner.",
+    "request_id": "A name for this request.",
+}
+ENGINE_ONLY = ("image", "tenant", "skill", "self")
+"""Names of the engine's own parameters, which no client may set."""
+
+
+def native_routes() -> APIRouter:
+    router = APIRouter(tags=["skills"])
+    for skill in NATIVE_SKILLS:
+        router.add_api_route(
+            f"/v1/{skill.name}",
+            _handler(skill),
+            methods=["POST"],
+            name=skill.name,
+            openapi_extra={"requestBody": _body_schema(skill)},
+            response_model=None,
+        )
+    return router
+
+
+def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        state_of(request).require_serving()
+        body = await read_object(request)
+        wants_stream = _take_flag(body, "stream")
+        fields = await engine_fields(state_of(request), skill, body)
+        adapter, request_id = fields.get("adapter"), fields.pop("request_id", None)
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError("request_id", f"must be text (got {shown(request_id)})")
+        info = request_info(
+            request,
+            skill.name,
+            stream=wants_stream,
+            request_id=request_id,
+            adapter=adapter if isinstance(adapter, str) else None,
+        )
+        if wants_stream:
+            return _stream(request, skill, info, fields)
+        result = await until_gone(request.receive, _result(request, info, fields))
+        return Response(orjson.dumps(result_body(result)), media_type="application/json")
+
+    return handle
+
+
+async def _result(request: Request, info: RequestInfo, fields: dict[str, Any]) -> EngineResult:
+    async with native_call(request, info, fields) as stream:
+        return await stream.result()
+
+
+def _stream(request: Request, skill: NativeSkill, info: RequestInfo, fields: dict[str, Any]) -> Response:
+    def events(stream: EngineStream) -> AsyncIterator[bytes]:
+        return stream_events(stream, "chunk" if skill.streams_text else "type")
+
+    return EventStream(native_call(request, info, fields), events, state_of(request).config.ping_interval_s)
+
+
+@asynccontextmanager
+async def native_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
+    """An engine call whose refusals name the picture as the client did."""
+    try:
+        async with engine_call(request, info, fields) as stream:
+            yield stream
+    except RequestError as error:
+        if error.field != "image":
+            raise
+        raise RequestError("image_url", str(error).removeprefix("image: ")) from error
+
+
+# ---------------------------------------------------------------------- what goes in
+
+
+async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's fields for a body: null means not given, the picture is bytes, the rest as it came."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in ENGINE_ONLY:
+        if name in fields:
+            known = ", ".join(sorted({*skill.fields, *COMMON_FIELDS}))
+            raise RequestError(name, f"is not a field of {skill.name}; known fields: {known}")
+    _take_model(state, fields)
+    for name, value in skill.defaults.items():
+        fields.setdefault(name, value)
+    if skill.counts_tokens and state.config.default_max_new_tokens is not None and not _bounds_tokens(fields):
+        fields["max_new_tokens"] = state.config.default_max_new_tokens
+    if "image_url" in fields:
+        max_bytes = state.require_serving().config.max_image_bytes
+        fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, state.images)
+    return fields
+
+
+def _take_flag(body: dict[str, Any], name: str) -> bool:
+    value = body.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(name, f"must be true or false (got {shown(value)})")
+    return bool(value)
+
+
+def _take_model(state: ServerState, fields: dict[str, Any]) -> None:
+    """Takes out `model`, which may name an adapter after a slash."""
+    name = fields.pop("model", None)
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise RequestError("model", f"must be the model's name (got {shown(name)})")
+    adapter = adapter_in(state, name)
+    if adapter:
+        given = fields.setdefault("adapter", adapter)
+        if given != adapter:
+            raise RequestError("adapter", f"is {shown(given)}, but the model names {shown(adapter)}; give one of them")
+
+
+def adapter_in(state: ServerState, name: str) -> str | None:
+    """The adapter that a model's name asks for, None for the model itself. Raises ModelNotFound for other models."""
+    known = [state.config.served_model_name, state.require_serving().model_name]
+    for served in known:
+        for spelled in (served, f"{PUBLISHER}{served}"):
+            if served is not None and name == spelled:
+                return None
+            if served is not None and name.startswith(f"{spelled}/"):
+                return name.removeprefix(f"{spelled}/")
+    raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out")
+
+
+def _bounds_tokens(fields: Mapping[str, Any]) -> bool:
+    settings = fields.get("settings")
+    places = (fields, settings if isinstance(settings, Mapping) else {})
+    return any(place.get(name) is not None for place in places for name in ("max_tokens", "max_new_tokens"))
+
+
+# ---------------------------------------------------------------------- what comes out
+
+
+def result_body(result: EngineResult) -> dict[str, Any]:
+    """A finished request, as every native answer has it."""
+    metrics = result.metrics
+    return {
+        "request_id": result.request_id,
+        "finish_reason": result.finish_reason,
+        **result.output,
+        "metrics": metrics_body(metrics),
+        "processing_latency_s": metrics.processing_latency_s,
+        "ttft_s": metrics.ttft_s,
+        "decode_latency_s": metrics.decode_latency_s,
+        "decode_tokens_per_s": metrics.decode_tokens_per_s,
+    }
+
+
+def metrics_body(metrics: RequestMetrics) -> dict[str, float]:
+    return {
+        "input_tokens": metrics.input_tokens,
+        "output_tokens": metrics.output_tokens,
+        "cached_tokens": metrics.cached_tokens,
+        "prefill_time_ms": metrics.prefill_time_ms,
+        "decode_time_ms": metrics.decode_time_ms,
+        "ttft_ms": metrics.ttft_ms,
+        "queue_time_ms": metrics.queue_time_ms,
+    }
+
+
+async def stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes]:
+    """Every piece as it comes, then the whole result."""
+    async for chunk in stream:
+        yield event(chunk_body(chunk))
+    opening = {"chunk": ""} if style == "chunk" else {"type": "final"}
+    yield event({**opening, "completed": True, **result_body(await stream.result())})
+
+
+def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
+    """Text has no type. Thinking has one and no `chunk`, so that joined chunks are the answer alone."""
+    place = {"completed": False, "token_index": chunk.token_index}
+    match chunk.kind:
+        case "text":
+            return {"chunk": chunk.text, **place}
+        case "reasoning":
+            return {"type": "reasoning", "reasoning": chunk.text, **place}
+        case "path_delta":
+            return {"type": "path_delta", "chunk": chunk.text, **place}
+        case "bbox":
+            return {"type": "bbox", **(chunk.data or {}), **place}
+    return {"type": chunk.kind, chunk.kind: chunk.data, **place}
+
+
+def _body_schema(skill: NativeSkill) -> dict[str, Any]:
+    fields = {**skill.fields, **COMMON_FIELDS}
+    schema = {"type": "object", "properties": {name: {"description": text} for name, text in fields.items()}}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,126 @@
+"""Server-Sent Events: exact framing, sent as they happen, kept open by comments, ended by an error event if need be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kestrel.engine import EngineStream
+from kestrel.server.calls import until_gone
+from kestrel.server.errors import ClientGone, error_body, kind_of
+
+logger = logging.getLogger("kestrel.server")
+
+PING = b": ping\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+FIRST_EVENT_WAIT_S = 0.25
+"""How long the headers wait for the first event, so that a request refused at once gets a status of its own."""
+
+Events = Callable[[EngineStream], AsyncIterator[bytes]]
+"""From a running request to the events of its stream, last one included."""
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Runs one engine request and sends its events. A client that goes away ends the request.
+
+    `events_of_failure` makes what follows a failure in the middle: the error, and a dialect's own end mark.
+    """
+
+    def __init__(
+        self,
+        call: AbstractAsyncContextManager[EngineStream],
+        events: Events,
+        ping_interval_s: float,
+        events_of_failure: Callable[[BaseException], bytes] = lambda error: event(error_body(error)),
+    ) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._call = call
+        self._events = events
+        self._ping_interval_s = ping_interval_s
+        self._events_of_failure = events_of_failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_gone(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        out = _Out(send, self.status_code, self.raw_headers)
+        try:
+            async with self._call as stream:
+                await self._send_all(self._events(stream), out)
+        except Exception as error:
+            if not out.started:
+                raise
+            if kind_of(error).status == 500:
+                logger.exception("a stream failed")
+            await out.write(self._events_of_failure(error))
+        await out.end()
+
+    async def _send_all(self, events: AsyncIterator[bytes], out: _Out) -> None:
+        first = asyncio.ensure_future(anext(events))
+        try:
+            await asyncio.wait({first}, timeout=FIRST_EVENT_WAIT_S)
+            if first.done() and first.exception() is not None:
+                first.result()
+            await out.start()
+            pinging = asyncio.ensure_future(out.keep_open(self._ping_interval_s))
+            try:
+                await out.write(await first)
+                async for data in events:
+                    await out.write(data)
+            finally:
+                pinging.cancel()
+        finally:
+            first.cancel()
+
+
+class _Out:
+    """The open response."""
+
+    def __init__(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._status = status
+        self._headers = headers
+        self._last_write_s = time.monotonic()
+        self.started = False
+
+    async def start(self) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+
+    async def write(self, data: bytes) -> None:
+        self._last_write_s = time.monotonic()
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except OSError:
+            raise ClientGone from None
+
+    async def keep_open(self, interval_s: float) -> None:
+        while True:
+            silent_s = time.monotonic() - self._last_write_s
+            if silent_s >= interval_s:
+                with contextlib.suppress(ClientGone):
+                    await self.write(PING)
+                silent_s = 0.0
+            await asyncio.sleep(interval_s - silent_s)
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
