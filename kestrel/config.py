@@ -61,6 +61,9 @@ class RuntimeConfig:
         default=2048, metadata=_doc("Prompt positions one step may hold, so that running streams keep moving.")
     )
     max_queue_size: int = field(default=1024, metadata=_doc("Waiting requests before new ones are refused."))
+    max_queue_tokens: int | None = field(
+        default=None, metadata=_doc("Prompt tokens of waiting requests before new ones are refused. Default: no limit.")
+    )
     priority_ageing_s: float = field(
         default=5.0, metadata=_doc("Seconds of waiting that weigh as much as one priority level.")
     )
@@ -143,6 +146,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "page_size": (1, 1024),
     "max_prefill_tokens": (1, 2**20),
     "max_queue_size": (1, 10**7),
+    "max_queue_tokens": (1, 2**40),
     "max_image_pixels": (1, 2**31),
     "max_image_bytes": (1, 2**40),
     "max_pending_image_bytes": (1, 2**50),

@@ -33,6 +33,10 @@ class RequestError(KestrelError, ValueError):
         self.field = field
 
 
+class ContextTooLong(RequestError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+
 class CapacityError(KestrelError):
     """Something finite ran out; retrying later can succeed."""
 

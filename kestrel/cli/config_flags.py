@@ -54,12 +54,15 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return with_grouped_values
 
 
+def takes_config(verb: Callable[..., None]) -> bool:
+    return "model_path" in inspect.signature(verb).parameters
+
+
 def environment_hint(verb: Callable[..., None]) -> str | None:
     """A line for a verb's help; naming the variable at every flag would double its length."""
-    names = inspect.signature(verb).parameters
-    if "api_keys" in names:
+    if "api_keys" in inspect.signature(verb).parameters:
         return "Every flag has an environment variable: KESTREL_PORT for --port, and so on."
-    if "model_path" in names:
+    if takes_config(verb):
         return "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
     return None
 

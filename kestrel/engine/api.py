@@ -59,6 +59,7 @@ class InferenceEngine(SkillCalls):
             ready.runtime,
             self._cache,
             max_queue_size=config.max_queue_size,
+            max_queue_tokens=config.max_queue_tokens,
             priority_ageing_s=config.priority_ageing_s,
         )
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)

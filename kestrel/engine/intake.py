@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kestrel.errors import RequestError, shown
+from kestrel.errors import ContextTooLong, RequestError, shown
 from kestrel.skills.base import Prompt
 from kestrel.skills.decode_rules import require_choices
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
@@ -62,7 +62,11 @@ def require_readable(num_chars: int, max_positions: int) -> None:
     """Refuse a text that cannot fit the context however it is tokenised."""
     most = max_positions * MAX_CHARACTERS_PER_POSITION
     if num_chars > most:
-        raise RequestError("prompt", f"has {num_chars} characters; at most {most} can fit the context; shorten it")
+        raise ContextTooLong(
+            "prompt",
+            f"has {num_chars} characters; at most {most} can fit. "
+            f"This model's maximum context length is {max_positions} tokens; shorten the prompt",
+        )
 
 
 def require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int) -> None:

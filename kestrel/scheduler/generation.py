@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic
 
 from kestrel.cache import CacheManager
-from kestrel.errors import QueueFull, RequestCancelled, RequestError
+from kestrel.errors import ContextTooLong, QueueFull, RequestCancelled, RequestError
 from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
 from kestrel.scheduler.admission import Admission
@@ -32,6 +32,7 @@ class GenerationScheduler(Generic[StepT]):
         cache: CacheManager,
         *,
         max_queue_size: int = 1024,
+        max_queue_tokens: int | None = None,
         priority_ageing_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -41,6 +42,7 @@ class GenerationScheduler(Generic[StepT]):
         self._cache = cache
         self._clock = clock
         self._max_queue_size = max_queue_size
+        self._max_queue_tokens = max_queue_tokens
         self._queue = WaitingQueue(priority_ageing_s)
         self._admission = Admission(cache, self._queue, limits.max_batch_size)
         self._planner = StepPlanner(limits)
@@ -76,10 +78,19 @@ class GenerationScheduler(Generic[StepT]):
             raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
         if self.num_waiting >= self._max_queue_size:
             raise QueueFull(f"{self.num_waiting} requests are waiting (max_queue_size); retry later")
+        self._require_room_for(request)
         key = self._queue.key(request.priority, self._clock())
         sequence = Sequence(request, key, max_total_tokens(request, self._limits))
         self._sequences[request.request_id] = sequence
         self._queue.push(sequence)
+
+    def _require_room_for(self, request: GenerationRequest) -> None:
+        if self._max_queue_tokens is None or not self.num_waiting:
+            return
+        waiting = [s for s in self._sequences.values() if s.stage is Stage.WAITING]
+        num_tokens = sum(s.request.num_prompt_positions for s in waiting)
+        if num_tokens + request.num_prompt_positions > self._max_queue_tokens:
+            raise QueueFull(f"{num_tokens} prompt tokens are waiting (max_queue_tokens); retry later")
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; False when it is unknown or already over. Its pages come back within a step."""
@@ -212,10 +223,11 @@ def max_total_tokens(request: GenerationRequest, limits: RuntimeLimits) -> int:
     """Tokens a request may emit over all phases. Raises when not even one fits."""
     room = limits.max_positions - request.num_prompt_positions
     if room < 1:
-        raise RequestError(
+        raise ContextTooLong(
             "prompt",
-            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - 1} fit; "
-            "shorten it, or raise max_seq_length (and kv_cache_pages if set)",
+            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - 1} fit. "
+            f"This model's maximum context length is {limits.max_positions} tokens; "
+            "shorten the prompt, or raise max_seq_length (and kv_cache_pages if set)",
         )
     has_one_phase = all(state.phase == 0 and state.when_spent is None for state in request.grammar.states)
     return min(room, request.sampling.max_new_tokens) if has_one_phase else room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kestrel.errors import (
     AdapterNotFound,
     CapacityError,
+    ContextTooLong,
     EngineStopped,
     KestrelError,
     NumericalError,
@@ -25,6 +27,8 @@ from kestrel.errors import (
 
 logger = logging.getLogger("kestrel.server")
 
+_OBJECT = re.compile(r"<[^<>]{0,100} at 0x[0-9a-fA-F]+>")
+"""How libraries print what they were given; it says nothing to a client and an address to an attacker."""
 RETRY_AFTER_S = 1
 """What a client is told to wait when the server is full."""
 
@@ -86,6 +90,7 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (NotServing, ErrorKind(503, "overloaded_error", "not_serving", RETRY_AFTER_S)),
     (QueueTimeout, ErrorKind(503, "overloaded_error", "queue_timeout", RETRY_AFTER_S)),
     (CapacityError, ErrorKind(503, "overloaded_error", "overloaded", RETRY_AFTER_S)),
+    (ContextTooLong, ErrorKind(400, "invalid_request_error", "context_length_exceeded")),
     (RequestError, ErrorKind(400, "invalid_request_error")),
     (
         EngineStopped,
@@ -114,7 +119,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 def error_body(error: BaseException) -> dict[str, Any]:
     """{"error": {…}} as every client gets it, in a response or as an event of a stream."""
     kind = kind_of(error)
-    message = kind.message or str(error)
+    message = _OBJECT.sub("the data", kind.message or str(error))
     param = error.field if isinstance(error, RequestError) else None
     return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}
 
