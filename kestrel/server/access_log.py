@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kestrel.server.auth import OPEN_PATHS
+from kestrel.server.auth import is_open
 
 logger = logging.getLogger("kestrel.server.access")
 
@@ -21,7 +21,7 @@ class AccessLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not logger.isEnabledFor(logging.INFO):
+        if scope["type"] != "http" or is_open(scope) or not logger.isEnabledFor(logging.INFO):
             await self._app(scope, receive, send)
             return
         began_s = time.monotonic()

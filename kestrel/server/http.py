@@ -22,6 +22,7 @@ from kestrel.server.lifecycle import EngineSource, engine_lifespan
 from kestrel.server.limits import BodyLimit, ClientLimit
 from kestrel.server.native import native_routes
 from kestrel.server.operations import operation_routes
+from kestrel.server.playground import router as playground_routes
 from kestrel.server.request_ids import HEADER, RequestIds
 from kestrel.server.state import ServerState
 
@@ -60,7 +61,7 @@ def image_fetcher(config: ServerConfig) -> ImageFetcher:
 
 
 def routers(state: ServerState) -> list[APIRouter]:
-    return [operation_routes(), native_routes()]
+    return [operation_routes(), native_routes(), playground_routes()]
 
 
 def _middleware(state: ServerState) -> list[Middleware]:
