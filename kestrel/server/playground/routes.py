@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from kestrel import __version__, default_model
 from kestrel.engine import InferenceEngine
@@ -92,7 +93,7 @@ async def server(request: Request) -> Response:
 def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]:
     profile = engine.profile
     skills = [skill for skill, template in SKILL_TEMPLATES.items() if template in profile.templates]
-    if any(route.path == CHAT_PATH for route in request.app.routes):
+    if _is_routed(request, CHAT_PATH):
         skills.append("chat")
     return {
         "skills": skills,
@@ -107,3 +108,9 @@ def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]
             "max_objects": profile.defaults.max_objects,
         },
     }
+
+
+def _is_routed(request: Request, path: str) -> bool:
+    """Whether this application takes a POST there."""
+    scope = {**request.scope, "method": "POST", "path": request.scope.get("root_path", "") + path}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
