@@ -199,7 +199,6 @@ function finish(entry) {
     } else conversation.show();
   }
   showEntry(entry);
-  onFormChange();
 }
 
 /** What a finished call looks like, now or when it is opened again. */
@@ -247,7 +246,7 @@ function whatIsMissing(asked) {
   }
   if (composer.skill.field && asked.text === "") {
     byId("prompt").focus();
-    return new CallError({ title: "There is nothing to ask yet", message: `${composer.skill.label} is empty.`, remedy: "Type some words first." });
+    return new CallError({ title: "There is nothing to ask yet", message: `The field for “${composer.skill.label.toLowerCase()}” is empty.`, remedy: "Type some words first." });
   }
   return null;
 }

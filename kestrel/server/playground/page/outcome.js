@@ -1,6 +1,8 @@
 /** What an answer says, in one shape for all skills, while it streams in and when it is whole. */
 
-export const COLOURS = ["#ff4d54", "#2694f0", "#ffbe20", "#24be78", "#a85cec", "#ff7e30", "#18bcc8", "#f05caa"];
+const COLOURS = ["#ff4d54", "#2694f0", "#ffbe20", "#24be78", "#a85cec", "#ff7e30", "#18bcc8", "#f05caa"];
+const MASK_COLOUR = COLOURS[1];
+const colourAt = (index) => COLOURS[index % COLOURS.length];
 
 export const emptyOutcome = () => ({
   text: null, reasoning: null, points: null, objects: null, masks: null, metrics: null, finishReason: null,
@@ -67,10 +69,10 @@ const chatMetrics = (usage) => ({
 /** What is drawn for it: shapes with an id, a kind, a colour, a number and the name they go by. */
 export function shapesOf(outcome, label) {
   const numbered = (items, kind, geometry) => (items ?? []).map((item, index) => ({
-    id: `${kind}-${index}`, kind, number: index + 1, label, colour: COLOURS[index % COLOURS.length], ...geometry(item),
+    id: `${kind}-${index}`, kind, number: index + 1, label, colour: colourAt(index), ...geometry(item),
   }));
   return [
-    ...numbered(outcome.masks, "mask", (mask) => ({ box: mask.bbox, path: mask.path })),
+    ...numbered(outcome.masks, "mask", (mask) => ({ box: mask.bbox, path: mask.path, colour: MASK_COLOUR })),
     ...numbered(outcome.objects, "box", (box) => ({ box })),
     ...numbered(outcome.points, "point", (point) => ({ point })),
   ];
@@ -80,7 +82,7 @@ export function shapesOf(outcome, label) {
 export function groundedShapes(reasoning) {
   return (reasoning?.grounding ?? []).flatMap((ground, index) =>
     ground.points.map(([x, y]) => ({
-      id: `thought-${index}`, kind: "point", number: index + 1, label: "", colour: COLOURS[index % COLOURS.length],
+      id: `thought-${index}`, kind: "point", number: index + 1, label: "", colour: colourAt(index),
       point: { x, y },
     })),
   );

@@ -3,12 +3,10 @@
 export const PICTURE = "\u0000picture\u0000";
 /** Stands for the picture's data URL in a body until it is sent or shown. */
 
-const REFERENCES = "Click or drag on the picture to mark the places you mean.";
-
 export const SKILLS = [
   {
     name: "query", title: "Query", path: "v1/query", field: "question", label: "Question",
-    hint: `Ask about the picture, or without one. ${REFERENCES}`, placeholder: "What is in this picture?",
+    hint: "Ask about the picture, or without one. Marked places are what the question is about.", placeholder: "What is in this picture?",
     action: "Ask", takesMarks: true, takesReasoning: true, bound: "max_tokens", needsPicture: false,
   },
   {
@@ -18,7 +16,7 @@ export const SKILLS = [
   },
   {
     name: "point", title: "Point", path: "v1/point", field: "object", label: "What to point at",
-    hint: `Put a point on every one of something. ${REFERENCES}`, placeholder: "person",
+    hint: "Put a point on every one of something. Marked places say which you mean.", placeholder: "person",
     action: "Point", takesMarks: true, bound: "max_objects", needsPicture: true,
   },
   {
@@ -28,7 +26,7 @@ export const SKILLS = [
   },
   {
     name: "segment", title: "Segment", path: "v1/segment", field: "object", label: "What to outline",
-    hint: `Outline one object. ${REFERENCES}`, placeholder: "dog",
+    hint: "Outline one object. Marked places say which one you mean.", placeholder: "dog",
     action: "Segment", takesMarks: true, bound: "max_tokens", needsPicture: true,
   },
   {

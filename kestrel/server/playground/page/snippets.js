@@ -31,7 +31,7 @@ export function curlCommand(call, { usesKey }) {
     `  base64 < ${quoted(picture.name)} | tr -d '\\n'`,
     `  printf '%s' ${quoted(after)}`,
   ];
-  return `${pictureNote(picture)}${keyNote(usesKey)}{\n${lines.join("\n")}\n} |\n${flags}\n`;
+  return `${keyNote(usesKey)}${fetchLine(picture)}${sizeNote(picture)}{\n${lines.join("\n")}\n} |\n${flags}\n`;
 }
 
 export function pythonCode(call, { usesKey }) {
@@ -40,7 +40,7 @@ export function pythonCode(call, { usesKey }) {
   const parts = [[...imports, ...(imports.length ? [""] : []), "import httpx", ""].join("\n")];
   if (picture) {
     parts.push(
-      `${pictureNote(picture)}with open(${literal(picture.name)}, "rb") as file:\n` +
+      `${fetchNote(picture)}${sizeNote(picture)}with open(${literal(picture.name)}, "rb") as file:\n` +
       `    picture = "data:${picture.mediaType};base64," + base64.b64encode(file.read()).decode()\n`,
     );
   }
@@ -89,9 +89,12 @@ function literal(value, indent = "") {
   return `${open}\n${items.map((item) => `${inner}${item},\n`).join("")}${indent}${close}`;
 }
 
-function pictureNote(picture) {
-  if (picture.shrunkFrom) return "# The page sent a smaller copy: the file itself is over this server's limit.\n";
-  return picture.source ? `# The sample: curl -sSo ${quoted(picture.name)} ${quoted(picture.source)}\n` : "";
-}
+/** Gets a sample first, so that the code runs as it was copied. */
+const fetchLine = ({ name, source }) => (source ? `curl -sSo ${quoted(name)} ${quoted(source)}\n` : "");
+
+const fetchNote = (picture) => (picture.source ? `# ${fetchLine(picture)}` : "");
+
+const sizeNote = ({ shrunkFrom }) =>
+  shrunkFrom ? "# The page sent a smaller copy: the file itself is over this server's limit.\n" : "";
 
 const keyNote = (usesKey) => (usesKey ? `# export ${KEY_VARIABLE}=… first\n` : "");
