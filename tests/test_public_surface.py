@@ -20,6 +20,7 @@ from PIL import Image
 
 from kestrel.config import RuntimeConfig
 from kestrel.families import registered_models
+from kestrel.server.config import ServerConfig
 from kestrel.skills import default_registry
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +34,8 @@ PUBLIC_NAMES = {
     "kestrel.skills.query": ["QuerySkill"],
     "kestrel.scheduler": ["GenerationScheduler"],
     "kestrel.moondream": ["MoondreamRuntime"],
+    "kestrel.server.http": ["create_app"],
+    "kestrel.server.config": ["ServerConfig"],
     "kestrel.main": ["main"],
 }
 WITHOUT_TORCH = (
@@ -87,7 +90,7 @@ def test_the_module_is_the_same_program_as_the_command() -> None:
     told = python("-m", "kestrel.main", "--help")
     assert told.returncode == 0, told.stderr
     verbs = re.findall(r"^\| `kestrel (\w+)", README, re.MULTILINE)
-    assert len(verbs) == 9
+    assert len(verbs) == 10
     assert [verb for verb in verbs if verb not in told.stdout] == []
 
 
@@ -149,6 +152,12 @@ def test_every_configuration_field_is_documented_with_its_default() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
     assert rows == {f.name: "" if f.default is None else f"`{f.default}`" for f in fields(RuntimeConfig)}
+
+
+def test_every_field_of_the_server_is_documented_with_its_default() -> None:
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
+    assert rows == {f.name: "" if f.default in (None, (), "") else f"`{f.default}`" for f in fields(ServerConfig)}
 
 
 def test_every_dependency_has_its_reason() -> None:

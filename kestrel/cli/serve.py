@@ -51,6 +51,10 @@ def serve(
     POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64.
     SIGTERM or Ctrl-C lets accepted requests finish; a second one ends at once.
     """
+    run_server(server, config)
+
+
+def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
     set_up_logging(server.log_format)
     if config.model is None and config.weights is None:
         note(default_model.NOTICE)

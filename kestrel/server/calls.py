@@ -6,18 +6,19 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
 
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
-from kestrel.errors import KestrelError, RequestCancelled
+from kestrel.errors import KestrelError, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, tenant_of
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.request_ids import request_id_of
-from kestrel.server.state import RequestInfo, ServerState, state_of
+from kestrel.server.state import RequestInfo, state_of
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ def request_info(
     """What is known of an engine request before it starts. Without `request_id` it is named as the HTTP request."""
     state = state_of(request)
     return RequestInfo(
-        request_id=request_id or _free_id(state, request_id_of(request)),
+        request_id=request_id or request_id_of(request),
         skill=skill,
         route=request.url.path,
         model=state.model_name or "",
@@ -39,9 +40,14 @@ def request_info(
     )
 
 
-def _free_id(state: ServerState, http_id: str) -> str:
-    """A client may use one x-request-id for several requests at once; engine requests need their own."""
-    return http_id if http_id not in state.running else f"{http_id}-{secrets.token_hex(4)}"
+def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
+    """A client may send one x-request-id on several requests at once; engine requests need ids of their own."""
+    taken = state_of(request).running
+    if info.request_id not in taken:
+        return info
+    if info.request_id == request_id_of(request):
+        return replace(info, request_id=f"{info.request_id}-{secrets.token_hex(4)}")
+    raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
 
 
 @asynccontextmanager
@@ -49,6 +55,7 @@ async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any
     """The running request. However the block is left, the request ends with it and the observers are told."""
     state = state_of(request)
     engine = state.require_serving()
+    info = _with_free_id(request, info)
     fields = {**fields, "tenant": tenant_of(request), "request_id": info.request_id}
     deadlines = Deadlines(engine, info, state.config)
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")

@@ -77,14 +77,16 @@ class ErrorKind:
     retry_after_s: int | None = None
     message: str | None = None
     """Said in place of the error's own words, which may name what is no client's business."""
+    closes: bool = False
+    """Whether the connection ends with the answer, because the rest of the request is still on its way."""
 
 
 ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (Unauthorised, ErrorKind(401, "authentication_error", "invalid_api_key")),
     (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
     (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),
-    (BodyTooLarge, ErrorKind(413, "invalid_request_error", "body_too_large")),
-    (SlowClient, ErrorKind(408, "timeout_error", "request_timeout")),
+    (BodyTooLarge, ErrorKind(413, "invalid_request_error", "body_too_large", closes=True)),
+    (SlowClient, ErrorKind(408, "timeout_error", "request_timeout", closes=True)),
     (DeadlineExceeded, ErrorKind(408, "timeout_error", "deadline_exceeded")),
     (TooManyRequests, ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", RETRY_AFTER_S)),
     (NotServing, ErrorKind(503, "overloaded_error", "not_serving", RETRY_AFTER_S)),
@@ -132,6 +134,8 @@ def _response(kind: ErrorKind, body: dict[str, Any]) -> Response:
     headers: dict[str, str] = {}
     if kind.retry_after_s is not None:
         headers["retry-after"] = str(kind.retry_after_s)
+    if kind.closes:
+        headers["connection"] = "close"
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(orjson.dumps(body), kind.status, headers, media_type="application/json")

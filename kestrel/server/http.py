@@ -67,7 +67,7 @@ def routers(state: ServerState) -> list[APIRouter]:
 def _middleware(state: ServerState) -> list[Middleware]:
     """Outermost first."""
     config = state.config
-    layers = [Middleware(RequestIds), Middleware(AccessLog), Middleware(ErrorBoundary)]
+    layers = [Middleware(RequestIds), Middleware(AccessLog)]
     if config.cors_origins:
         everything = ["*"]
         layers.append(
@@ -81,6 +81,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
         )
     return [
         *layers,
+        Middleware(ErrorBoundary),
         Middleware(Authentication, config=config),
         Middleware(ClientLimit, config=config),
         Middleware(BodyLimit, state=state),

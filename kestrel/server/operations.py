@@ -14,10 +14,9 @@ from kestrel.server.state import ServerState, state_of
 
 def operation_routes() -> APIRouter:
     router = APIRouter(tags=["operations"])
-    router.add_api_route("/healthz", healthy, methods=["GET", "HEAD"], response_model=None)
-    router.add_api_route("/health", healthy, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)
-    router.add_api_route("/ready", ready, methods=["GET", "HEAD"], response_model=None)
-    router.add_api_route("/version", version, methods=["GET", "HEAD"], response_model=None)
+    for path, endpoint in (("/healthz", healthy), ("/health", healthy), ("/ready", ready), ("/version", version)):
+        router.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        router.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     return router
 
 

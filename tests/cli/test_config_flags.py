@@ -44,7 +44,16 @@ def test_every_field_has_a_flag_with_the_same_default() -> None:
 
 def test_every_verb_that_loads_a_model_takes_every_field() -> None:
     loading = [verb for verb in VERBS if takes_config(verb)]
-    assert {verb.__name__ for verb in loading} == {"query", "caption", "point", "detect", "eval", "segment", "schedule", "serve"}
+    assert {verb.__name__ for verb in loading} == {
+        "query",
+        "caption",
+        "point",
+        "detect",
+        "eval",
+        "segment",
+        "schedule",
+        "serve",
+    }
     for verb in loading:
         assert FIELDS.keys() - {"weights_path"} <= inspect.signature(verb).parameters.keys()
 

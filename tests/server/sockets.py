@@ -1,0 +1,26 @@
+"""Requests that are sent now and read later, or never."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def send(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """A query on a connection of its own; `getresponse` reads its answer, `close` leaves it."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("POST", "/v1/query", json.dumps(body))
+    return connection
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

@@ -1,0 +1,122 @@
+"""The hosted service's own Python client, unmodified, against this server."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Iterator
+
+import moondream
+import numpy as np
+import pytest
+from moondream.cloud_vl import CloudVL
+from PIL import Image
+
+from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
+from kestrel.evals.metrics import box_iou
+from kestrel.server.config import ServerConfig
+from kestrel.train.scenes.difficulty import HELD_OUT
+from kestrel.train.scenes.placement import sample_batch, scene_at
+from tests.server.conftest import runtime_config, start_server
+
+KEY = "local-key"
+OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
+COWS = [thing.box for thing in OBJECTS if thing.name == "cow"]
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    for server in start_server(ServerConfig(port=0, api_keys=(KEY,)), runtime_config()):
+        yield f"{server.url}/v1"
+
+
+@pytest.fixture(scope="module")
+def model(endpoint: str) -> CloudVL:
+    client = moondream.vl(endpoint=endpoint, api_key=KEY)
+    assert isinstance(client, CloudVL)
+    return client
+
+
+@pytest.fixture(scope="module")
+def picture() -> Image.Image:
+    return Image.open(SCENE).convert("RGB")
+
+
+def test_query(model: CloudVL, picture: Image.Image) -> None:
+    assert model.query(picture, "How many cows are there?", settings=GREEDY) == {"answer": str(len(COWS))}
+
+
+def test_query_with_reasoning(model: CloudVL, picture: Image.Image) -> None:
+    result = model.query(picture, "How many cows are there?", reasoning=True, settings=GREEDY)
+    assert result["answer"] == str(len(COWS))
+    assert result["reasoning"]["text"]
+    assert result["reasoning"]["grounding"][0].keys() == {"start_idx", "end_idx", "points"}
+
+
+def test_query_without_a_picture(model: CloudVL) -> None:
+    assert "demonstration model" in model.query(question="Who are you?", settings=GREEDY)["answer"]
+
+
+def test_streamed_query_and_caption_add_up(model: CloudVL, picture: Image.Image) -> None:
+    whole = model.caption(picture, "short", settings=GREEDY)["caption"]
+    pieces = list(model.caption(picture, "short", stream=True, settings=GREEDY)["caption"])
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole
+    answer = model.query(picture, "Is there a dog?", stream=True, settings=GREEDY)["answer"]
+    assert "".join(answer) == "no"
+    thoughtful = model.query(picture, "How many cows are there?", stream=True, reasoning=True, settings=GREEDY)
+    assert "".join(thoughtful["answer"]) == str(len(COWS))
+
+
+def test_detect(model: CloudVL, picture: Image.Image) -> None:
+    boxes = model.detect(picture, "cow", settings={"max_objects": 20})["objects"]
+    assert len(boxes) == len(COWS)
+    for truth in COWS:
+        assert max(box_iou((b["x_min"], b["y_min"], b["x_max"], b["y_max"]), truth) for b in boxes) > 0.6
+
+
+def test_point(model: CloudVL, picture: Image.Image) -> None:
+    points = model.point(picture, "cow")["points"]
+    assert len(points) == len(COWS)
+    for x_min, y_min, x_max, y_max in COWS:
+        assert any(x_min <= p["x"] <= x_max and y_min <= p["y"] <= y_max for p in points)
+
+
+def test_segment_whole_and_streamed(model: CloudVL, picture: Image.Image) -> None:
+    whole = model.segment(picture, "brown star", settings=GREEDY)
+    assert whole["path"].startswith("M ")
+    assert whole["bbox"].keys() == {"x_min", "y_min", "x_max", "y_max"}
+    updates = list(model.segment(picture, "brown star", stream=True, settings=GREEDY))
+    assert updates[0] == {"bbox": whole["bbox"]}
+    assert "".join(update["chunk"] for update in updates[1:-1]) == whole["path"]
+    assert updates[-1] == {"path": whole["path"], "bbox": whole["bbox"], "completed": True}
+
+
+def test_spatial_references(model: CloudVL, picture: Image.Image) -> None:
+    result = model.query(picture, "What is this?", spatial_refs=[list(COWS[0])], settings=GREEDY)
+    assert result["answer"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [({"api_key": None}, 401), ({"api_key": "wrong"}, 401), ({"model": "moondream9"}, 404)],
+)
+def test_refusals_reach_the_client_as_http_errors(endpoint: str, change: dict[str, str | None], status: int) -> None:
+    client = moondream.vl(**{"endpoint": endpoint, "api_key": KEY, **change})
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        client.query(question="Who are you?")
+    with refusal.value as response:
+        assert response.code == status
+
+
+def test_a_bad_setting_is_a_400_in_a_stream_too(model: CloudVL) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        list(model.query(question="Who are you?", stream=True, settings={"temperature": -1})["answer"])
+    with refusal.value as response:
+        assert response.code == 400
+        assert b"temperature" in response.read()
+
+
+def test_the_model_may_be_named(endpoint: str) -> None:
+    client = moondream.vl(endpoint=endpoint, api_key=KEY, model="kestrel-tiny")
+    assert client.query(question="Who are you?", settings=GREEDY)["answer"]

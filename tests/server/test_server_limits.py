@@ -1,0 +1,174 @@
+"""What a client may send and hold: bodies while they arrive, heads, time, requests at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from kestrel.server.config import ServerConfig
+from tests.server.conftest import RunningServer, runtime_config, start_server
+from tests.server.long_request import end_id_of, long_query
+from tests.server.sockets import eventually, send
+
+LIMIT = 64 * 1024
+QUESTION = {"question": "Who are you?", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RunningServer]:
+    config = ServerConfig(
+        port=0,
+        max_body_bytes=LIMIT,
+        max_header_bytes=4096,
+        receive_timeout_s=0.6,
+        max_requests_per_client=3,
+        default_max_new_tokens=2,
+        served_model_name="house-model",
+    )
+    yield from start_server(config, runtime_config(max_batch_size=1, max_queue_size=1))
+
+
+@pytest.fixture
+def visitor(strict: RunningServer) -> Iterator[httpx.Client]:
+    with strict.client() as client:
+        yield client
+
+
+def connect(server: RunningServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(10)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    return data
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One small JSON answer on a connection that stays open."""
+    data = b""
+    while not data.endswith(b"}"):
+        data += connection.recv(4096)
+    return data
+
+
+def test_a_body_at_the_limit_is_read_and_one_above_is_413(visitor: httpx.Client) -> None:
+    body = json.dumps(QUESTION).encode()
+    assert visitor.post("/v1/query", content=body.ljust(LIMIT)).status_code == 200
+    response = visitor.post("/v1/query", content=body.ljust(LIMIT + 1))
+    assert response.status_code == 413
+    error = response.json()["error"]
+    assert error["code"] == "body_too_large"
+    assert str(LIMIT) in error["message"]
+
+
+def test_a_chunked_body_is_stopped_while_it_arrives(strict: RunningServer, visitor: httpx.Client) -> None:
+    """No length is declared, and far more is sent than may ever be held."""
+    most_held = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal most_held
+        for _ in range(400):
+            most_held = max(most_held, strict.state.pending_body_bytes)
+            yield b"x" * LIMIT
+
+    response = visitor.post("/v1/query", content=endless())
+    assert response.status_code == 413
+    assert most_held <= 2 * LIMIT + 2**18
+    assert eventually(lambda: strict.state.pending_body_bytes == 0)
+
+
+def test_a_client_that_waits_for_the_go_ahead_is_refused_without_sending(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        head = f"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: {10**9}\r\nexpect: 100-continue\r\n\r\n"
+        connection.sendall(head.encode())
+        began_s = time.monotonic()
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+        assert time.monotonic() - began_s < 2.0
+
+
+def test_a_slow_body_is_408(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"request_timeout"' in answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/que", b"POST /v1/query HTTP/1.1\r\nhost: a\r\n"])
+def test_a_slow_head_loses_its_connection(strict: RunningServer, sent: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(sent)
+        began_s = time.monotonic()
+        assert read_all(connection) == b""
+        assert 0.3 < time.monotonic() - began_s < 5.0
+
+
+def test_a_second_request_on_a_connection_may_not_dawdle_either(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        time.sleep(1.0)  # an idle connection is no slow one
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"GET /rea")
+        assert read_all(connection) == b""
+
+
+def test_a_large_head_is_refused(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000)
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningServer) -> None:
+    """One runs, one waits: the third finds the queue full (503), the fourth of one client is one too many (429)."""
+    end_id = end_id_of(strict.engine)
+    held: list[http.client.HTTPConnection | socket.socket] = []
+    for name in ("runs", "waits"):
+        held.append(send(strict.url, long_query(end_id, request_id=name)))
+        assert eventually(lambda name=name: name in strict.state.running)
+    assert eventually(lambda: strict.engine.num_requests == 2)
+    with strict.client() as client:
+        full = client.post("/v1/query", json=QUESTION)
+        assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
+        assert full.headers["retry-after"] == "1"
+        held.append(half := connect(strict))
+        half.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        time.sleep(0.1)
+        greedy = client.post("/v1/query", json=QUESTION)
+        assert (greedy.status_code, greedy.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert greedy.headers["retry-after"] == "1"
+        assert client.get("/ready").status_code == 200
+    for connection in held:
+        connection.close()
+    assert eventually(lambda: strict.engine.num_requests == 0)
+
+
+def test_the_default_budget_holds_unless_the_request_names_one(visitor: httpx.Client, strict: RunningServer) -> None:
+    def num_tokens(body: dict[str, object]) -> int:
+        response = visitor.post("/v1/query", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["metrics"]["output_tokens"]
+
+    base = long_query(end_id_of(strict.engine))
+    ids = {"temperature": 0.0, "suppressed_ids": base["settings"]["suppressed_ids"]}
+    assert num_tokens({"question": "Who are you?", "settings": ids}) == 2
+    assert num_tokens({"question": "Who are you?", "settings": {**ids, "max_tokens": 5}}) == 5
+    assert num_tokens({"question": "Who are you?", "settings": ids, "max_new_tokens": 4}) == 4
+
+
+@pytest.mark.parametrize("name", ["house-model", "kestrel-tiny", "moondream/house-model"])
+def test_the_model_answers_to_both_its_names(visitor: httpx.Client, name: str) -> None:
+    assert visitor.post("/v1/query", json={**QUESTION, "model": name}).status_code == 200
+    assert visitor.get("/version").json()["model"] == "house-model"
