@@ -17,11 +17,17 @@ function rowsOf(metrics, seen) {
     ["Queue", ms(metrics.queue_time_ms), "Waiting for its turn"],
     ["Prefill", ms(metrics.prefill_time_ms), "Reading the picture and the words"],
     ["First token", ms(metrics.ttft_ms ?? seen?.firstMs), "Until the first token, from the call"],
-    ["Speed", metrics.tokens_per_s ? `${metrics.tokens_per_s.toFixed(0)} tok/s` : null, "Tokens per second after the first"],
+    ["Speed", speed(metrics.tokens_per_s), "Tokens per second after the first"],
     ["Cached", tokens, "Tokens of the input that were computed before"],
     ["Output", metrics.output_tokens === undefined ? null : `${metrics.output_tokens} tok`, "Tokens of the answer"],
     ["In all", ms(seen?.totalMs), "From this browser and back"],
   ].filter(([, value]) => value !== null);
+}
+
+/** An answer of one token has none. */
+function speed(tokensPerSecond) {
+  if (tokensPerSecond === undefined) return null;
+  return tokensPerSecond ? `${tokensPerSecond.toFixed(0)} tok/s` : "–";
 }
 
 function ms(value) {
