@@ -256,6 +256,14 @@ async def test_words_with_quotes_survive_the_copied_code(open_page: OpenPage, tm
     assert values["body"]["question"] == question
 
 
+async def both_themes(page: Page, name: str) -> None:
+    """Nothing wider than the window, and a picture of each theme to look at."""
+    assert await page.evaluate(OVERFLOW) <= 0
+    for scheme in ("light", "dark"):
+        await page.prefer(prefers_color_scheme=scheme)
+        await page.screenshot(SCREENSHOTS / f"{name}-{scheme}.png")
+
+
 @pytest.mark.parametrize(
     ("name", "size", "touch"),
     [("phone", (390, 844), True), ("tablet", (820, 1180), True), ("desktop", (1440, 900), False)],
@@ -263,15 +271,12 @@ async def test_words_with_quotes_survive_the_copied_code(open_page: OpenPage, tm
 async def test_nothing_sticks_out_at_any_size(
     open_page: OpenPage, name: str, size: tuple[int, int], touch: bool
 ) -> None:
-    for scheme in ("light", "dark"):
-        page = await open_page(*size, touch=touch, scheme=scheme)
-        assert await page.evaluate(OVERFLOW) <= 0
-        await page.screenshot(SCREENSHOTS / f"{name}-{scheme}-empty.png")
-        await choose_sample(page, "foxes.webp")
-        await choose_skill(page, "detect")
-        await run(page)
-        assert await page.evaluate(OVERFLOW) <= 0
-        await page.screenshot(SCREENSHOTS / f"{name}-{scheme}-detect.png")
+    page = await open_page(*size, touch=touch)
+    await both_themes(page, f"{name}-empty")
+    await choose_sample(page, "foxes.webp")
+    await choose_skill(page, "detect")
+    await run(page)
+    await both_themes(page, f"{name}-detect")
     if touch:
         await page.resize(320, 640, touch)
         assert await page.evaluate(OVERFLOW) <= 0

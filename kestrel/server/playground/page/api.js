@@ -30,6 +30,12 @@ export async function fetchJson(path) {
   return response.json();
 }
 
+export async function fetchBlob(address) {
+  const response = await reach(address, {});
+  if (!response.ok) throw await failureOf(response);
+  return response.blob();
+}
+
 /** Posts a body and gives the whole answer. Events of a stream go to `onEvent` as they come, the last one too. */
 export async function post(path, body, { key, signal, onEvent }) {
   const headers = { "content-type": "application/json" };
@@ -50,7 +56,7 @@ export async function post(path, body, { key, signal, onEvent }) {
 
 async function reach(path, options) {
   try {
-    return await fetch(new URL(path, ROOT), { ...options, cache: "no-store" });
+    return await fetch(new URL(path, ROOT), options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new CallError({

@@ -1,6 +1,6 @@
 /** The page put together: one form, one picture, one call at a time, and what came of each. */
 
-import { CallError, cutOff, fetchJson, post } from "./api.js";
+import { CallError, cutOff, fetchBlob, fetchJson, post } from "./api.js";
 import { clearBanners, showError, showNotice } from "./banners.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
@@ -21,6 +21,8 @@ import { setUpTheme } from "./theme.js";
 
 const SAMPLES = new URL("samples/", import.meta.url);
 const MODEL_LIMITS_UNKNOWN = { max_body_bytes: 32 * 2 ** 20 };
+
+const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 let picture = null;
 let facts = MODEL_LIMITS_UNKNOWN;
@@ -109,6 +111,7 @@ function showPicture(taken) {
 }
 
 function removePicture() {
+  if (isBusy()) return;
   showPicture(null);
   composer.suggest({});
   conversation.set([]);
@@ -130,10 +133,26 @@ async function showSamples() {
 }
 
 async function useSample(sample, source) {
-  const response = await fetch(source);
-  if (!response.ok) return showError(new CallError({ title: "The sample is gone", message: "The server has another release now.", remedy: "Reload the page." }));
-  composer.suggest(sample.ask);
-  await usePicture(await response.blob(), sample.file, source);
+  if (isBusy()) return;
+  try {
+    const blob = await fetchBlob(source);
+    composer.suggest(sample.ask);
+    await usePicture(blob, sample.file, source);
+  } catch (error) {
+    showError(error);
+  }
+}
+
+function useFile(file) {
+  if (isBusy()) return;
+  composer.suggest({});
+  usePicture(file, file.name || "pasted.png");
+}
+
+/** The picture of a running call stays: what it finds is drawn there. */
+function isBusy() {
+  if (running) showNotice("An answer is on its way. Stop it first to change the picture.");
+  return running !== null;
 }
 
 // ---------------------------------------------------------------------- a call
@@ -199,6 +218,7 @@ function finish(entry) {
     } else conversation.show();
   }
   showEntry(entry);
+  if (results.shapes.length > 0) byId("stage").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
 }
 
 /** What a finished call looks like, now or when it is opened again. */
@@ -261,7 +281,7 @@ function onFacts(found) {
 }
 
 setUpTheme();
-setUpIntake({ onFile: (file) => useFile(file), onError: showError });
+setUpIntake({ onFile: useFile, onError: showError });
 setUpKeyboard({ onRun: run, onStop: stop, onSkill: (name) => composer.choose(name), onSettings: () => settings.open() });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -281,9 +301,3 @@ connect(onFacts, showError);
 function stop() {
   running?.abort();
 }
-
-function useFile(file) {
-  composer.suggest({});
-  return usePicture(file, file.name || "pasted.png");
-}
-
