@@ -94,10 +94,16 @@ async def serve(app: Starlette, announce: Callable[[str], None]) -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket. It names TCP: asyncio sends small writes at once only on sockets that do."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+        listening.listen(2048)
+        return listening
     except OSError as error:
+        listening.close()
         raise ConfigError(
             "port", f"cannot listen on {config.host}:{config.port} ({error.strerror}); free it or choose another --port"
         ) from error

@@ -60,11 +60,17 @@ def limits(**changes: int) -> RuntimeLimits:
 
 
 def make(
-    vocab_size: int = 50, prefix_cache: bool = True, max_queue_size: int = 10_000, **changes: int
+    vocab_size: int = 50,
+    prefix_cache: bool = True,
+    max_queue_size: int = 10_000,
+    max_queue_tokens: int | None = None,
+    **changes: int,
 ) -> tuple[GenerationScheduler, FakeRuntime]:
     runtime = FakeRuntime(limits(**changes), vocab_size=vocab_size)
     cache = CacheManager(runtime.limits.num_pages, runtime.limits.page_size, prefix_cache)
-    return GenerationScheduler(runtime, cache, max_queue_size=max_queue_size), runtime
+    return GenerationScheduler(
+        runtime, cache, max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens
+    ), runtime
 
 
 def request(

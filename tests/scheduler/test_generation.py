@@ -152,6 +152,21 @@ def test_a_prompt_that_can_never_fit_is_refused_alone() -> None:
     assert set(run(scheduler)) == {"fits"}
 
 
+def test_a_queue_full_of_tokens_refuses_but_never_a_lone_request() -> None:
+    scheduler, _ = make(max_queue_tokens=10, max_batch_size=1)
+    scheduler.add(request("large", text(*range(1, 16))))
+    with pytest.raises(QueueFull, match="15 prompt tokens are waiting"):
+        scheduler.add(request("next", text(1)))
+    scheduler.step()
+    assert scheduler.has_begun("large")
+    scheduler.add(request("waits", text(*range(1, 9))))
+    scheduler.add(request("fits", text(1, 2)))
+    with pytest.raises(QueueFull, match="max_queue_tokens"):
+        scheduler.add(request("too much", text(1)))
+    assert not scheduler.has_begun("waits")
+    assert set(run(scheduler)) == {"large", "waits", "fits"}
+
+
 def test_a_full_queue_refuses_and_a_repeated_id_too() -> None:
     scheduler, _ = make(max_queue_size=2)
     scheduler.add(request("a", text(1)))

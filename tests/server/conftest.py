@@ -27,6 +27,7 @@ from kestrel.server.state import RequestInfo, ServerState, app_state
 
 T = TypeVar("T")
 GREEDY = {"temperature": 0.0}
+KEYS = ("first-key", "second-key")
 
 
 class Watcher:
@@ -111,6 +112,13 @@ def _one_thread() -> Iterator[None]:
 def server(_one_thread: None) -> Iterator[RunningServer]:
     """The server that most tests share."""
     yield from start_server(ServerConfig(port=0), runtime_config())
+
+
+@pytest.fixture(scope="package")
+def locked(_one_thread: None) -> Iterator[RunningServer]:
+    """A server with keys, each with a cache of its own."""
+    config = ServerConfig(port=0, api_keys=KEYS, isolate_prefix_cache=True, cors_origins=("https://app.example",))
+    yield from start_server(config, runtime_config())
 
 
 @pytest.fixture

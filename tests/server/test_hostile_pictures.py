@@ -109,7 +109,7 @@ def test_the_server_still_answers_after_all_that(client: httpx.Client) -> None:
 def test_random_bytes_never_hurt(client: httpx.Client) -> None:
     rng = np.random.default_rng(0)
     good = bytearray(encoded(RGB, "PNG"))
-    for _ in range(60):
+    for _ in range(15):
         broken = bytearray(good)
         for place in rng.integers(0, len(good), 4):
             broken[place] = rng.integers(0, 256)

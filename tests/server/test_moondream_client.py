@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import urllib.error
-from collections.abc import Iterator
 
 import moondream
 import numpy as np
@@ -13,21 +12,19 @@ from PIL import Image
 
 from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
 from kestrel.evals.metrics import box_iou
-from kestrel.server.config import ServerConfig
 from kestrel.train.scenes.difficulty import HELD_OUT
 from kestrel.train.scenes.placement import sample_batch, scene_at
-from tests.server.conftest import runtime_config, start_server
+from tests.server.conftest import KEYS, RunningServer
 
-KEY = "local-key"
+KEY = KEYS[0]
 OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
 COWS = [thing.box for thing in OBJECTS if thing.name == "cow"]
 GREEDY = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    for server in start_server(ServerConfig(port=0, api_keys=(KEY,)), runtime_config()):
-        yield f"{server.url}/v1"
+def endpoint(locked: RunningServer) -> str:
+    return f"{locked.url}/v1"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,88 @@
+"""The server's configuration: what it refuses, and the socket it leads to."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from kestrel.errors import ConfigError
+from kestrel.server.config import ServerConfig
+from kestrel.server.http import create_app
+from kestrel.server.lifecycle import address_of, bind
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": -1},
+        {"port": 65_536},
+        {"port": True},
+        {"port": "80"},
+        {"host": ""},
+        {"host": "not a host"},
+        {"host": 5},
+        {"api_keys": "secret"},
+        {"api_keys": ("",)},
+        {"api_keys": ("two words",)},
+        {"api_keys": ("schlüssel",)},
+        {"max_body_bytes": 0},
+        {"request_timeout_s": 0},
+        {"request_timeout_s": float("nan")},
+        {"queue_timeout_s": float("inf")},
+        {"drain_timeout_s": None},
+        {"max_requests_per_client": 0},
+        {"default_max_new_tokens": 0},
+        {"log_format": "xml"},
+        {"tls_cert_file": "cert.pem"},
+        {"tls_key_file": "key.pem"},
+        {"root_path": "vision"},
+        {"root_path": "/vision/"},
+        {"served_model_name": " "},
+        {"insecure": 1},
+    ],
+)
+def test_a_value_that_cannot_work_names_its_field(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ServerConfig(**change)
+    named = {"tls_cert_file": "tls_key_file", "tls_key_file": "tls_cert_file"}
+    field = next(iter(change))
+    assert refusal.value.field == named.get(field, field)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    assert ServerConfig(host=host).is_loopback
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1", "kestrel.internal", "2130706433"])
+def test_every_other_address_needs_a_key_or_a_word(host: str) -> None:
+    with pytest.raises(ConfigError, match="no API key"):
+        ServerConfig(host=host)
+    assert not ServerConfig(host=host, api_keys=("key",)).is_loopback
+    assert ServerConfig(host=host, insecure=True).host == host
+
+
+def test_keys_are_not_printed() -> None:
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+
+
+def test_hosts_for_pictures_are_refused_while_nothing_fetches() -> None:
+    async def factory() -> Any:
+        raise AssertionError("not reached")
+
+    with pytest.raises(ConfigError, match="allowed_image_hosts"):
+        create_app(factory, ServerConfig(allowed_image_hosts=("example.com",)))
+
+
+def test_the_socket_says_tcp_so_that_small_writes_are_sent_at_once() -> None:
+    """Without it asyncio leaves Nagle's algorithm on, and every answer waits 40 ms for an acknowledgement."""
+    with bind(ServerConfig(port=0)) as listening:
+        assert listening.proto == socket.IPPROTO_TCP
+        assert address_of(listening, ServerConfig()) == f"http://127.0.0.1:{listening.getsockname()[1]}/"
+
+
+def test_a_taken_port_is_refused_with_a_remedy() -> None:
+    with bind(ServerConfig(port=0)) as taken, pytest.raises(ConfigError, match="choose another --port"):
+        bind(ServerConfig(port=taken.getsockname()[1]))
