@@ -32,6 +32,7 @@ READ_BYTES = 2**20
 CALL_TIMEOUT_S = 30.0
 WAIT_S = 15.0
 POLL_S = 0.03
+BETWEEN_DOCUMENTS = ("context was destroyed", "navigated or closed", "Cannot find default execution context")
 
 
 def find_browser() -> str | None:
@@ -167,6 +168,11 @@ class Page:
         await self.call("Page.navigate", url=address)
         await self.wait_for("document.readyState === 'complete' && location.href.startsWith('http')")
 
+    async def reload(self) -> None:
+        await self.evaluate("window.isOld = true")
+        await self.call("Page.reload")
+        await self.wait_for("!window.isOld && document.readyState === 'complete'")
+
     async def close(self) -> None:
         await self._connection.call("Target.disposeBrowserContext", browserContextId=self._context)
 
@@ -181,10 +187,19 @@ class Page:
 
     async def wait_for(self, condition: str, wait_s: float = WAIT_S) -> None:
         deadline = asyncio.get_running_loop().time() + wait_s
-        while not await self.evaluate(f"Boolean({condition})"):
+        while not await self._holds(condition):
             if asyncio.get_running_loop().time() > deadline:
                 raise AssertionError(f"it did not come to this within {wait_s:g} s: {condition}")
             await asyncio.sleep(POLL_S)
+
+    async def _holds(self, condition: str) -> bool:
+        """False also while one document gives way to the next."""
+        try:
+            return await self.evaluate(f"Boolean({condition})")
+        except RuntimeError as error:
+            if any(words in str(error) for words in BETWEEN_DOCUMENTS):
+                return False
+            raise
 
     async def text(self, selector: str) -> str:
         return await self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")

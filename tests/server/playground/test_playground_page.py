@@ -202,8 +202,7 @@ async def test_the_theme_follows_the_system_until_a_choice_which_is_kept(open_pa
     assert await page.text("#theme-state") == "Theme: light"
     await page.click("#theme-switch")
     assert await page.evaluate(brightness) < 150
-    await page.evaluate("location.reload()")
-    await page.wait_for("document.readyState === 'complete' && document.querySelector('.sample')")
+    await page.reload()
     assert await page.evaluate(brightness) < 150
 
 
@@ -241,7 +240,7 @@ async def output_of(command: list[str], folder: Path, environment: dict[str, str
 
 async def test_words_with_quotes_survive_the_copied_code(open_page: OpenPage, tmp_path: Path) -> None:
     page = await open_page()
-    question = "Isn't \"this\" $HOME `odd` \\n?"
+    question = 'Isn\'t "this" $HOME `odd` \\n?'
     await page.evaluate(f"document.querySelector('#prompt').value = {json.dumps(question)}")
     await page.evaluate("document.querySelector('#prompt').dispatchEvent(new Event('input'))")
     await page.evaluate("document.querySelector('#code-tabs [data-name=curl]').click()")

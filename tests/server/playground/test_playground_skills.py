@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -36,7 +37,8 @@ ON_SCREEN = """(selector => {
 WATCH = """(([selector, read]) => {
   window.seen = [];
   const note = () => window.seen.push(read(document.querySelector(selector)));
-  new MutationObserver(note).observe(document.querySelector(selector), { childList: true, subtree: true, characterData: true });
+  const everything = { childList: true, subtree: true, characterData: true };
+  new MutationObserver(note).observe(document.querySelector(selector), everything);
 })"""
 
 
@@ -78,7 +80,7 @@ async def test_text_grows_while_it_streams(open_page: OpenPage) -> None:
     await run(page)
     texts = await page.evaluate("window.seen")
     assert len(set(texts)) >= 4
-    for earlier, later in zip(texts, texts[1:], strict=False):
+    for earlier, later in itertools.pairwise(texts):
         assert later.startswith(earlier)
     assert "fox" in await page.text("#answer")
 

@@ -79,7 +79,14 @@ async function failureOf(response) {
 
 function described(status, body, requestId) {
   const [title, remedy] = REMEDIES[status] ?? FALLBACK[status < 500 ? "client" : "server"];
-  return new CallError({ title, remedy, status, requestId, body, message: body.error?.message ?? "No reason was given." });
+  return new CallError({
+    title,
+    remedy,
+    status,
+    requestId,
+    body,
+    message: body.error?.message ?? "No reason was given.",
+  });
 }
 
 export function cutOff(requestId) {

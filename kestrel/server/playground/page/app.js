@@ -1,25 +1,26 @@
 /** The page put together: one form, one picture, one call at a time, and what came of each. */
 
-import { CallError, cutOff, fetchBlob, fetchJson, post } from "./api.js";
+import { CallError, fetchBlob } from "./api.js";
 import { clearBanners, showError, showNotice } from "./banners.js";
+import { perform } from "./calling.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
-import { byId, element } from "./dom.js";
+import { byId } from "./dom.js";
 import { History } from "./history.js";
 import { Inspector } from "./inspector.js";
 import { setUpIntake } from "./intake.js";
 import { setUpKeyboard } from "./keyboard.js";
 import { Marks } from "./marks.js";
-import { emptyOutcome, joinedChat, outcomeOf, take } from "./outcome.js";
+import { emptyOutcome } from "./outcome.js";
 import { Overlay } from "./overlay.js";
 import { largestPictureBytes, pictureOf, shownBytes } from "./picture.js";
 import { Results } from "./results.js";
 import { connect } from "./server.js";
+import { showSamples } from "./samples.js";
 import { Settings } from "./settings.js";
-import { callOf, withPicture } from "./skills.js";
+import { callOf } from "./skills.js";
 import { setUpTheme } from "./theme.js";
 
-const SAMPLES = new URL("samples/", import.meta.url);
 const MODEL_LIMITS_UNKNOWN = { max_body_bytes: 32 * 2 ** 20 };
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -42,8 +43,16 @@ const history = new History({ onOpen: (entry) => reopen(entry) });
 function form() {
   const { skill, text, length, reasoning } = composer;
   return {
-    skill: skill.name, text, length, reasoning, picture, model: facts.model, marks: skill.takesMarks ? marks.list : [],
-    turns: conversation.turns, settings: settings.values, streaming: settings.isStreaming,
+    skill: skill.name,
+    text,
+    length,
+    reasoning,
+    picture,
+    model: facts.model,
+    marks: skill.takesMarks ? marks.list : [],
+    turns: conversation.turns,
+    settings: settings.values,
+    streaming: settings.isStreaming,
   };
 }
 
@@ -65,7 +74,11 @@ function onSkillOrForm() {
 
 function showIdle() {
   const isChat = composer.skill.name === "chat";
-  results.clear(picture || !composer.skill.needsPicture ? "The answer appears here." : "Choose a picture first: then the answer appears here.");
+  results.clear(
+    picture || !composer.skill.needsPicture
+      ? "The answer appears here."
+      : "Choose a picture first: then the answer appears here.",
+  );
   inspector.setResponse(null);
   marks.offer(Boolean(composer.skill.takesMarks && picture));
   byId("new-chat").hidden = !isChat || conversation.turns.length === 0;
@@ -92,7 +105,8 @@ async function usePicture(blob, name, source = null) {
 
 function shrunkNotice({ width, height, blob, shrunkFrom }) {
   const before = `${shrunkFrom.width} × ${shrunkFrom.height}, ${shownBytes(shrunkFrom.bytes)}`;
-  return `The picture (${before}) is over this server's limit, so a copy of ${width} × ${height} (${shownBytes(blob.size)}) is sent.`;
+  const after = `${width} × ${height}, ${shownBytes(blob.size)}`;
+  return `The picture (${before}) is over this server's limit, so a smaller copy (${after}) is sent.`;
 }
 
 function showPicture(taken) {
@@ -106,7 +120,8 @@ function showPicture(taken) {
   byId("picture").src = taken.url;
   byId("picture").alt = `The picture: ${taken.name}`;
   byId("canvas").style.setProperty("--aspect", taken.width / taken.height);
-  byId("picture-facts").textContent = `${taken.name} · ${taken.width} × ${taken.height} · ${shownBytes(taken.blob.size)}`;
+  byId("picture-facts").textContent =
+    `${taken.name} · ${taken.width} × ${taken.height} · ${shownBytes(taken.blob.size)}`;
   overlay.setPicture(taken.width, taken.height);
 }
 
@@ -118,18 +133,6 @@ function removePicture() {
   marks.set([]);
   showIdle();
   onFormChange();
-}
-
-async function showSamples() {
-  const samples = await fetchJson("playground/samples.json");
-  byId("samples").replaceChildren(...samples.map((sample) => {
-    const source = String(new URL(sample.file, SAMPLES));
-    const button = element("button", { type: "button", className: "sample", title: sample.title, "aria-pressed": "false" },
-      element("img", { src: source, alt: sample.title, width: 96, height: 72 }));
-    button.dataset.source = source;
-    button.addEventListener("click", () => useSample(sample, source));
-    return button;
-  }));
 }
 
 async function useSample(sample, source) {
@@ -169,7 +172,7 @@ async function run() {
   composer.setRunning(true);
   inspector.setResponse(null);
   try {
-    await perform(entry, running.signal);
+    await perform(entry, { key: settings.key, signal: running.signal, onProgress: () => showProgress(entry) });
   } catch (error) {
     if (error.name === "AbortError") entry.wasStopped = true;
     else entry.error = error;
@@ -177,29 +180,6 @@ async function run() {
   running = null;
   composer.setRunning(false);
   finish(entry);
-}
-
-async function perform(entry, signal) {
-  const { call, form: asked } = entry;
-  const body = withPicture(call.body, call.picture && (await call.picture.dataUrl()));
-  const beganMs = performance.now();
-  entry.seen = {};
-  showProgress(entry);
-  const events = [];
-  const answer = await post(call.path, body, {
-    key: settings.key,
-    signal,
-    onEvent: (event) => {
-      entry.seen.firstMs ??= performance.now() - beganMs;
-      events.push(event);
-      take(entry.outcome, event);
-      showProgress(entry);
-    },
-  });
-  entry.seen.totalMs = performance.now() - beganMs;
-  if (asked.streaming && asked.skill !== "chat" && !answer.completed) throw cutOff(answer.request_id);
-  entry.response = asked.skill === "chat" && events.length > 0 ? joinedChat(events) : answer;
-  entry.outcome = outcomeOf(entry.response);
 }
 
 function showProgress({ form: asked, outcome, label }) {
@@ -212,7 +192,11 @@ function finish(entry) {
   const { form: asked, outcome, error, wasStopped } = entry;
   if (asked.skill === "chat") {
     if (!error && !wasStopped) {
-      conversation.set([...asked.turns, { role: "user", content: asked.text }, { role: "assistant", content: outcome.text }]);
+      conversation.set([
+        ...asked.turns,
+        { role: "user", content: asked.text },
+        { role: "assistant", content: outcome.text },
+      ]);
       entry.turns = conversation.turns;
       composer.clearText();
     } else conversation.show();
@@ -266,7 +250,11 @@ function whatIsMissing(asked) {
   }
   if (composer.skill.field && asked.text === "") {
     byId("prompt").focus();
-    return new CallError({ title: "There is nothing to ask yet", message: `The field for “${composer.skill.label.toLowerCase()}” is empty.`, remedy: "Type some words first." });
+    return new CallError({
+      title: "There is nothing to ask yet",
+      message: `The field for “${composer.skill.label.toLowerCase()}” is empty.`,
+      remedy: "Type some words first.",
+    });
   }
   return null;
 }
@@ -282,7 +270,12 @@ function onFacts(found) {
 
 setUpTheme();
 setUpIntake({ onFile: useFile, onError: showError });
-setUpKeyboard({ onRun: run, onStop: stop, onSkill: (name) => composer.choose(name), onSettings: () => settings.open() });
+setUpKeyboard({
+  onRun: run,
+  onStop: stop,
+  onSkill: (name) => composer.choose(name),
+  onSettings: () => settings.open(),
+});
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
@@ -295,7 +288,7 @@ byId("new-chat").addEventListener("click", () => {
   onFormChange();
 });
 onSkillOrForm();
-showSamples().catch(showError);
+showSamples(byId("samples"), useSample).catch(showError);
 connect(onFacts, showError);
 
 function stop() {

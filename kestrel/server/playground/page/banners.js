@@ -5,12 +5,17 @@ import { copyText } from "./clipboard.js";
 
 /** `action` is an optional [title, function] offered as a button. */
 export function showError(error, action = null) {
-  const banner = element("div", { className: "banner" },
-    element("div", { className: "banner-text" },
+  const banner = element(
+    "div",
+    { className: "banner" },
+    element(
+      "div",
+      { className: "banner-text" },
       element("strong", {}, error.title ?? "Something went wrong"),
       element("p", {}, error.message),
       ...(error.remedy ? [element("p", { className: "remedy" }, error.remedy)] : []),
-      ...(error.requestId ? [requestIdOf(error.requestId)] : [])),
+      ...(error.requestId ? [requestIdOf(error.requestId)] : []),
+    ),
   );
   if (action) {
     const [title, act] = action;
@@ -25,7 +30,11 @@ export function showError(error, action = null) {
 
 /** Something to know that is no failure. */
 export function showNotice(text) {
-  const banner = element("div", { className: "banner is-notice" }, element("div", { className: "banner-text" }, element("p", {}, text)));
+  const banner = element(
+    "div",
+    { className: "banner is-notice" },
+    element("div", { className: "banner-text" }, element("p", {}, text)),
+  );
   banner.append(closeButton(banner));
   byId("banners").replaceChildren(banner);
 }
@@ -33,7 +42,11 @@ export function showNotice(text) {
 export const clearBanners = () => byId("banners").replaceChildren();
 
 function requestIdOf(requestId) {
-  const button = element("button", { type: "button", className: "request-id", title: "Copy the request id" }, `request ${requestId}`);
+  const button = element(
+    "button",
+    { type: "button", className: "request-id", title: "Copy the request id" },
+    `request ${requestId}`,
+  );
   button.addEventListener("click", () => copyText(requestId, button));
   return button;
 }

@@ -16,7 +16,10 @@ export class Composer {
     const skills = SKILLS.map(({ name, title }, index) => ({ name, title, "aria-keyshortcuts": `${index + 1}` }));
     this.showSkill = choiceGroup(byId("skills"), skills, { className: "skill", onChoose: (name) => this.choose(name) });
     const lengths = LENGTHS.map((name) => ({ name, title: name[0].toUpperCase() + name.slice(1) }));
-    this.showLength = choiceGroup(byId("lengths"), lengths, { className: "length", onChoose: (name) => this.setLength(name) });
+    this.showLength = choiceGroup(byId("lengths"), lengths, {
+      className: "length",
+      onChoose: (name) => this.setLength(name),
+    });
     byId("prompt").addEventListener("input", () => this.onText());
     byId("reasoning").addEventListener("change", () => this.onChange());
     this.show();

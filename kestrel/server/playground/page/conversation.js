@@ -14,17 +14,27 @@ export class Conversation {
 
   /** A question with its answer so far; the answer counts as a turn once it is whole. */
   showPending(question, answer) {
-    this.show([...this.turns, { role: "user", content: question }, { role: "assistant", content: answer, isBusy: true }]);
+    this.show([
+      ...this.turns,
+      { role: "user", content: question },
+      { role: "assistant", content: answer, isBusy: true },
+    ]);
   }
 
   show(turns = this.turns) {
     byId("conversation").hidden = turns.length === 0;
-    byId("conversation").replaceChildren(...turns.map(({ role, content, isBusy }) => {
-      const who = role === "user" ? "You" : "Model";
-      const bubble = element("p", { className: `turn turn-${role}${isBusy ? " is-busy" : ""}` },
-        element("span", { className: "sr-only" }, `${who}: `), content.trim());
-      return bubble;
-    }));
+    byId("conversation").replaceChildren(
+      ...turns.map(({ role, content, isBusy }) => {
+        const who = role === "user" ? "You" : "Model";
+        const bubble = element(
+          "p",
+          { className: `turn turn-${role}${isBusy ? " is-busy" : ""}` },
+          element("span", { className: "sr-only" }, `${who}: `),
+          content.trim(),
+        );
+        return bubble;
+      }),
+    );
     byId("conversation").scrollTop = byId("conversation").scrollHeight;
   }
 }

@@ -29,16 +29,23 @@ export class History {
   }
 
   itemOf(entry, isOpened) {
-    const { form, outcome, error, at } = entry;
+    const { form, outcome, error, wasStopped, at } = entry;
     const thumbnail = form.picture
       ? element("img", { src: form.picture.url, alt: "" })
       : element("span", { className: "no-picture", "aria-hidden": "true" }, "Aa");
-    const summary = error ? error.title : summaryOf(outcome);
-    const button = element("button", { type: "button", className: `past${error ? " is-error" : ""}` }, thumbnail,
-      element("span", { className: "past-text" },
+    const summary = error?.title ?? (wasStopped ? "stopped" : summaryOf(outcome));
+    const button = element(
+      "button",
+      { type: "button", className: `past${error ? " is-error" : ""}` },
+      thumbnail,
+      element(
+        "span",
+        { className: "past-text" },
         element("span", { className: "past-ask" }, element("b", {}, skillNamed(form.skill).title), ` ${entry.label}`),
-        element("span", { className: "past-answer" }, summary)),
-      element("time", {}, at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })));
+        element("span", { className: "past-answer" }, summary),
+      ),
+      element("time", {}, at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })),
+    );
     if (isOpened) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => {
       this.show(entry);

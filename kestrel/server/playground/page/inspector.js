@@ -5,7 +5,12 @@ import { copyText } from "./clipboard.js";
 import { highlighted } from "./highlight.js";
 import { curlCommand, prettyJson, pythonCode, requestJson } from "./snippets.js";
 
-const TABS = [["request", "Request"], ["response", "Response"], ["curl", "curl"], ["python", "Python"]];
+const TABS = [
+  ["request", "Request"],
+  ["response", "Response"],
+  ["curl", "curl"],
+  ["python", "Python"],
+];
 
 export class Inspector {
   constructor() {
@@ -52,10 +57,14 @@ export class Inspector {
   text() {
     if (this.call === null) return "";
     switch (this.tab) {
-      case "request": return requestJson(this.call);
-      case "response": return this.response === null ? "" : prettyJson(this.response);
-      case "curl": return curlCommand(this.call, this);
-      case "python": return pythonCode(this.call, this);
+      case "request":
+        return requestJson(this.call);
+      case "response":
+        return this.response === null ? "" : prettyJson(this.response);
+      case "curl":
+        return curlCommand(this.call, this);
+      case "python":
+        return pythonCode(this.call, this);
     }
   }
 

@@ -4,7 +4,10 @@ import { CallError } from "./api.js";
 import { byId } from "./dom.js";
 
 export function setUpIntake({ onFile, onError }) {
-  for (const [input, ...buttons] of [["file", "pick", "pick-first"], ["photo", "camera", "camera-first"]]) {
+  for (const [input, ...buttons] of [
+    ["file", "pick", "pick-first"],
+    ["photo", "camera", "camera-first"],
+  ]) {
     for (const button of buttons) byId(button).addEventListener("click", () => byId(input).click());
     byId(input).addEventListener("change", (event) => {
       if (event.target.files.length > 0) onFile(event.target.files[0]);
@@ -42,8 +45,9 @@ function setUpDrop(onFile, onError) {
 const pictureIn = (transfer) =>
   [...(transfer?.files ?? [])].find((file) => file.type.startsWith("image/")) ?? transfer?.files?.[0] ?? null;
 
-const noPicture = () => new CallError({
-  title: "There was no picture in that",
-  message: "Only picture files can be dropped here; this page fetches nothing from other sites.",
-  remedy: "Save the picture first, then drop the file, or copy it and paste.",
-});
+const noPicture = () =>
+  new CallError({
+    title: "There was no picture in that",
+    message: "Only picture files can be dropped here; this page fetches nothing from other sites.",
+    remedy: "Save the picture first, then drop the file, or copy it and paste.",
+  });

@@ -13,7 +13,8 @@ export function setUpKeyboard({ onRun, onStop, onSkill, onSettings }) {
       event.preventDefault();
       onRun();
     } else if (event.key === "Escape") onStop();
-    else if (!isTyping(event.target) && !event.ctrlKey && !event.metaKey && !event.altKey) plainKey(event, { onSkill, onSettings });
+    else if (!isTyping(event.target) && !event.ctrlKey && !event.metaKey && !event.altKey)
+      plainKey(event, { onSkill, onSettings });
   });
 }
 

@@ -62,7 +62,11 @@ export class Marks {
   showChips() {
     const row = byId("marks");
     row.hidden = !this.isOffered || (this.list.length === 0 && !this.isOn);
-    const add = element("button", { type: "button", className: "chip-add", title: "Add a point in the middle; arrow keys move it" }, "+ point");
+    const add = element(
+      "button",
+      { type: "button", className: "chip-add", title: "Add a point in the middle; arrow keys move it" },
+      "+ mark a point",
+    );
     add.addEventListener("click", () => {
       this.set([...this.list, [0.5, 0.5]]);
       row.querySelectorAll(".chip-name")[this.list.length - 1].focus();
@@ -73,10 +77,19 @@ export class Marks {
   chipOf(mark, index) {
     const kind = mark.length === 2 ? "point" : "box";
     const numbers = mark.map((value) => value.toFixed(2)).join(", ");
-    const name = element("button", { type: "button", className: "chip-name", title: "Arrow keys move it, Delete removes it" },
-      element("b", {}, markName(index)), ` ${kind} `, element("span", {}, numbers));
+    const name = element(
+      "button",
+      { type: "button", className: "chip-name", title: "Arrow keys move it, Delete removes it" },
+      element("b", {}, markName(index)),
+      ` ${kind} `,
+      element("span", {}, numbers),
+    );
     name.addEventListener("keydown", (event) => this.onChipKey(event, index));
-    const remove = element("button", { type: "button", className: "chip-remove", "aria-label": `Remove ${kind} ${markName(index)}` }, "×");
+    const remove = element(
+      "button",
+      { type: "button", className: "chip-remove", "aria-label": `Remove ${kind} ${markName(index)}` },
+      "×",
+    );
     remove.addEventListener("click", () => this.remove(index));
     return element("span", { className: "chip" }, name, remove);
   }

@@ -5,7 +5,13 @@ const MASK_COLOUR = COLOURS[1];
 const colourAt = (index) => COLOURS[index % COLOURS.length];
 
 export const emptyOutcome = () => ({
-  text: null, reasoning: null, points: null, objects: null, masks: null, metrics: null, finishReason: null,
+  text: null,
+  reasoning: null,
+  points: null,
+  objects: null,
+  masks: null,
+  metrics: null,
+  finishReason: null,
 });
 
 /** Adds one event of a stream. */
@@ -13,12 +19,24 @@ export function take(outcome, event) {
   if (event.choices) return takeChat(outcome, event);
   if (event.completed) return Object.assign(outcome, outcomeOf(event));
   switch (event.type) {
-    case undefined: outcome.text = (outcome.text ?? "") + event.chunk; break;
-    case "reasoning": outcome.reasoning = { text: (outcome.reasoning?.text ?? "") + event.reasoning, grounding: [] }; break;
-    case "point": outcome.points = [...(outcome.points ?? []), event.point]; break;
-    case "object": outcome.objects = [...(outcome.objects ?? []), event.object]; break;
-    case "bbox": outcome.masks = [{ bbox: event.bbox, path: "" }]; break;
-    case "path_delta": outcome.masks = [{ bbox: outcome.masks[0].bbox, path: outcome.masks[0].path + event.chunk }]; break;
+    case undefined:
+      outcome.text = (outcome.text ?? "") + event.chunk;
+      break;
+    case "reasoning":
+      outcome.reasoning = { text: (outcome.reasoning?.text ?? "") + event.reasoning, grounding: [] };
+      break;
+    case "point":
+      outcome.points = [...(outcome.points ?? []), event.point];
+      break;
+    case "object":
+      outcome.objects = [...(outcome.objects ?? []), event.object];
+      break;
+    case "bbox":
+      outcome.masks = [{ bbox: event.bbox, path: "" }];
+      break;
+    case "path_delta":
+      outcome.masks = [{ bbox: outcome.masks[0].bbox, path: outcome.masks[0].path + event.chunk }];
+      break;
   }
   return outcome;
 }
@@ -44,7 +62,8 @@ export function outcomeOf(body) {
   outcome.reasoning = body.reasoning ?? null;
   outcome.points = body.points ?? null;
   outcome.objects = body.objects ?? null;
-  if (body.segments) outcome.masks = body.segments.filter((s) => s.bbox).map((s) => ({ bbox: s.bbox, path: s.svg_path }));
+  if (body.segments)
+    outcome.masks = body.segments.filter((s) => s.bbox).map((s) => ({ bbox: s.bbox, path: s.svg_path }));
   outcome.metrics = { ...body.metrics, tokens_per_s: body.decode_tokens_per_s };
   outcome.finishReason = body.finish_reason;
   return outcome;
@@ -68,9 +87,15 @@ const chatMetrics = (usage) => ({
 
 /** What is drawn for it: shapes with an id, a kind, a colour, a number and the name they go by. */
 export function shapesOf(outcome, label) {
-  const numbered = (items, kind, geometry) => (items ?? []).map((item, index) => ({
-    id: `${kind}-${index}`, kind, number: index + 1, label, colour: colourAt(index), ...geometry(item),
-  }));
+  const numbered = (items, kind, geometry) =>
+    (items ?? []).map((item, index) => ({
+      id: `${kind}-${index}`,
+      kind,
+      number: index + 1,
+      label,
+      colour: colourAt(index),
+      ...geometry(item),
+    }));
   return [
     ...numbered(outcome.masks, "mask", (mask) => ({ box: mask.bbox, path: mask.path, colour: MASK_COLOUR })),
     ...numbered(outcome.objects, "box", (box) => ({ box })),
@@ -82,7 +107,11 @@ export function shapesOf(outcome, label) {
 export function groundedShapes(reasoning) {
   return (reasoning?.grounding ?? []).flatMap((ground, index) =>
     ground.points.map(([x, y]) => ({
-      id: `thought-${index}`, kind: "point", number: index + 1, label: "", colour: colourAt(index),
+      id: `thought-${index}`,
+      kind: "point",
+      number: index + 1,
+      label: "",
+      colour: colourAt(index),
       point: { x, y },
     })),
   );

@@ -1,4 +1,4 @@
-/** Points, boxes and outlines over the picture. The drawing's units are the picture's pixels, so it fits at any size. */
+/** Points, boxes and outlines over the picture, in units of its pixels: the drawing fits at any size. */
 
 import { drawn } from "./dom.js";
 
@@ -43,7 +43,8 @@ export class Overlay {
 
   highlight(id) {
     this.svg.classList.toggle("has-lit", id !== null);
-    for (const shape of this.svg.querySelectorAll("[data-id]")) shape.classList.toggle("is-lit", shape.dataset.id === id);
+    for (const shape of this.svg.querySelectorAll("[data-id]"))
+      shape.classList.toggle("is-lit", shape.dataset.id === id);
   }
 
   draw(shape) {
@@ -58,9 +59,12 @@ export class Overlay {
   }
 
   drawPoint(shape) {
-    const place = this.placed(shape.point.x * this.width, shape.point.y * this.height,
+    const place = this.placed(
+      shape.point.x * this.width,
+      shape.point.y * this.height,
       drawn("circle", { r: POINT_RADIUS, fill: shape.colour }),
-      drawn("text", { "text-anchor": "middle", dy: "0.36em", fill: inkOn(shape.colour) }, String(shape.number)));
+      drawn("text", { "text-anchor": "middle", dy: "0.36em", fill: inkOn(shape.colour) }, String(shape.number)),
+    );
     this.add("point", shape, place);
   }
 
@@ -83,10 +87,20 @@ export class Overlay {
   markOf(mark, name) {
     if (mark.length === 2) {
       const cross = drawn("path", { d: "M-12 0H-4M4 0H12M0 -12V-4M0 4V12" });
-      return this.placed(mark[0] * this.width, mark[1] * this.height, drawn("circle", { r: 8 }), cross,
-        drawn("text", { x: 11, y: -9 }, name));
+      return this.placed(
+        mark[0] * this.width,
+        mark[1] * this.height,
+        drawn("circle", { r: 8 }),
+        cross,
+        drawn("text", { x: 11, y: -9 }, name),
+      );
     }
-    const [left, top, right, bottom] = [mark[0] * this.width, mark[1] * this.height, mark[2] * this.width, mark[3] * this.height];
+    const [left, top, right, bottom] = [
+      mark[0] * this.width,
+      mark[1] * this.height,
+      mark[2] * this.width,
+      mark[3] * this.height,
+    ];
     const frame = drawn("rect", { x: left, y: top, width: right - left, height: bottom - top });
     return drawn("g", {}, frame, this.placed(left, top, drawn("text", { x: 5, y: 16 }, name)));
   }

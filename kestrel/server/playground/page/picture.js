@@ -62,7 +62,9 @@ async function decoded(blob, name) {
 async function shrunk(image, bytes, maxBytes) {
   let scale = Math.min(1, Math.sqrt(maxBytes / bytes) * 1.2);
   for (;;) {
-    const [width, height] = [image.naturalWidth, image.naturalHeight].map((side) => Math.max(1, Math.round(side * scale)));
+    const [width, height] = [image.naturalWidth, image.naturalHeight].map((side) =>
+      Math.max(1, Math.round(side * scale)),
+    );
     if (Math.max(width, height) < SMALLEST_SIDE) return null;
     const blob = await jpegOf(image, width, height);
     if (blob.size <= maxBytes) return { blob, width, height };
@@ -85,14 +87,16 @@ export function shownBytes(bytes) {
   return bytes < 1e6 ? `${Math.round(bytes / 1000)} kB` : `${(bytes / 1e6).toFixed(1)} MB`;
 }
 
-const unreadable = (name) => new CallError({
-  title: "This file cannot be shown",
-  message: `The browser cannot read ${name} as a picture.`,
-  remedy: "Use a PNG, JPEG, WebP, GIF or BMP file.",
-});
+const unreadable = (name) =>
+  new CallError({
+    title: "This file cannot be shown",
+    message: `The browser cannot read ${name} as a picture.`,
+    remedy: "Use a PNG, JPEG, WebP, GIF or BMP file.",
+  });
 
-const tooLarge = (name, maxBytes) => new CallError({
-  title: "This picture is too large",
-  message: `${name} does not fit into the ${shownBytes(maxBytes)} that this server takes, not even made smaller.`,
-  remedy: "Ask the operator for a larger limit (max_body_bytes).",
-});
+const tooLarge = (name, maxBytes) =>
+  new CallError({
+    title: "This picture is too large",
+    message: `${name} does not fit into the ${shownBytes(maxBytes)} that this server takes, not even made smaller.`,
+    remedy: "Ask the operator for a larger limit (max_body_bytes).",
+  });

@@ -1,10 +1,15 @@
-/** The answer: text as it streams, thinking folded away, and a list of what was found that lights up with the drawing. */
+/** The answer: text as it streams, thinking folded away, and what was found, lit up together with the drawing. */
 
 import { byId, element } from "./dom.js";
 import { groundedShapes, shapesOf, summaryOf } from "./outcome.js";
 import { showTimings } from "./timings.js";
 
-const LAYERS = [["label", "Labels"], ["point", "Points"], ["box", "Boxes"], ["mask", "Masks"]];
+const LAYERS = [
+  ["label", "Labels"],
+  ["point", "Points"],
+  ["box", "Boxes"],
+  ["mask", "Masks"],
+];
 
 export class Results {
   constructor(overlay) {
@@ -53,7 +58,10 @@ export class Results {
     let end = 0;
     grounding.forEach((ground, index) => {
       const id = `thought-${index}`;
-      const [, blanks, words] = characters.slice(ground.start_idx, ground.end_idx).join("").match(/^(\s*)(.*)$/s);
+      const [, blanks, words] = characters
+        .slice(ground.start_idx, ground.end_idx)
+        .join("")
+        .match(/^(\s*)(.*)$/s);
       const mark = element("mark", { tabIndex: 0 }, words);
       mark.dataset.id = id;
       this.lightsUp(mark, id);
@@ -69,7 +77,8 @@ export class Results {
     byId("answer").classList.toggle("is-short", (outcome.text ?? "").length < 40);
     const notes = [];
     if (wasStopped) notes.push(element("span", { className: "answer-note" }, "stopped"));
-    if (outcome.finishReason === "length") notes.push(element("span", { className: "answer-note" }, "cut at the limit"));
+    if (outcome.finishReason === "length")
+      notes.push(element("span", { className: "answer-note" }, "cut at the limit"));
     byId("answer").replaceChildren(outcome.text?.trim() ?? "", ...notes);
   }
 
@@ -85,8 +94,13 @@ export class Results {
   rowOf(shape) {
     const number = element("span", { className: "swatch" }, String(shape.number));
     number.style.setProperty("--colour", shape.colour);
-    const row = element("li", { tabIndex: 0 }, number, element("span", { className: "found-name" }, shape.label),
-      element("span", { className: "found-place" }, this.placeOf(shape)));
+    const row = element(
+      "li",
+      { tabIndex: 0 },
+      number,
+      element("span", { className: "found-name" }, shape.label),
+      element("span", { className: "found-place" }, this.placeOf(shape)),
+    );
     row.dataset.id = shape.id;
     this.lightsUp(row, shape.id);
     return row;
@@ -116,12 +130,18 @@ export class Results {
   showLayers(shapes) {
     const kinds = new Set(shapes.flatMap(({ kind }) => (kind === "point" ? ["point"] : [kind, "box", "label"])));
     const offered = LAYERS.filter(([name]) => kinds.has(name));
-    byId("layers").replaceChildren(...offered.map(([name, title]) => {
-      const button = element("button", { type: "button", className: "pill", "aria-pressed": String(!this.hidden.has(name)) }, title);
-      button.dataset.layer = name;
-      button.addEventListener("click", () => this.toggleLayer(name, button));
-      return button;
-    }));
+    byId("layers").replaceChildren(
+      ...offered.map(([name, title]) => {
+        const button = element(
+          "button",
+          { type: "button", className: "pill", "aria-pressed": String(!this.hidden.has(name)) },
+          title,
+        );
+        button.dataset.layer = name;
+        button.addEventListener("click", () => this.toggleLayer(name, button));
+        return button;
+      }),
+    );
     for (const [name] of LAYERS) this.overlay.setLayer(name, !this.hidden.has(name));
   }
 
@@ -140,6 +160,7 @@ export class Results {
   light(id) {
     if (id?.startsWith("thought") && !byId("thoughts").open) this.draw(id);
     this.overlay.highlight(id);
-    for (const row of byId("result").querySelectorAll("[data-id]")) row.classList.toggle("is-lit", row.dataset.id === id);
+    for (const row of byId("result").querySelectorAll("[data-id]"))
+      row.classList.toggle("is-lit", row.dataset.id === id);
   }
 }

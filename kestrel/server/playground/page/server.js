@@ -23,7 +23,8 @@ export async function connect(onFacts, onError) {
 function show(facts) {
   byId("version").textContent = facts.version;
   byId("model-dot").dataset.status = facts.status;
-  byId("model-name").textContent = facts.model ?? (facts.status === "starting" ? "the model is loading…" : facts.status);
+  byId("model-name").textContent =
+    facts.model ?? (facts.status === "starting" ? "the model is loading…" : facts.status);
   byId("model-context").textContent = facts.context_tokens ? `${facts.context_tokens.toLocaleString("en")} tokens` : "";
   byId("model-badge").hidden = byId("demonstration-note").hidden = !facts.is_demonstration;
 }
@@ -31,7 +32,10 @@ function show(facts) {
 function unavailableOf({ skills, model }) {
   if (!skills) return {};
   const missing = SKILLS.filter(({ name }) => !skills.includes(name));
-  return Object.fromEntries(missing.map(({ name, path }) => [
-    name, name === "chat" ? `This server has no /${path}.` : `${model} does not know this skill.`,
-  ]));
+  return Object.fromEntries(
+    missing.map(({ name, path }) => [
+      name,
+      name === "chat" ? `This server has no /${path}.` : `${model} does not know this skill.`,
+    ]),
+  );
 }

@@ -36,7 +36,8 @@ export class Settings {
 
   /** What the server takes when a field is left empty. */
   showDefaults(defaults) {
-    for (const name of SETTINGS) inputOf(name).placeholder = defaults?.[name] === undefined ? "random" : `${defaults[name]}`;
+    for (const name of SETTINGS)
+      inputOf(name).placeholder = defaults?.[name] === undefined ? "random" : `${defaults[name]}`;
   }
 
   get key() {
@@ -63,8 +64,12 @@ const inputOf = (name) => byId(`setting-${name}`);
 function fieldOf(name) {
   const { title, hint, ...limits } = FIELDS[name];
   const input = element("input", { type: "number", id: `setting-${name}`, inputMode: "decimal", ...limits });
-  return element("label", { className: "setting", htmlFor: input.id },
-    element("span", {}, title, element("small", {}, hint)), input);
+  return element(
+    "label",
+    { className: "setting", htmlFor: input.id },
+    element("span", {}, title, element("small", {}, hint)),
+    input,
+  );
 }
 
 function storedKey() {

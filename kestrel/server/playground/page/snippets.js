@@ -14,7 +14,9 @@ export function requestJson(call) {
 
 /** Indented, with lists of plain values on one line. */
 export const prettyJson = (value) =>
-  JSON.stringify(value, null, 2).replace(/\[\n[^[\]{}]*\]/g, (list) => list.replace(/\n\s*/g, " ").replace("[ ", "[").replace(" ]", "]"));
+  JSON.stringify(value, null, 2).replace(/\[\n[^[\]{}]*\]/g, (list) =>
+    list.replace(/\n\s*/g, " ").replace("[ ", "[").replace(" ]", "]"),
+  );
 
 export function curlCommand(call, { usesKey }) {
   const flags = [
@@ -41,7 +43,7 @@ export function pythonCode(call, { usesKey }) {
   if (picture) {
     parts.push(
       `${fetchNote(picture)}${sizeNote(picture)}with open(${literal(picture.name)}, "rb") as file:\n` +
-      `    picture = "data:${picture.mediaType};base64," + base64.b64encode(file.read()).decode()\n`,
+        `    picture = "data:${picture.mediaType};base64," + base64.b64encode(file.read()).decode()\n`,
     );
   }
   parts.push(`body = ${literal(body)}\n`);
@@ -53,21 +55,26 @@ export function pythonCode(call, { usesKey }) {
 }
 
 const RESULT_FIELDS = {
-  query: '["answer"]', caption: '["caption"]', point: '["points"]', detect: '["objects"]', segment: '["path"]',
+  query: '["answer"]',
+  caption: '["caption"]',
+  point: '["points"]',
+  detect: '["objects"]',
+  segment: '["path"]',
   chat: '["choices"][0]["message"]["content"]',
 };
 
 const plainLines = (address, options, skill) =>
   `response = httpx.post(${address}, ${options})\nresponse.raise_for_status()\nprint(response.json()${RESULT_FIELDS[skill]})\n`;
 
-const streamingLines = (address, options, skill) => [
-  `with httpx.stream("POST", ${address}, ${options}) as response:`,
-  "    response.raise_for_status()",
-  "    for line in response.iter_lines():",
-  `        if line.startswith("data: ")${skill === "chat" ? ' and line != "data: [DONE]"' : ""}:`,
-  "            print(json.loads(line[6:]))",
-  "",
-].join("\n");
+const streamingLines = (address, options, skill) =>
+  [
+    `with httpx.stream("POST", ${address}, ${options}) as response:`,
+    "    response.raise_for_status()",
+    "    for line in response.iter_lines():",
+    `        if line.startswith("data: ")${skill === "chat" ? ' and line != "data: [DONE]"' : ""}:`,
+    "            print(json.loads(line[6:]))",
+    "",
+  ].join("\n");
 
 /** For a POSIX shell. */
 const quoted = (text) => (/^[\w./:-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
