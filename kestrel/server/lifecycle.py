@@ -76,8 +76,8 @@ async def _start(state: ServerState, source: EngineSource) -> None:
 async def serve(app: Starlette, announce: Callable[[str], None]) -> None:
     """Serve until a signal ends it; raises what kept it from starting. `announce` gets the address once it is ready."""
     state = app_state(app)
-    listening = bind(state.config)
     server = _Server(uvicorn_config(app, state.config))
+    listening = bind(state.config)
     signals = _Signals(server, state)
     with signals.handled():
         serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -115,7 +115,7 @@ def address_of(listening: socket.socket, config: ServerConfig) -> str:
 
 
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
-    return uvicorn.Config(
+    made = uvicorn.Config(
         app,
         http=timed_protocol(config.receive_timeout_s),
         ws="none",
@@ -129,6 +129,14 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         ssl_certfile=config.tls_cert_file,
         ssl_keyfile=config.tls_key_file,
     )
+    try:
+        made.load()
+    except OSError as error:  # also what the ssl module raises
+        reason = error.strerror or "not a PEM file"
+        raise ConfigError(
+            "tls_cert_file", f"the certificate or its key cannot be used ({reason}); check both"
+        ) from error
+    return made
 
 
 class _Server(uvicorn.Server):

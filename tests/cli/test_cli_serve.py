@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,6 +15,15 @@ from kestrel.cli.config_flags import flag_names
 from kestrel.config import RuntimeConfig
 from kestrel.server.config import ServerConfig
 from tests.cli.conftest import Kestrel
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """The verb sets the log up for a process of its own."""
+    logger = logging.getLogger("kestrel.server")
+    before = (logger.handlers, logger.level, logger.propagate)
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture

@@ -82,8 +82,8 @@ def start_server(
     app = create_app(lambda: InferenceEngine.create(config), server_config)
     if prepare is not None:
         prepare(app)
-    listening = bind(server_config)
     server = uvicorn.Server(uvicorn_config(app, server_config))
+    listening = bind(server_config)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[listening]),))
     thread.start()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import ssl
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import address_of, bind
+from tests.server.conftest import runtime_config, start_server
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,22 @@ def test_the_socket_says_tcp_so_that_small_writes_are_sent_at_once() -> None:
     with bind(ServerConfig(port=0)) as listening:
         assert listening.proto == socket.IPPROTO_TCP
         assert address_of(listening, ServerConfig()) == f"http://127.0.0.1:{listening.getsockname()[1]}/"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_https_is_served_with_the_given_certificate_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, *subject]
+    subprocess.run(command, check=True, capture_output=True)
+    config = ServerConfig(port=0, tls_cert_file=str(cert), tls_key_file=str(key))
+    for running in start_server(config, runtime_config()):
+        trusting = ssl.create_default_context(cafile=str(cert))
+        url = running.url.replace("http://", "https://")
+        assert httpx.get(f"{url}/ready", verify=trusting).status_code == 200
+    key.write_text("nonsense", encoding="utf-8")
+    with pytest.raises(ConfigError, match="tls_cert_file"):
+        next(start_server(config, runtime_config()))
 
 
 def test_a_taken_port_is_refused_with_a_remedy() -> None:
