@@ -259,7 +259,7 @@ async def both_themes(page: Page, name: str) -> None:
     """Nothing wider than the window, and a picture of each theme to look at."""
     assert await page.evaluate(OVERFLOW) <= 0
     for scheme in ("light", "dark"):
-        await page.prefer(prefers_color_scheme=scheme)
+        await page.prefer(prefers_color_scheme=scheme, prefers_reduced_motion="reduce")
         await page.screenshot(SCREENSHOTS / f"{name}-{scheme}.png")
 
 
