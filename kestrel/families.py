@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from kestrel import default_model
 from kestrel.config import RuntimeConfig
+from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError, ConfigError, shown
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
@@ -50,9 +52,10 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> Read
     match loaded:
         case LoadedMoondream():
             runtime = MoondreamRuntime(loaded.model, config)
+            constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,
-                profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name),
+                profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name, constraints),
                 vocab_size=runtime.decoder.shape.vocab_size,
                 num_image_positions=runtime.decoder.shape.num_image_positions,
                 refiner=None
@@ -63,10 +66,35 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> Read
 
 
 def registered_models() -> tuple[ModelSpec, ...]:
+    """The published ones."""
     return tuple(spec for family in FAMILIES for spec in family.models)
 
 
+def embedded_model() -> ModelSpec:
+    """What comes with the package; its dimensions are read from its folder."""
+    config = read_config(default_model.FOLDER)
+    assert config is not None
+    with open_checkpoint(default_model.FOLDER) as checkpoint:
+        num_parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return ModelSpec(
+        name=default_model.NAME,
+        family=next(family.name for family in FAMILIES if family.owns(config)),
+        description=default_model.DESCRIPTION,
+        num_parameters=num_parameters,
+        licence=default_model.LICENCE,
+        config=config,
+        source=None,
+    )
+
+
+def known_models() -> tuple[ModelSpec, ...]:
+    """Everything that `model` may name, the default first."""
+    return (embedded_model(), *registered_models())
+
+
 def find_model(name: str) -> ModelSpec:
+    if name == default_model.NAME:
+        return embedded_model()
     for spec in registered_models():
         if spec.name == name:
             return spec

@@ -60,6 +60,11 @@ class State:
         if self.when_spent is not None:
             yield self.when_spent
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids whose own edge finishes the sequence."""
+        return tuple(token_id for token_id, edge in self.edges if edge.goto == END)
+
     def edge(self, sampled_id: int) -> Edge:
         for token_id, edge in self.edges:
             if token_id == sampled_id:
@@ -107,6 +112,11 @@ class Grammar:
         for state in self.states:
             union |= state.carries
         return union
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that finish the sequence in some state."""
+        return frozenset(token_id for state in self.states for token_id in state.end_ids)
 
     def advance(self, state: int, sampled_id: int) -> tuple[int, int]:
         """(emitted id, next state) after sampling `sampled_id` in `state`."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
+from kestrel.prompt_outputs import MAX_LOGPROBS, PromptOutputs, PromptReport
 from kestrel.tokens import ContextItem, Token, num_positions
 
 
@@ -20,16 +21,22 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
-MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 64
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. Order: suppress → temperature → softmax → top-k → top-p → min-p → draw."""
+    """How tokens are chosen and when they end.
+
+    Order: penalties → bias → suppress → temperature → softmax → top-k → top-p → min-p → draw.
+    """
 
     max_new_tokens: int = 768
-    """Token budget of each phase (reasoning and answer count apart)."""
+    """Token budget of each phase (reasoning and answer count apart). 0 is for requests about the prompt alone."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -46,9 +53,25 @@ class SamplingParams:
     """If not empty, only these ids may be sampled."""
     suppressed_ids: tuple[int, ...] = ()
     """These ids are never sampled."""
+    presence_penalty: float = 0.0
+    """Taken once from the score of every text id generated so far, thinking included."""
+    frequency_penalty: float = 0.0
+    """Taken from the score of a text id as often as it was generated."""
+    repetition_penalty: float = 1.0
+    """Divides a positive score, multiplies a negative one, of every text id generated or in the prompt."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, number added to its score), each id once."""
+    min_tokens: int = 0
+    """Answer tokens before one that ends the answer may be sampled."""
+    ignore_eos: bool = False
+    """Never sample the end id: the answer ends by its budget or by a stop."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further ids that end an answer, wherever the end id would; not part of the text."""
+    stop: tuple[str, ...] = ()
+    """The answer ends right before the first of these texts. Decided by the skill, on the host."""
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_new_tokens, 1, 2**31 - 1)
+        _require_int("max_tokens", self.max_new_tokens, 0, 2**31 - 1)
         _require_number("temperature", self.temperature, 0.0, 100.0)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -58,6 +81,42 @@ class SamplingParams:
         _require_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0)
+        if self.repetition_penalty == 0.0:
+            raise RequestError("repetition_penalty", "must be above 0 (got 0); 1 leaves the scores as they are")
+        _require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens > self.max_new_tokens:
+            raise RequestError(
+                "min_tokens", f"must not exceed max_tokens ({self.max_new_tokens}) (got {self.min_tokens})"
+            )
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        lists = (
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("stop", self.stop, MAX_STOPS),
+        )
+        for name, entries, most in lists:
+            if len(entries) > most:
+                raise RequestError(name, f"has {len(entries)} entries; at most {most} are possible")
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise RequestError("logit_bias", "names an id twice; give each id once")
+        for token_id, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                raise RequestError("logit_bias", f"of id {token_id} must be from -100 to 100 (got {shown(bias)})")
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    "stop", f"must be texts of 1 to {MAX_STOP_CHARACTERS} characters (got {shown(text)})"
+                )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether scores depend on what was said before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:
@@ -72,7 +131,7 @@ def _require_number(name: str, value: object, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of the model's own distribution, before suppression and temperature."""
+    """Natural-log probabilities of the model's own distribution: before penalties, bias, suppression, temperature."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()  # (id, log-probability), most likely first
@@ -93,6 +152,10 @@ class StreamDelta:
     text: str = ""
     kind: str = "text"
     data: Mapping[str, Any] | None = None
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    """Of the tokens whose text begins in this piece; shaped as in the result (see `kestrel.skills.logprobs`)."""
+    ends: bool = False
+    """The skill is satisfied: its sequence stops here, with reason "stop", and gets no further token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +171,37 @@ class TokenConsumer(Protocol):
 
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None: ...
 
+    def consume_prompt(self, report: PromptReport) -> None:
+        """Called once, before the first token, when the request asks for outputs of its prompt; else never."""
+        ...
+
     def flush(self) -> StreamDelta | None: ...
 
     def finish(self, reason: FinishReason) -> SkillOutput: ...
+
+
+class TokenConstraint(Protocol):
+    """What an answer must match, followed on the host token by token. It survives a preemption of its sequence."""
+
+    @property
+    def allowed(self) -> bytes:
+        """Ids that may come next: bit k % 8 of byte k // 8 stands for id k, and ids past the end are forbidden.
+
+        The end id is among them when the answer may end here, and alone when it must.
+        """
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The next token. Raises RequestError when the answer cannot be followed any further."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint and the phase of the grammar it holds in: thinking before an answer is free."""
+
+    tokens: TokenConstraint
+    phase: int = 0
 
 
 @dataclass(slots=True)
@@ -124,16 +215,25 @@ class GenerationRequest:
     consumer: TokenConsumer
     images: Mapping[str, Any] = field(default_factory=dict)
     """Decoded pictures by digest, for the runtime; the scheduler never looks inside."""
+    constraint: Constraint | None = None
     namespace: CacheNamespace = CacheNamespace()
     priority: int = 0
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""
     submitted_s: float = field(default_factory=time.monotonic)
+    prompt_outputs: PromptOutputs | None = None
     num_prompt_positions: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.items:
             raise RequestError("prompt", "is empty; give at least one token")
+        if self.sampling.max_new_tokens == 0 and self.prompt_outputs is None:
+            raise RequestError("max_tokens", "must be at least 1 (got 0) unless outputs of the prompt are asked for")
         self.num_prompt_positions = num_positions(self.items)
+        first = None if self.prompt_outputs is None else self.prompt_outputs.pool_from
+        if first is not None and first >= self.num_prompt_positions:
+            raise RequestError(
+                "pool_from", f"{first} leaves no position of a prompt with {self.num_prompt_positions}; lower it"
+            )
 
 
 @dataclass(slots=True)
@@ -148,6 +248,8 @@ class RequestMetrics:
     decode_time_ms: float = 0.0
     ttft_ms: float = 0.0
     num_preemptions: int = 0
+    token_intervals_s: list[float] = field(default_factory=list, repr=False)
+    """Seconds from each token to the next, as the scheduler saw them."""
 
     @property
     def processing_latency_s(self) -> float:

@@ -92,6 +92,24 @@ def test_without_a_path_the_embedded_model_is_taken(name: str | None) -> None:
     assert load(located).config.tokenizer.templates.keys() >= {"query", "caption.long", "point", "detect", "segment"}
 
 
+def test_the_embedded_model_is_listed_first_with_the_size_it_has() -> None:
+    spec, *others = families.known_models()
+    assert tuple(others) == families.registered_models()
+    model = load(families.resolve(RuntimeConfig(model=spec.name))).model
+    assert (spec.name, spec.source) == ("kestrel-tiny", None)
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert families.find_model("kestrel-tiny") == spec
+
+
+def test_the_embedded_model_can_be_named_together_with_a_folder_of_its_shape(
+    golden_folder: Callable[..., Path],
+) -> None:
+    located = families.resolve(RuntimeConfig(model="kestrel-tiny", model_path=families.default_model.FOLDER))
+    assert located.name == "kestrel-tiny"
+    with pytest.raises(CheckpointError, match=r"does not describe kestrel-tiny: text\.dim is 128"):
+        families.resolve(RuntimeConfig(model="kestrel-tiny", model_path=golden_folder("md3")))
+
+
 @pytest.mark.parametrize("family", ["md2", "md3"])
 def test_a_folder_needs_nothing_else_and_is_called_by_its_name(golden_folder: Callable[..., Path], family: str) -> None:
     located = families.resolve(RuntimeConfig(model_path=golden_folder(family)))

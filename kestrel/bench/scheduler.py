@@ -18,6 +18,7 @@ from pathlib import Path
 from kestrel.bench.rows import append_row, environment
 from kestrel.cache import CacheManager
 from kestrel.grammar import free_text
+from kestrel.prompt_outputs import PromptReport
 from kestrel.request import FinishReason, GenerationRequest, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
@@ -32,6 +33,9 @@ class NullConsumer:
 
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
         return StreamDelta()
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        return None
 
     def flush(self) -> StreamDelta | None:
         return None

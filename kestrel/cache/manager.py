@@ -185,11 +185,12 @@ class CacheManager:
         """Whether a published context can serve later leases at all."""
         return self._prefixes.shares_prefixes
 
-    def acquire(self, namespace: Hashable, items: Sequence[ContextItem]) -> PageLease:
+    def acquire(self, namespace: Hashable, items: Sequence[ContextItem], *, reuse: bool = True) -> PageLease:
         """Leases pages for all positions of a context, the longest usable cached prefix included.
 
         The last item is never taken from the cache: it has to be computed to yield a token. A match that would leave
-        too few pages for the rest is given up for a shorter one. Raises OutOfPages with nothing changed.
+        too few pages for the rest is given up for a shorter one. Without `reuse` nothing is taken from the cache; the
+        context may still be published. Raises OutOfPages with nothing changed.
         """
         keys = context_keys(items)
         if not keys:
@@ -197,7 +198,7 @@ class CacheManager:
         num_positions = count_positions(keys)
         num_pages = pages_for(num_positions, self._page_size)
         num_available = self._pool.num_free + self._prefixes.num_evictable_pages
-        for match in self._prefixes.matches(namespace, keys[:-1]):
+        for match in self._prefixes.matches(namespace, keys[:-1] if reuse else ()):
             num_new = num_pages - match.num_positions // self._page_size
             if num_new > num_available:
                 break  # a shorter match needs even more

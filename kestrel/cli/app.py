@@ -24,6 +24,7 @@ from kestrel.cli.query import query
 from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
 from kestrel.cli.serve import serve
+from kestrel.cli.train import add_train_group
 
 VERBS = (query, caption, point, detect, segment, schedule, serve, eval, models, demo)
 
@@ -56,6 +57,7 @@ def make_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_kestrel)
     for verb in VERBS:
         app.command(verb.__name__, epilog=environment_hint(verb))(verb)
+    add_train_group(app)
     return app
 
 

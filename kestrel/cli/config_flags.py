@@ -3,6 +3,7 @@
 A verb takes a dataclass as a parameter; `with_flags` puts a flag for each of its fields in that parameter's place:
 
 - help from `metadata["help"]`, names from `metadata["flags"]` or `--field-name`; no flag when "flags" is empty
+- required where the field has no default
 - `--x/--no-x` for booleans, unless "flags" says otherwise
 - a repeatable flag for a tuple
 - the environment variable KESTREL_<FLAG> for every flag of the RuntimeConfig and the ServerConfig
@@ -119,9 +120,10 @@ def _taken_from(values: dict[str, Any], group: type[GroupT]) -> GroupT:
 
 
 def _default_of(field: Field[Any]) -> Any:
-    if field.default is MISSING:
+    """Nothing for a field that has to be given."""
+    if field.default_factory is not MISSING:
         raise TypeError(f"{field.name} needs a plain default to become a flag")
-    return field.default
+    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def _value_type(hint: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, stderr_console, stdout_console
 from kestrel.cli.event_loop import run_to_end
 from kestrel.cli.loading import open_engine
+from kestrel.cli.sizes import parse_size
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.evals.drawing import open_atlas
@@ -69,7 +69,7 @@ def eval(
     plan = EvalPlan(
         num_questions=n,
         families=_names(families),
-        size=_sides(size),
+        size=parse_size("--size", size),
         concurrency=concurrency,
         max_new_tokens=max_new_tokens,
     )
@@ -131,13 +131,6 @@ def _names(given: list[str] | None) -> tuple[str, ...]:
     names = {name.strip() for text in given for name in text.split(",") if name.strip()}
     known = (name for name in FAMILY_NAMES if name in names)
     return (*known, *sorted(names - set(FAMILY_NAMES)))
-
-
-def _sides(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip().lower())
-    if match is None:
-        raise ConfigError("--size", f"{text!r} is not a height and a width; write it as in 378x378")
-    return int(match[1]), int(match[2])
 
 
 def _check_json_path(path: Path | None) -> None:

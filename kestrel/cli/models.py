@@ -10,8 +10,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from kestrel import default_model
 from kestrel.cli.console import stdout_console, write
-from kestrel.families import registered_models
+from kestrel.families import known_models
 from kestrel.models.family import ModelSpec
 
 
@@ -19,7 +20,7 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
 ) -> None:
     """List the models that --model knows."""
-    specs = registered_models()
+    specs = known_models()
     if as_json:
         write(json.dumps([_as_json(spec) for spec in specs], indent=2, ensure_ascii=False) + "\n")
     else:
@@ -37,11 +38,17 @@ def _table(specs: tuple[ModelSpec, ...]) -> Table:
         about.append(f"\n{_source(spec)}", style="cyan")
         if spec.source_note:
             about.append(f"\n{spec.source_note}", style="dim")
-        table.add_row(spec.name, f"{spec.num_parameters / 1e9:.1f}B", about)
+        table.add_row(spec.name, _short_count(spec.num_parameters), about)
     return table
 
 
+def _short_count(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
+
+
 def _source(spec: ModelSpec) -> str:
+    if spec.name == default_model.NAME:
+        return "in the package; the default"
     if spec.source is None:
         return "not fetched by name"
     return f"{spec.source.weights.repo} at {spec.source.weights.revision}"
@@ -52,6 +59,7 @@ def _as_json(spec: ModelSpec) -> dict[str, Any]:
     return {
         "name": spec.name,
         "family": spec.family,
+        "is_default": spec.name == default_model.NAME,
         "num_parameters": spec.num_parameters,
         "licence": spec.licence,
         "source": None if weights is None else {"repo": weights.repo, "revision": weights.revision},

@@ -152,7 +152,9 @@ def result_as_json(result: EngineResult, model: str) -> dict[str, Any]:
 
 
 def metrics_as_json(metrics: RequestMetrics) -> dict[str, float]:
-    return {**asdict(metrics), "decode_tokens_per_s": metrics.decode_tokens_per_s}
+    numbers = asdict(metrics)
+    del numbers["token_intervals_s"]
+    return {**numbers, "decode_tokens_per_s": metrics.decode_tokens_per_s}
 
 
 def write_json_line(value: Mapping[str, Any]) -> None:

@@ -15,10 +15,10 @@ from kestrel.cli.console import note, stderr_console
 from kestrel.cli.loading import LoadingBars
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.server.access_log import set_up_logging
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
+from kestrel.server.logs import configure_logs
 
 
 def _read_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -55,7 +55,7 @@ def serve(
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
-    set_up_logging(server.log_format)
+    configure_logs(server.log_format)
     if config.model is None and config.weights is None:
         note(default_model.NOTICE)
     if not server.is_loopback and not server.api_keys:

@@ -15,11 +15,13 @@ from typing import Any
 
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
+from kestrel.engine.compiling import CompilePool
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
 from kestrel.engine.refinement import RefinedSegment
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
+from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
@@ -52,6 +54,7 @@ class InferenceEngine(SkillCalls):
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
+        self._compiling = CompilePool()
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -111,6 +114,23 @@ class InferenceEngine(SkillCalls):
         """Whether a request has had its first step, or is over; False while it waits for one."""
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
 
+    def snapshot(self) -> EngineSnapshot:
+        """How busy it is; for the event loop, while the worker runs."""
+        cache, limits = self._cache.stats(), self._ready.runtime.limits
+        return EngineSnapshot(
+            num_running=self._scheduler.num_running,
+            num_waiting=len(self._unsent) + self._worker.num_unread + self._scheduler.num_waiting,
+            num_pages=cache.num_pages,
+            num_used_pages=max(0, cache.num_pages - cache.free_pages - cache.evictable_pages),
+            num_cached_pages=cache.cached_pages,
+            page_size=self._cache.page_size,
+            max_batch_size=limits.max_batch_size,
+            prefix_query_tokens_total=cache.query_positions,
+            prefix_hit_tokens_total=cache.hit_positions,
+            evicted_pages_total=cache.evicted_pages,
+            preemptions_total=self._scheduler.num_preemptions,
+        )
+
     # ------------------------------------------------------------------ one request
 
     async def _call(self, skill_name: str, stream: bool, fields: dict[str, Any]) -> EngineResult | EngineStream:
@@ -133,7 +153,10 @@ class InferenceEngine(SkillCalls):
         try:
             images = await self._pictures.decode(stream.request_id, request.images)
             lay_out = (self._lay_out, skill, request, images, stream.request_id)
-            generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
+            if request.response_format is not None:
+                generation = await self._compiling.run(*lay_out)
+            else:
+                generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
             generation.namespace = CacheNamespace(tenant=route.tenant)
             generation.priority = route.priority
             generation.submitted_s = submitted_s
@@ -161,6 +184,8 @@ class InferenceEngine(SkillCalls):
             sampling=prompt.sampling,
             consumer=consumer,
             images={image.digest: image for image in images},
+            prompt_outputs=prompt.outputs,
+            constraint=prompt.constraint,
         )
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
@@ -249,6 +274,7 @@ class InferenceEngine(SkillCalls):
         await asyncio.sleep(0)  # let updates already handed to the loop arrive first
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
+        self._compiling.close()
 
     async def _join(self, timeout_s: float) -> bool:
         """Wait for the worker in short naps, so that no helper thread outlives a time-out."""

@@ -43,8 +43,9 @@ def take_route(fields: dict[str, Any]) -> Route:
 
 
 def num_characters(fields: Mapping[str, Any]) -> int:
-    """Length of the texts among the fields, messages included."""
-    return sum(len(text) for value in fields.values() for text in _texts(value))
+    """Length of the texts among the fields, messages included; an answer format is no part of the context."""
+    prompts = (value for name, value in fields.items() if name != "response_format")
+    return sum(len(text) for value in prompts for text in _texts(value))
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -76,7 +77,14 @@ def require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int
         fault = _item_fault(item, known, vocab_size)
         if fault is not None:
             raise RequestError("prompt", f"{fault} (item {index})")
-    for name, ids in (("allowed_ids", prompt.sampling.allowed_ids), ("suppressed_ids", prompt.sampling.suppressed_ids)):
+    sampling = prompt.sampling
+    named_ids = {
+        "allowed_ids": sampling.allowed_ids,
+        "suppressed_ids": sampling.suppressed_ids,
+        "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name, ids in named_ids.items():
         for token_id in ids:
             _require_known(name, token_id, vocab_size)
     _require_known("grammar", prompt.grammar.largest_id, vocab_size)

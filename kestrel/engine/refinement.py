@@ -7,6 +7,7 @@ from typing import Any
 
 from kestrel.images.rgb import RgbImage
 from kestrel.models.contract import OutlineRefiner
+from kestrel.prompt_outputs import PromptReport
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenConsumer, TokenLogprobs
 from kestrel.skills.recording import compact_json
 from kestrel.tokens import Token
@@ -22,6 +23,9 @@ class RefinedSegment:
 
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
         return self._inner.consume(token, logprobs)
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        self._inner.consume_prompt(report)
 
     def flush(self) -> StreamDelta | None:
         return self._inner.flush()

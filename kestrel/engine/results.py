@@ -29,3 +29,5 @@ class StreamChunk:
     token_index: int
     kind: str = "text"
     data: Mapping[str, Any] | None = None
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    """When asked for: entries, as in `EngineResult.output["logprobs"]`, of the tokens whose text begins here."""

@@ -204,6 +204,19 @@ class SkillCalls(ABC):
         fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
         return await self._call("segment", stream, {**fields, **options})
 
+    async def embed(
+        self,
+        image: Any = None,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> EngineResult:
+        """A unit vector for a picture, a text, or a text that follows a picture: `output["embedding"]`."""
+        fields = {"image": image, "text": text, "token_ids": token_ids, "settings": settings}
+        return await self._call("embed", False, {**fields, **options})
+
     @overload
     async def run(self, skill: str, *, stream: Literal[False] = False, **fields: Any) -> EngineResult: ...
 

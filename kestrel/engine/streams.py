@@ -77,7 +77,8 @@ class EngineStream:
             return
         if update.delta is not None:
             delta = update.delta
-            self._chunks.put_nowait(StreamChunk(delta.text, update.token_index, delta.kind, delta.data))
+            chunk = StreamChunk(delta.text, update.token_index, delta.kind, delta.data, delta.logprobs)
+            self._chunks.put_nowait(chunk)
         if update.error is not None:
             self.fail(update.error)
         elif update.output is not None and update.finish_reason is not None and update.metrics is not None:

@@ -77,6 +77,12 @@ class EngineWorker:
             self._wake.notify()
             return True
 
+    @property
+    def num_unread(self) -> int:
+        """Requests that were sent and that the scheduler has not got yet."""
+        with self._wake:
+            return sum(isinstance(command, Add) for command in self._commands)
+
     def _run(self) -> None:
         try:
             while self._turn():

@@ -63,6 +63,10 @@ class DecoderModel(Protocol):
         """The last layer's residual stream, [T, hidden_dim]."""
         ...
 
+    def final_norm(self, hidden_ND: Tensor) -> Tensor:
+        """The residual stream as the output head sees it: after the model's last norm."""
+        ...
+
     def logits(self, hidden_ND: Tensor) -> Tensor: ...
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import AddedToken
@@ -23,6 +26,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_text = {token_id: token.content for token_id, token in added.items() if not token.special}
+        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
@@ -50,12 +55,42 @@ class TextTokenizer:
         """Text of ids; special ids, and ids that have no text, are left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one id stands for, be they whole characters or not; none for special and unknown ids."""
+        name = self._tokenizer.id_to_token(token_id)
+        if name is None or token_id in self.special_ids:
+            return b""
+        if token_id in self._added_text:
+            return self._added_text[token_id].encode()
+        alphabet = _byte_level_alphabet()
+        if self._is_byte_level and all(character in alphabet for character in name):
+            return bytes(alphabet[character] for character in name)
+        if (octet := _SINGLE_BYTE.fullmatch(name)) is not None:
+            return bytes.fromhex(octet[1])
+        return name.replace("\u2581", " ").encode()
+
     def decode_one(self, token_id: int) -> str:
         return self.decode((token_id,))
+
+    def to_json(self) -> str:
+        """The tokenizer.json as it is used here."""
+        return self._tokenizer.to_str()
 
     def token_name(self, token_id: int) -> str | None:
         """The vocabulary entry itself, for messages."""
         return self._tokenizer.id_to_token(token_id)
+
+
+_SINGLE_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""How vocabularies of characters write a byte that is no character."""
+
+
+@lru_cache(maxsize=1)
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write visible Latin-1 bytes as themselves and the others from U+0100 on, in order."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _unmarked_controls(tokenizer: TokenizerJson) -> list[AddedToken]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kestrel.moondream.config import MoondreamConfig
-from kestrel.skills.base import ModelProfile, SpecialIds, Tokenizer
+from kestrel.skills.base import ConstraintSource, ModelProfile, SpecialIds, Tokenizer
 
 
-def moondream_profile(config: MoondreamConfig, tokenizer: Tokenizer, name: str) -> ModelProfile:
+def moondream_profile(
+    config: MoondreamConfig, tokenizer: Tokenizer, name: str, constraints: ConstraintSource | None = None
+) -> ModelProfile:
     """Ids, templates, openers and defaults, all of them from the config. A skill without a template is not offered."""
     ids = config.tokenizer
     generation = config.generation
@@ -28,4 +30,5 @@ def moondream_profile(config: MoondreamConfig, tokenizer: Tokenizer, name: str) 
         compares_coord_and_eos_only=generation.compares_coord_and_eos_only,
         defaults=generation.defaults,
         tokenizer=tokenizer,
+        constraints=constraints,
     )

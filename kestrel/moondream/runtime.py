@@ -73,6 +73,9 @@ class MoondreamDecoder:
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         return self._model.text(x_TD, positions_T, attend)
 
+    def final_norm(self, hidden_ND: Tensor) -> Tensor:
+        return self._model.text.post_ln(hidden_ND)
+
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.logits(hidden_ND)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from kestrel.grammar import Grammar
+from kestrel.prompt_outputs import PromptOutputs, ScoredToken
 from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
 from kestrel.tokens import ContextItem, Token
 
@@ -44,6 +45,10 @@ class RowStart:
     grammar_state: int = 0
     phase_spent: int = 0
     num_generated: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    """Text ids of the prompt that a repetition penalty covers; empty for a row without penalties."""
+    generated_ids: tuple[int, ...] = ()
+    """Text ids emitted before a preemption, in order; empty for a row without penalties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,10 @@ class PrefillChunk:
     samples: bool
     """Whether the chunk ends the known context, so that its last position yields a token."""
     images: Mapping[str, Any] = field(default_factory=dict)
+    prompt_outputs: PromptOutputs | None = None
+    """What to tell about the chunk's positions, as a `PromptPart`."""
+    following: ContextItem | None = None
+    """The prompt's item after the chunk, which the chunk's last position predicts; None at the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,8 @@ class StepPlan:
     page_copies: list[PageCopy] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
+    """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
 
     @property
     def is_empty(self) -> bool:
@@ -110,6 +121,17 @@ class RowOutput:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one prefill chunk tells about its prompt: log-probabilities of the tokens after each of its positions, and
+    the sum of the hidden states of those that count."""
+
+    row: int
+    scores: tuple[ScoredToken, ...]
+    hidden_sum: tuple[float, ...]
+    num_pooled: int
+
+
 @dataclass(slots=True)
 class StepOutput:
     """`failures` names rows whose own input made the step fail for them (a damaged picture); the others went on."""
@@ -117,6 +139,8 @@ class StepOutput:
     step_id: int
     rows: list[RowOutput] = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
+    prompt_parts: list[PromptPart] = field(default_factory=list)
+    """In the order of the plan's chunks; a row may have several."""
 
 
 class InFlightStep(Protocol):

@@ -14,6 +14,7 @@ from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
 from kestrel.runtime.contract import PrefillChunk, RowOutput, RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
@@ -35,6 +36,7 @@ class TorchStep:
     sampled: Sampled | None
     failures: dict[int, Exception]
     arrived: torch.cuda.Event | None
+    prompts: PromptTensors | None = None
 
 
 class Executor:
@@ -77,17 +79,22 @@ class Executor:
         if plan.decode:
             embedded.append(embed_decode(self._model, self._table, plan.decode))
         hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend)
+        prompts = score_prompts(self._model, prefill, hidden_TD)
         sampled = None
         if batch.sample_at:
-            sampled = sample_rows(self._model, self._table, hidden_TD[batch.sample_at_B], batch.sample_rows)
+            hidden_BD = hidden_TD[batch.sample_at_B]
+            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows, plan.masks)
         host_rows = [self._table.host[row] for row in batch.sample_rows]
         sampled, arrived = _send_to_host(sampled)
-        return TorchStep(plan.step_id, batch.sample_rows, host_rows, sampled, failures, arrived)
+        return TorchStep(plan.step_id, batch.sample_rows, host_rows, sampled, failures, arrived, prompts)
 
     def collect(self, step: TorchStep) -> StepOutput:
         if step.arrived is not None:
             step.arrived.synchronize()
         output = StepOutput(step.step_id, failures=step.failures)
+        if step.prompts is not None:
+            output.prompt_parts, unsound = read_prompts(step.prompts)
+            output.failures |= unsound
         if step.sampled is not None:
             integers = step.sampled.integers_B5.tolist()
             values = step.sampled.values_B2.tolist()

@@ -3,17 +3,24 @@
 Every position has a value: a text token its id, a coordinate `round(1024·value)`, a size the sum of its two, position k
 of an image span `int(digest[:4], 16) + k`. The KV slot of a position holds the running sum of values up to it, read
 through the row's page table, so a wrong page gives a wrong token. The token sampled after position p is
-`(running sum at p + p) mod vocab_size`, then moved to an id the grammar allows. Example (vocab 10): prompt 3, 4 gives
-running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and the next is 7.
+`(running sum at p + p) mod vocab_size`, then moved to an id that the grammar and the row's mask allow. Example (vocab
+10): prompt 3, 4 gives running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and
+the next is 7.
+
+For a row with penalties or a bias ids have scores: vocab_size for that token, one less for each id after it, around the
+circle. The token is then the id with the best score after penalties and bias, the first one from that token on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kestrel.grammar import END, Carries, State
-from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.fake_prompt import fake_prompt_part
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 
@@ -32,6 +39,7 @@ class _Row:
     pages: list[int]
     last: Token | None = None
     failed: bool = False
+    said: Counter[int] = field(default_factory=Counter)
 
 
 class FakeRuntime:
@@ -42,6 +50,7 @@ class FakeRuntime:
         self._size_id = size_id
         self._slots = [0] * (limits.num_pages * limits.page_size)
         self._rows: dict[int, _Row] = {}
+        self._masks: Mapping[int, bytes] = {}
         self._next_collect = 0
         self.num_positions_computed = 0
         self.failing_digests: dict[str, Exception] = {}
@@ -52,8 +61,10 @@ class FakeRuntime:
 
     def launch(self, plan: StepPlan) -> FakeStep:
         output = StepOutput(plan.step_id)
+        self._masks = plan.masks
         for start in plan.starts:
             self._rows[start.row] = _Row(start, start.grammar_state, start.phase_spent, start.num_generated, [])
+            self._rows[start.row].said.update(start.generated_ids)
         for write in plan.page_writes:
             pages = self._rows[write.row].pages
             assert write.index <= len(pages), "page table written with a gap"
@@ -92,6 +103,10 @@ class FakeRuntime:
             else:
                 self._write(row, position, item_value(item))
                 position += 1
+        if chunk.prompt_outputs is not None:
+            sums = [self._slots[self._slot(row, p)] for p in range(chunk.start, position)]
+            part = fake_prompt_part(chunk, sums, self._vocab_size, self._coord_id, self._size_id)
+            output.prompt_parts.append(part)
         if chunk.samples:
             output.rows.append(self._sample(chunk.row, position - 1))
 
@@ -99,14 +114,18 @@ class FakeRuntime:
         row = self._rows[row_index]
         grammar, budget = row.start.grammar, row.start.sampling.max_new_tokens
         state = grammar.states[row.state]
-        sampled = self._pick(state, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
+        candidate = self._weighed(row, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
+        sampled = self._pick(
+            state, candidate, early_ends(state, row.start.sampling, row.spent), self._masks.get(row_index)
+        )
         if row.spent >= budget and state.when_spent is not None:
             sampled = state.when_spent
         emitted, goto = grammar.advance(row.state, sampled)
-        if goto == END:
+        if goto == END or (state.end_ids and sampled in row.start.sampling.stop_token_ids):
             row.last = TextToken(emitted)  # a step already in flight still feeds something
             return RowOutput(row_index, None, FinishReason.STOP, row.state, row.spent)
         token = self._typed(state, emitted, position)
+        row.said.update([emitted] if isinstance(token, TextToken) else [])
         changes_phase = grammar.states[goto].phase != state.phase
         row.spent = 0 if changes_phase else row.spent + 1
         row.state, row.last = goto, token
@@ -116,12 +135,32 @@ class FakeRuntime:
         logprobs = TokenLogprobs(-1.0) if row.start.sampling.logprobs is not None else None
         return RowOutput(row_index, token, FinishReason.LENGTH if ended else None, goto, row.spent, logprobs)
 
-    def _pick(self, state: State, candidate: int) -> int:
+    def _weighed(self, row: _Row, candidate: int) -> int:
+        """The candidate, or the id that penalties and bias put before it."""
+        sampling = row.start.sampling
+        if not sampling.has_penalties and not sampling.logit_bias:
+            return candidate
+        bias = dict(sampling.logit_bias)
+        seen = {*row.start.prompt_ids, *row.said}
+
+        def score(token_id: int) -> float:
+            plain = self._vocab_size - (token_id - candidate) % self._vocab_size
+            repeated = plain / sampling.repetition_penalty if token_id in seen else plain
+            count = row.said[token_id]
+            penalty = sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+            return repeated - penalty + bias.get(token_id, 0.0)
+
+        circle = ((candidate + k) % self._vocab_size for k in range(self._vocab_size))
+        return max(circle, key=score)
+
+    def _pick(self, state: State, candidate: int, too_early: set[int], mask: bytes | None) -> int:
         if state.allowed is not None:
-            return state.allowed[candidate % len(state.allowed)]
-        while candidate in state.suppressed:
-            candidate = (candidate + 1) % self._vocab_size
-        return candidate
+            permitted = [token_id for token_id in state.allowed if _permits(mask, token_id)]
+            timely = [token_id for token_id in permitted if token_id not in too_early] or permitted
+            return timely[candidate % len(timely)]
+        circle = (*range(candidate, self._vocab_size), *range(candidate))
+        permitted = [token_id for token_id in circle if token_id not in state.suppressed and _permits(mask, token_id)]
+        return next((token_id for token_id in permitted if token_id not in too_early), permitted[0])
 
     def _typed(self, state: State, emitted: int, position: int) -> Token:
         if emitted == self._coord_id and state.carries & Carries.COORD:
@@ -142,6 +181,16 @@ class FakeRuntime:
     def _copy_page(self, source: int, target: int) -> None:
         size = self._limits.page_size
         self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+
+
+def early_ends(state: State, sampling: SamplingParams, spent: int) -> set[int]:
+    """Ids that would end the row but may not yet."""
+    ends = set(state.end_ids) if sampling.ignore_eos or spent < sampling.min_tokens else set()
+    return ends | set(sampling.stop_token_ids) if state.end_ids and spent < sampling.min_tokens else ends
+
+
+def _permits(mask: bytes | None, token_id: int) -> bool:
+    return mask is None or (token_id // 8 < len(mask) and bool(mask[token_id // 8] >> token_id % 8 & 1))
 
 
 def item_value(item: ContextItem) -> int:

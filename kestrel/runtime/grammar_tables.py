@@ -23,6 +23,8 @@ MAX_STATES = 8192
 class Advance:
     """What sampling did to each row."""
 
+    sampled_B: Tensor
+    """The id whose edge was taken."""
     emitted_B: Tensor
     state_B: Tensor
     """Next state; the current one where the row ended."""
@@ -33,7 +35,7 @@ class Advance:
 
 class GrammarTables:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device
         self._base: dict[Grammar, int] = {}
         self._states: list[tuple[int, State]] = []  # (index of the grammar's first state, state)
@@ -77,6 +79,7 @@ class GrammarTables:
         ended_B = goto_B == END
         next_B = torch.where(ended_B, state_B, goto_B)
         return Advance(
+            sampled_B=sampled_B,
             emitted_B=torch.where(emit_B == NO_ID, sampled_B, emit_B),
             state_B=next_B,
             ended_B=ended_B,
@@ -88,12 +91,21 @@ class GrammarTables:
         """Rows that a spent phase finishes (the others are moved on by `when_spent`)."""
         return self._when_spent[state_B] == NO_ID
 
+    def end_ids(self, state_B: Tensor) -> Tensor:
+        """[B, E]: the ids whose own edge finishes a row in its state, padded with `vocab_size`."""
+        return self._end_ids[state_B]
+
+    def can_end(self, state_B: Tensor) -> Tensor:
+        """Rows that some id of the grammar would finish."""
+        return (self._end_ids[state_B] < self.vocab_size).any(1)
+
     def _upload(self) -> None:
         states = [state for _, state in self._states]
-        dummy = self._vocab_size  # column past the vocabulary, cut off again
+        dummy = self.vocab_size  # column past the vocabulary, cut off again
         allowed = [state.allowed or () for state in states]
         self._allowed = self._padded(allowed, dummy)
         self._suppressed = self._padded([state.suppressed for state in states], dummy)
+        self._end_ids = self._padded([state.end_ids for state in states], dummy)
         self._is_limited = self._tensor([state.allowed is not None for state in states], torch.bool)
         self._phase = self._tensor([state.phase for state in states])
         self._carries = self._tensor([int(state.carries) for state in states])

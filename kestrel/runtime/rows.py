@@ -9,7 +9,10 @@ from torch import Tensor
 
 from kestrel.grammar import Carries, Grammar
 from kestrel.runtime.contract import PageWrite, RowStart
+from kestrel.runtime.endings import EndingTable
 from kestrel.runtime.grammar_tables import MAX_STATES, GrammarTables
+from kestrel.runtime.logit_bias import LogitBiasTable
+from kestrel.runtime.penalties import PenaltyTable
 from kestrel.runtime.upload import upload
 
 TEXT, COORD, SIZE = 0, 1, 2  # kinds of a row's last token
@@ -56,6 +59,9 @@ class RowTable:
     tensors: RowTensors = field(init=False)
     pages: Tensor = field(init=False)  # [rows, max pages]
     host: list[HostRow] = field(init=False)
+    penalties: PenaltyTable = field(init=False)
+    logit_bias: LogitBiasTable = field(init=False)
+    endings: EndingTable = field(init=False)
     id_limits: Tensor | None = field(init=False, default=None)  # [rows, vocab], true where an id may be sampled
 
     def __post_init__(self) -> None:
@@ -82,12 +88,18 @@ class RowTable:
         )
         self.pages = integers(self.max_pages_per_row)
         self.host = [HostRow() for _ in range(self.num_rows)]
+        self.penalties = PenaltyTable(self.num_rows, self.vocab_size, self.device)
+        self.logit_bias = LogitBiasTable(self.num_rows, self.vocab_size, self.device)
+        self.endings = EndingTable(self.num_rows, self.grammars, self.device)
 
     def apply_starts(self, starts: list[RowStart]) -> None:
         if not starts:
             return
         for start in starts:
             self._note_on_host(start)
+            self.penalties.start(start)
+            self.logit_bias.start(start)
+            self.endings.start(start)
         rows = upload([start.row for start in starts], self.device)
         integers = upload([self._integers(start) for start in starts], self.device)
         numbers = upload([self._numbers(start) for start in starts], self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from kestrel.grammar import Carries
 from kestrel.kernels.sampling import Truncation, draw, truncate, uniform
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.rows import COORD, SIZE, TEXT, HostRow, RowTable
+from kestrel.runtime.token_masks import apply_masks
 from kestrel.runtime.upload import upload
 
 GOING_ON, STOPPED, OUT_OF_BUDGET, NOT_FINITE = 0, 1, 2, 3
@@ -27,7 +29,9 @@ class Sampled:
     top_id_BK: Tensor | None = None
 
 
-def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int]) -> Sampled:
+def sample_rows(
+    model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int], masks: Mapping[int, bytes]
+) -> Sampled:
     """Samples for `row_indices` (row b of `hidden_BD` belongs to row_indices[b]) and updates the table."""
     host = [table.host[row] for row in row_indices]
     rows_B = upload(row_indices, table.device)
@@ -35,10 +39,14 @@ def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_ind
     state_B, spent_B = t.state[rows_B], t.spent[rows_B]
     raw_BV = model.logits(hidden_BD).float()
 
-    masked_BV = _masked(table, host, rows_B, state_B, raw_BV)
+    weighed_BV = table.penalties.apply(raw_BV, row_indices)
+    weighed_BV = table.logit_bias.apply(weighed_BV, row_indices)
+    masked_BV = _masked(table, host, rows_B, state_B, apply_masks(weighed_BV, row_indices, masks))
+    masked_BV = table.endings.forbid(masked_BV, row_indices, state_B, spent_B)
     best_B, greedy_B = masked_BV.max(-1)
     sampled_B = _choose(table, host, rows_B, masked_BV, greedy_B)
     step = table.grammars.advance(state_B, sampled_B, is_spent_B=spent_B >= t.budget[rows_B])
+    step = table.endings.stop(step, row_indices, state_B)
     kind_B, values_B2 = _values(model, host, hidden_BD, step.emitted_B, step.carries_B)
 
     spent_B = torch.where(step.changes_phase_B, 0, spent_B + 1)
@@ -48,6 +56,7 @@ def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_ind
     finish_B = torch.where(step.ended_B, STOPPED, torch.where(out_of_budget_B, OUT_OF_BUDGET, GOING_ON))
     finish_B = torch.where(best_B.isfinite(), finish_B, NOT_FINITE)
 
+    table.penalties.count(row_indices, step.emitted_B, kind_B == TEXT)
     t.last_id[rows_B], t.last_kind[rows_B], t.last_value[rows_B] = step.emitted_B, kind_B, values_B2
     t.state[rows_B], t.spent[rows_B], t.generated[rows_B] = step.state_B, spent_B, generated_B
     sampled = Sampled(torch.stack((step.emitted_B, kind_B, finish_B, step.state_B, spent_B), dim=1), values_B2)

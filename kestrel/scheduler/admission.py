@@ -1,7 +1,8 @@
 """Who may start: rows, pages, and one prefill per picture.
 
 Requests about a picture that another sequence is just prefilling are parked until that picture is in the prefix cache,
-so that each picture is encoded once however many ask about it at the same time.
+so that each picture is encoded once however many ask about it at the same time. A sequence that must compute its whole
+prompt, because outputs of the prompt are asked for, neither waits for a picture nor lets others wait.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class Admission:
         self._picture_owner: dict[PictureKey, Sequence] = {}
         self._picture_of: dict[Sequence, PictureKey] = {}
         self._parked: dict[PictureKey, list[Sequence]] = {}
+        self._num_parked = 0
 
     @property
     def num_parked(self) -> int:
-        return sum(len(group) for group in self._parked.values())
+        return self._num_parked
 
     def is_parked(self, sequence: Sequence) -> bool:
         key = self._picture_key(sequence)
@@ -81,10 +83,10 @@ class Admission:
     def decide(self, sequence: Sequence) -> Decision:
         if not self._free_rows:
             return Deferred(DeferReason.NO_ROW)
-        if self._picture_key(sequence) in self._picture_owner:
+        if sequence.reads_prefix_cache and self._picture_key(sequence) in self._picture_owner:
             return Deferred(DeferReason.IMAGE_IN_PROGRESS)
         try:
-            lease = self._cache.acquire(sequence.request.namespace, sequence.items)
+            lease = self._cache.acquire(sequence.request.namespace, sequence.items, reuse=sequence.reads_prefix_cache)
         except OutOfPages:
             return Deferred(DeferReason.NO_PAGES)
         sequence.start(self._free_rows.pop(), lease)
@@ -111,6 +113,7 @@ class Admission:
             return
         del self._picture_owner[key]
         for parked in self._parked.pop(key, ()):
+            self._num_parked -= 1
             self._queue.push(parked)
 
     def forget(self, sequence: Sequence) -> None:
@@ -119,11 +122,13 @@ class Admission:
         key = self._picture_key(sequence)
         if key is not None and self.is_parked(sequence):
             self._parked[key].remove(sequence)
+            self._num_parked -= 1
 
     def check_integrity(self, running: int) -> None:
         assert len(self._free_rows) + running == self._num_rows, "a row is lost or held twice"
         assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
         assert set(self._parked) <= set(self._picture_owner), "sequences are parked behind no one"
+        assert sum(map(len, self._parked.values())) == self._num_parked, "the parked are miscounted"
         for sequence, key in self._picture_of.items():
             assert self._picture_owner[key] is sequence, "a picture has two owners"
         assert len(self._picture_of) == len(self._picture_owner), "a picture has no owner"
@@ -132,10 +137,13 @@ class Admission:
         key = self._picture_key(sequence)
         assert key is not None
         self._parked.setdefault(key, []).append(sequence)
+        self._num_parked += 1
 
     def _own_missing_picture(self, sequence: Sequence) -> None:
         key = self._picture_key(sequence)
-        if key is not None and self._cache.shares_prefixes and sequence.misses_leading_picture:
+        if not sequence.reads_prefix_cache or not self._cache.shares_prefixes:
+            return
+        if key is not None and sequence.misses_leading_picture:
             self._picture_owner[key] = sequence
             self._picture_of[sequence] = key
 

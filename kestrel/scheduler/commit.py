@@ -26,9 +26,14 @@ class Committer:
             if not work[row].sequence.is_done:
                 work[row].sequence.is_tainted = True
                 updates.append(self.fail(work[row].sequence, error))
+        for part in output.prompt_parts:
+            report = work[part.row].sequence.open_report
+            if report is not None:
+                report.add(part.scores, part.hidden_sum, part.num_pooled)
         for planned in work.values():
             if not planned.sequence.is_done:
                 self._advance(planned)
+                self._report_prompt(planned.sequence, updates)
         for row_output in output.rows:
             sequence = work[row_output.row].sequence
             if not sequence.is_done:
@@ -54,18 +59,35 @@ class Committer:
             sequence.share()
             self._on_picture_shared(sequence)
 
+    def _report_prompt(self, sequence: Sequence, updates: list[StreamUpdate]) -> None:
+        """Hand over the prompt's outputs once they are complete; a request for nothing else ends here."""
+        report = sequence.open_report
+        if report is None or sequence.num_committed < sequence.request.num_prompt_positions:
+            return
+        sequence.open_report = None
+        try:
+            sequence.request.consumer.consume_prompt(report)
+            if sequence.max_total_tokens == 0:
+                self._finish(sequence, FinishReason.LENGTH, updates)
+        except (Exception, CancelledError) as error:  # a skill's own fault must not reach its neighbours
+            updates.append(self.fail(sequence, error))
+
     def _take_token(self, sequence: Sequence, output: RowOutput, now: float, updates: list[StreamUpdate]) -> None:
         if sequence.first_token_s is None:
             sequence.first_token_s = now
         try:
-            delta = None
+            delta, finish = None, output.finish
             if output.token is not None:
+                sequence.note_token_time(now)
+                if output.finish is None:
+                    sequence.constrain(output.token)
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
             if delta is not None:
-                updates.append(_delta_update(sequence, delta))
-            if output.finish is not None:
-                self._finish(sequence, output.finish, updates)
+                updates += _delta_updates(sequence, delta)
+                finish = FinishReason.STOP if delta.ends else finish
+            if finish is not None:
+                self._finish(sequence, finish, updates)
         except (Exception, CancelledError) as error:  # a skill's own fault must not reach its neighbours
             updates.append(self.fail(sequence, error))
 
@@ -73,7 +95,8 @@ class Committer:
         consumer = sequence.request.consumer
         held_back = consumer.flush()
         if held_back is not None:
-            updates.append(_delta_update(sequence, held_back))
+            updates += _delta_updates(sequence, held_back)
+            reason = FinishReason.STOP if held_back.ends else reason
         result = consumer.finish(reason)
         if not isinstance(result, SkillOutput):
             raise TypeError(f"finish of the skill returned a {type(result).__name__}, not a SkillOutput")
@@ -89,7 +112,10 @@ class Committer:
         )
 
 
-def _delta_update(sequence: Sequence, delta: StreamDelta) -> StreamUpdate:
+def _delta_updates(sequence: Sequence, delta: StreamDelta) -> list[StreamUpdate]:
+    """The delta for the stream; nothing when all it says is that the skill has enough."""
     if not isinstance(delta, StreamDelta):
         raise TypeError(f"the skill returned a {type(delta).__name__} for a stream, not a StreamDelta")
-    return StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)
+    if delta == StreamDelta(ends=True):
+        return []
+    return [StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)]

@@ -52,6 +52,7 @@ class GenerationScheduler(Generic[StepT]):
         self._running: list[Sequence] = []
         self._leaving: list[Sequence] = []
         self._notices: list[StreamUpdate] = []
+        self._num_preemptions = 0
 
     # ------------------------------------------------------------------ what callers see
 
@@ -67,8 +68,13 @@ class GenerationScheduler(Generic[StepT]):
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._num_preemptions
+
     def has_begun(self, request_id: str) -> bool:
-        """Whether a request has been part of a step. The one question that other threads may ask."""
+        """Whether a request has been part of a step. Other threads may ask this too."""
         sequence = self._sequences.get(request_id)
         return sequence is not None and sequence.first_step_s is not None
 
@@ -186,6 +192,7 @@ class GenerationScheduler(Generic[StepT]):
         victim.share()
         self._admission.release(victim)
         victim.restart_later()
+        self._num_preemptions += 1
         self._queue.push(victim)
         if self._running:
             self._admission.hold_until_release()
@@ -220,14 +227,15 @@ class GenerationScheduler(Generic[StepT]):
 
 
 def max_total_tokens(request: GenerationRequest, limits: RuntimeLimits) -> int:
-    """Tokens a request may emit over all phases. Raises when not even one fits."""
+    """Tokens a request may emit over all phases. Raises when not even one fits, if any is wanted."""
     room = limits.max_positions - request.num_prompt_positions
-    if room < 1:
+    least = min(request.sampling.max_new_tokens, 1)
+    if room < least:
         raise ContextTooLong(
             "prompt",
-            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - 1} fit. "
+            f"has {request.num_prompt_positions} tokens but at most {limits.max_positions - least} fit. "
             f"This model's maximum context length is {limits.max_positions} tokens; "
             "shorten the prompt, or raise max_seq_length (and kv_cache_pages if set)",
         )
     has_one_phase = all(state.phase == 0 and state.when_spent is None for state in request.grammar.states)
-    return min(room, request.sampling.max_new_tokens) if has_one_phase else room
+    return min(room, request.sampling.max_new_tokens) if has_one_phase or least == 0 else room

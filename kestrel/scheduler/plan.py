@@ -57,6 +57,7 @@ class StepPlanner:
     def _plan_starts(self, plan: StepPlan) -> None:
         for sequence in self._started:
             assert sequence.lease is not None
+            prompt_ids, generated_ids = sequence.penalised_ids()
             plan.starts.append(
                 RowStart(
                     row=sequence.row,
@@ -66,6 +67,8 @@ class StepPlanner:
                     grammar_state=sequence.grammar_state,
                     phase_spent=sequence.phase_spent,
                     num_generated=sequence.num_generated,
+                    prompt_ids=prompt_ids,
+                    generated_ids=generated_ids,
                 )
             )
             plan.page_writes += [PageWrite(sequence.row, i, page) for i, page in enumerate(sequence.lease.pages)]
@@ -81,6 +84,7 @@ class StepPlanner:
             step.plan.page_writes.append(PageWrite(sequence.row, index, pages[index]))
         sequence.num_written_pages = len(pages)
         step.plan.decode.append(DecodeRow(sequence.row, position))
+        _add_mask(step.plan, sequence)
         sequence.num_launched = position + 1
         step.work[sequence.row] = PlannedWork(sequence, position + 1, samples=True, publishes=False)
 
@@ -97,6 +101,8 @@ class StepPlanner:
             publishes |= chunk.samples or isinstance(chunk.items[0], ImageSpan)
             budget -= chunk.num_positions
             samples = chunk.samples
+            if samples:
+                _add_mask(step.plan, sequence)
             step.work[sequence.row] = PlannedWork(sequence, sequence.num_launched, samples, publishes)
         if sequence.next_item == len(sequence.items):
             sequence.stage = Stage.DECODE
@@ -117,9 +123,16 @@ class StepPlanner:
             start=sequence.num_launched,
             items=items[first:last],
             num_positions=positions,
-            samples=last == len(items),
+            samples=last == len(items) and sequence.max_total_tokens > 0,
             images=sequence.request.images,
+            prompt_outputs=sequence.missing_prompt_outputs,
+            following=items[last] if last < len(items) else None,
         )
+
+
+def _add_mask(plan: StepPlan, sequence: Sequence) -> None:
+    if sequence.constraint is not None:
+        plan.masks[sequence.row] = sequence.constraint.allowed
 
 
 def reserve_next_token(sequence: Sequence) -> bool:

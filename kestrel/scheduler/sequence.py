@@ -11,8 +11,9 @@ from __future__ import annotations
 from enum import Enum
 
 from kestrel.cache import PageLease
-from kestrel.request import GenerationRequest, RequestMetrics
-from kestrel.tokens import ContextItem, ImageSpan, Token, item_positions
+from kestrel.prompt_outputs import PromptOutputs, PromptReport
+from kestrel.request import GenerationRequest, RequestMetrics, TokenConstraint
+from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
 
 class Stage(Enum):
@@ -33,6 +34,7 @@ class Sequence:
         self.metrics = RequestMetrics(input_tokens=request.num_prompt_positions)
         self.first_step_s: float | None = None
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
 
         self.num_generated = 0
         self.grammar_state = 0
@@ -49,6 +51,8 @@ class Sequence:
         self.is_tainted = False
         """Its own computation failed: nothing of it may be shared."""
         self.leading_picture = _leading_picture(request.items)
+        self.open_report = None if request.prompt_outputs is None else PromptReport()
+        """What is known of the prompt's outputs so far; None when none are asked for or the skill has them."""
 
     @property
     def request_id(self) -> str:
@@ -60,8 +64,30 @@ class Sequence:
 
     @property
     def can_decode(self) -> bool:
-        """Whether another token may be planned, counting those still in flight as emitted."""
+        """Whether another token may be planned, counting those still in flight as emitted.
+
+        With a constraint none may be in flight: what may come next depends on it.
+        """
+        if self.request.constraint is not None and self.num_sampling > 0:
+            return False
         return self.stage is Stage.DECODE and self.num_generated + self.num_sampling < self.max_total_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Outputs of the prompt need every position of it computed; once they are known, a restart needs them not."""
+        return self.open_report is None
+
+    @property
+    def missing_prompt_outputs(self) -> PromptOutputs | None:
+        return None if self.open_report is None else self.request.prompt_outputs
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the next token has to match, when a constraint holds in the current phase."""
+        constraint = self.request.constraint
+        if constraint is None or self.request.grammar.states[self.grammar_state].phase != constraint.phase:
+            return None
+        return constraint.tokens
 
     def start(self, row: int, lease: PageLease) -> None:
         """Take a row and pages; skip what the lease found in the prefix cache."""
@@ -69,6 +95,8 @@ class Sequence:
         self.stage = Stage.PREFILL
         self.num_launched = self.num_committed = lease.num_cached
         self.next_item = self._item_at(lease.num_cached)
+        if self.open_report is not None:
+            self.open_report = PromptReport()
         if self.metrics.num_preemptions == 0:
             self.metrics.cached_tokens = lease.num_cached
 
@@ -79,12 +107,37 @@ class Sequence:
         self.stage = Stage.WAITING
         self.metrics.num_preemptions += 1
 
+    def constrain(self, token: Token) -> None:
+        """Tell the constraint of the token to be appended, if one held for it."""
+        constraint = self.constraint
+        if constraint is not None:
+            assert isinstance(token, TextToken), "a constraint holds for text only"
+            constraint.accept(token.id)
+
     def append(self, token: Token, grammar_state: int, phase_spent: int) -> None:
         self.items.append(token)
         self.num_known += 1
         self.num_generated += 1
         self.grammar_state = grammar_state
         self.phase_spent = phase_spent
+
+    def penalised_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Text ids of (the prompt, the answer so far) that penalties look at; none for a request without penalties.
+
+        What ends the answer is left out of the prompt: several models begin their texts with the same id.
+        """
+        request = self.request
+        if not request.sampling.has_penalties:
+            return (), ()
+        ends = request.grammar.end_ids
+        prompt = tuple(item.id for item in request.items if isinstance(item, TextToken) and item.id not in ends)
+        answer = self.items[len(request.items) :]
+        return prompt, tuple(item.id for item in answer if isinstance(item, TextToken))
+
+    def note_token_time(self, now: float) -> None:
+        if self.last_token_s is not None:
+            self.metrics.token_intervals_s.append(now - self.last_token_s)
+        self.last_token_s = now
 
     def committed_items(self) -> list[ContextItem]:
         """The items whose keys and values are complete."""

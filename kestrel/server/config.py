@@ -85,6 +85,10 @@ class ServerConfig:
         default=False, metadata=_doc("Share cached pictures and prompts only between requests of the same key.")
     )
     log_format: str = field(default="text", metadata=_doc("How requests are logged: text or json."))
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata=_doc("Address that OpenTelemetry spans are sent to over HTTP; needs the extra kestrel[otel]."),
+    )
 
     def __post_init__(self) -> None:
         _check_texts(self)
@@ -125,6 +129,8 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "keep_alive_timeout_s": (1, 86_400),
 }
 _SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
+_TEXTS = ("host", "root_path", "log_format")
+_OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
 _LISTS = ("api_keys", "cors_origins", "allowed_image_hosts")
 
 
@@ -136,9 +142,9 @@ def _check_texts(config: ServerConfig) -> None:
     for key in config.api_keys:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError("api_keys", "must be printable ASCII without blanks: keys travel in a header")
-    for name in ("host", "root_path", "log_format", "served_model_name", "tls_cert_file", "tls_key_file"):
+    for name in (*_TEXTS, *_OPTIONAL_TEXTS):
         value = getattr(config, name)
-        is_optional = name in ("served_model_name", "tls_cert_file", "tls_key_file")
+        is_optional = name in _OPTIONAL_TEXTS
         if not isinstance(value, str) and not (is_optional and value is None):
             raise ConfigError(name, f"must be text (got {shown(value)})")
     if config.served_model_name is not None and not config.served_model_name.strip():

@@ -12,8 +12,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from kestrel import __version__
-from kestrel.errors import ConfigError
-from kestrel.server.access_log import AccessLog
 from kestrel.server.auth import Authentication
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ErrorBoundary, http_exception_response, validation_response
@@ -21,10 +19,13 @@ from kestrel.server.images import ImageFetcher, NoRemoteImages
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
 from kestrel.server.limits import BodyLimit, ClientLimit
 from kestrel.server.native import native_routes
+from kestrel.server.observation import Observation
 from kestrel.server.operations import operation_routes
 from kestrel.server.playground import router as playground_routes
+from kestrel.server.remote_images import RemoteImages
 from kestrel.server.request_ids import HEADER, RequestIds
 from kestrel.server.state import ServerState
+from kestrel.server.tracing import otlp_provider
 
 
 def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
@@ -35,12 +36,14 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
     """
     config = config or ServerConfig()
     state = ServerState(config, images=image_fetcher(config))
+    watch = observation(state)
+    state.observers.append(watch)
     app = FastAPI(
         title="Kestrel",
         version=__version__,
         root_path=config.root_path,
         lifespan=engine_lifespan(engine_or_factory),
-        middleware=_middleware(state),
+        middleware=_middleware(state, watch),
         exception_handlers={
             HTTPException: http_exception_response,
             RequestValidationError: validation_response,
@@ -49,25 +52,29 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
         redoc_url=None,
     )
     app.state.kestrel = state
-    for router in routers(state):
+    for router in [*routers(), watch.router()]:
         app.include_router(router)
     return app
 
 
 def image_fetcher(config: ServerConfig) -> ImageFetcher:
-    if config.allowed_image_hosts:
-        raise ConfigError("allowed_image_hosts", "fetching pictures is not available in this version; leave it out")
-    return NoRemoteImages()
+    return RemoteImages(config.allowed_image_hosts) if config.allowed_image_hosts else NoRemoteImages()
 
 
-def routers(state: ServerState) -> list[APIRouter]:
+def observation(state: ServerState) -> Observation:
+    endpoint = state.config.otlp_endpoint
+    tracer = None if endpoint is None else otlp_provider("kestrel", endpoint)
+    return Observation(lambda: state.engine, lambda: state.model_name, tracer)
+
+
+def routers() -> list[APIRouter]:
     return [operation_routes(), native_routes(), playground_routes()]
 
 
-def _middleware(state: ServerState) -> list[Middleware]:
+def _middleware(state: ServerState, watch: Observation) -> list[Middleware]:
     """Outermost first."""
     config = state.config
-    layers = [Middleware(RequestIds), Middleware(AccessLog)]
+    layers = [Middleware(RequestIds), *watch.middleware()]
     if config.cors_origins:
         everything = ["*"]
         layers.append(

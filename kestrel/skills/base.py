@@ -11,9 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from kestrel.constraints import ResponseFormat
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.prompt_outputs import PromptOutputs, PromptReport
+from kestrel.request import (
+    Constraint,
+    FinishReason,
+    SamplingParams,
+    SkillOutput,
+    StreamDelta,
+    TokenConstraint,
+    TokenLogprobs,
+)
 from kestrel.tokens import ContextItem, ImageSpan, Token
 
 
@@ -24,6 +34,16 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special ids left out."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one id adds to a text; none for a special id."""
+        ...
+
+
+class ConstraintSource(Protocol):
+    def start(self, wanted: ResponseFormat) -> TokenConstraint:
+        """A constraint for one answer, compiled if need be. Raises RequestError for formats that cannot be kept."""
         ...
 
 
@@ -77,6 +97,8 @@ class ModelProfile:
     has_vision: bool = True
     last_control_id: int | None = None
     """Segment drops ids up to this one from an outline; None uses 20."""
+    constraints: ConstraintSource | None = None
+    """Compiles answer formats; without it `response_format` is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +108,9 @@ class Prompt:
     items: tuple[ContextItem, ...]
     grammar: Grammar
     sampling: SamplingParams
+    outputs: PromptOutputs | None = None
+    """What the state wants to know of the prompt itself; it gets it by `consume_prompt`."""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +119,8 @@ class SkillRequest:
 
     images: tuple[Any, ...] = field(default=(), kw_only=True)
     adapter: str | None = field(default=None, kw_only=True)
+    response_format: ResponseFormat | None = field(default=None, kw_only=True)
+    """When given, `prompt` is called on a thread where it may compile for a while."""
 
 
 RequestT = TypeVar("RequestT", bound=SkillRequest)
@@ -109,6 +136,10 @@ class SkillState(ABC):
     @abstractmethod
     def finish(self, reason: FinishReason) -> SkillOutput:
         """The result; called once, after the last token."""
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        """Take the outputs of the prompt; called once, before the first token, if `Prompt.outputs` asks for some."""
+        raise NotImplementedError(f"{type(self).__name__} asks for outputs of the prompt but takes none")
 
     def flush(self) -> StreamDelta | None:
         """What was held back from the stream; called once, before `finish`."""

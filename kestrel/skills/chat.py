@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel.constraints import response_format
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.decode_rules import answer_rules, reasoning_rules
@@ -17,10 +18,11 @@ from kestrel.skills.fields import FieldTable, boolean
 from kestrel.skills.layout import block, check_pictures, laid_out, opening, opens_reasoning, template_of
 from kestrel.skills.messages import Turn, conversation
 from kestrel.skills.reasoning import ReasoningState
+from kestrel.skills.structured import answer_constraint
 from kestrel.skills.text_state import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
-_FIELDS = FieldTable("chat", {"messages": conversation, "reasoning": boolean})
+_FIELDS = FieldTable("chat", {"messages": conversation, "reasoning": boolean, "response_format": response_format})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
             sampling=self.text_sampling(values, profile),
             images=images,
             adapter=values.adapter,
+            response_format=values.own.get("response_format"),
         )
 
     def prompt(self, request: ChatRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
@@ -63,7 +66,7 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
             if turn.answer is not None:
                 items += text_tokens(profile.tokenizer.encode(turn.answer))
         grammar = reasoning_rules(profile) if request.reasoning else answer_rules(profile)
-        return laid_out(items, grammar, request.sampling)
+        return laid_out(items, grammar, request.sampling, answer_constraint(request, grammar, profile))
 
     def start(self, request: ChatRequest, profile: ModelProfile) -> SkillState:
         if request.reasoning:

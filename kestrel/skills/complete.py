@@ -1,18 +1,22 @@
-"""The complete skill: a raw prompt, as text or token ids, continued in text. No template is added."""
+"""The complete skill: a raw prompt, as text or token ids, continued in text, scored, or both. No template is added."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
-from kestrel.request import SkillOutput
+from kestrel.prompt_outputs import PromptOutputs, PromptReport
+from kestrel.request import MAX_LOGPROBS, SamplingParams, SkillOutput
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import FieldTable, any_text, some_token_ids
+from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
 from kestrel.skills.layout import check_pictures, laid_out, opening
+from kestrel.skills.prompt_scores import prompt_logprobs
+from kestrel.skills.structured import answer_constraint
 from kestrel.skills.text_state import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
@@ -25,16 +29,32 @@ def _raw_prompt(name: str, value: Any) -> str | tuple[int, ...]:
     raise RequestError(name, f"must be some text or a list of token ids (got {shown(value)})")
 
 
-_FIELDS = FieldTable("complete", {"prompt": _raw_prompt})
+_FIELDS = FieldTable(
+    "complete",
+    {
+        "prompt": _raw_prompt,
+        "response_format": response_format,
+        "echo": boolean,
+        "prompt_logprobs": integer(0, MAX_LOGPROBS),
+    },
+    setting_checks={"max_tokens": integer(0, MAX_TOKENS)},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteRequest(SampledRequest):
     prompt: str | tuple[int, ...]
+    echo: bool
+    prompt_logprobs: int | None
 
 
 class CompleteSkill(BuiltinSkill[CompleteRequest]):
-    """Result: {"text", "token_ids"}.
+    """Result: {"text", "token_ids"}, and with `echo` or `prompt_logprobs` {"prompt_token_ids"}.
+
+    The ids are all that were generated, also what a stop string cut away.
+    `prompt_logprobs` = k adds {"prompt_logprobs"}: for each prompt token None (the first) or its log-probability, its
+    rank and the k most likely ids in its place. `echo` with `logprobs` = k asks for the same. Then `max_tokens` may be
+    0: the prompt is scored and nothing is generated. `text` never includes the prompt.
 
     Text follows the beginning-of-text token. Ids are used as they are; with a picture, which follows that token too,
     a beginning-of-text id at the front of the ids is the one before the picture.
@@ -45,31 +65,69 @@ class CompleteSkill(BuiltinSkill[CompleteRequest]):
     def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> CompleteRequest:
         values = _FIELDS.read(fields)
         check_pictures(profile, values.images)
+        echo = values.own.get("echo", False)
+        num_scored = values.own.get("prompt_logprobs", values.settings.get("logprobs") if echo else None)
+        _require_purpose(values, num_scored)
         return CompleteRequest(
             prompt=values.required("prompt", "text or a list of token ids"),
+            echo=echo or num_scored is not None,
+            prompt_logprobs=num_scored,
             sampling=self.text_sampling(values, profile),
             images=values.images,
             adapter=values.adapter,
+            response_format=values.own.get("response_format"),
         )
 
     def prompt(self, request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
-        return laid_out(_items(request.prompt, images, profile), text_rules(profile), request.sampling)
+        grammar = text_rules(profile)
+        constraint = answer_constraint(request, grammar, profile)
+        prompt = laid_out(_items(request, images, profile), grammar, request.sampling, constraint)
+        if request.prompt_logprobs is None:
+            return prompt
+        return replace(prompt, outputs=PromptOutputs(logprobs=request.prompt_logprobs))
 
     def start(self, request: CompleteRequest, profile: ModelProfile) -> SkillState:
-        return CompleteState(profile, request.sampling, "text")
+        return CompleteState(profile, request.sampling, "text", _prompt_ids(request, profile) if request.echo else None)
 
 
 class CompleteState(TextState):
+    """`prompt_ids` are echoed in the result, with their scores if there are any."""
+
+    def __init__(
+        self, profile: ModelProfile, sampling: SamplingParams, field: str, prompt_ids: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(profile, sampling, field)
+        self._prompt_ids = prompt_ids
+        self._report: PromptReport | None = None
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        self._report = report
+
     def output(self) -> SkillOutput:
         output = super().output()
         output.fields["token_ids"] = list(self.token_ids)
+        if self._prompt_ids is not None:
+            output.fields["prompt_token_ids"] = list(self._prompt_ids)
+            if self._report is not None:
+                output.fields["prompt_logprobs"] = prompt_logprobs(self._prompt_ids, self._report, self.profile)
         return output
 
 
-def _items(prompt: str | tuple[int, ...], images: Sequence[ImageSpan], profile: ModelProfile) -> Sequence[ContextItem]:
+def _require_purpose(values: Values, num_scored: int | None) -> None:
+    if values.settings.get("max_tokens") == 0 and num_scored is None:
+        raise RequestError(
+            "max_tokens", "must be at least 1 (got 0); for the prompt's log-probabilities alone set prompt_logprobs too"
+        )
+
+
+def _prompt_ids(request: CompleteRequest, profile: ModelProfile) -> Sequence[int]:
+    """The ids of all tokens, the beginning of text before a picture included."""
+    bos, prompt = profile.ids.bos, request.prompt
     if isinstance(prompt, str):
-        return [*opening(profile, images), *text_tokens(profile.tokenizer.encode(prompt))]
-    if not images:
-        return text_tokens(prompt)
-    rest = prompt[1:] if prompt[0] == profile.ids.bos else prompt
-    return [*opening(profile, images), *text_tokens(rest)]
+        return [bos, *profile.tokenizer.encode(prompt)]
+    return [bos, *prompt] if request.images and prompt[0] != bos else prompt
+
+
+def _items(request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Sequence[ContextItem]:
+    ids = _prompt_ids(request, profile)
+    return [*opening(profile, images), *text_tokens(ids[1:])] if images else text_tokens(ids)

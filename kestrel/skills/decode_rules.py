@@ -54,9 +54,10 @@ def require_choices(grammar: Grammar, sampling: SamplingParams, vocab_size: int 
     """
     only, never = set(sampling.allowed_ids), set(sampling.suppressed_ids)
     name = "allowed_ids" if only else "suppressed_ids"
+    goes_on = sampling.ignore_eos or sampling.min_tokens > 0
     for state in grammar.states:
         limits = [choices for choices in (set(state.allowed or ()), only) if choices]
-        forbidden = never | set(state.suppressed)
+        forbidden = never | set(state.suppressed) | (set(state.end_ids) if goes_on else set())
         all_forbidden = vocab_size is not None and not limits and len(forbidden) >= vocab_size
         if all_forbidden or (limits and not set.intersection(*limits) - forbidden):
             needed = "another id" if state.allowed is None else f"one of the ids {list(state.allowed)}"

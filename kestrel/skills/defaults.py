@@ -9,12 +9,13 @@ from kestrel.skills.caption import CaptionSkill
 from kestrel.skills.chat import ChatSkill
 from kestrel.skills.complete import CompleteSkill
 from kestrel.skills.detect import DetectSkill
+from kestrel.skills.embed import EmbedSkill
 from kestrel.skills.fields import DrawSeed, random_seed
 from kestrel.skills.point import PointSkill
 from kestrel.skills.query import QuerySkill
 from kestrel.skills.segment import SegmentSkill
 
-_SKILLS = (QuerySkill, CaptionSkill, PointSkill, DetectSkill, SegmentSkill, ChatSkill, CompleteSkill)
+_SKILLS = (QuerySkill, CaptionSkill, PointSkill, DetectSkill, SegmentSkill, ChatSkill, CompleteSkill, EmbedSkill)
 
 
 def default_skills(draw_seed: DrawSeed = random_seed) -> list[SkillSpec[Any]]:

@@ -6,7 +6,7 @@ from kestrel.grammar import Grammar
 from kestrel.request import SamplingParams, SkillOutput, StreamDelta
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.decode_rules import detect_rules
-from kestrel.skills.fields import FieldTable, text
+from kestrel.skills.fields import TEXT_SETTINGS, FieldTable, text
 from kestrel.skills.objects import ObjectRequest, ObjectSkill
 from kestrel.skills.recording import RecordingState, compact_json
 from kestrel.tokens import CoordToken, SizeToken, Token
@@ -17,7 +17,7 @@ class DetectSkill(ObjectSkill):
 
     name = "detect"
     tokens_per_object = 3
-    field_table = FieldTable("detect", {"object": text}, bound="max_objects")
+    field_table = FieldTable("detect", {"object": text}, bound="max_objects", refused=TEXT_SETTINGS)
 
     def rules(self, profile: ModelProfile) -> Grammar:
         return detect_rules(profile)

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel.errors import RequestError, shown
-from kestrel.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from kestrel.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 
 MAX_OBJECTS = 10_000
 MAX_TOKENS = 2**31 - 1
@@ -88,6 +96,44 @@ def some_token_ids(name: str, value: Any) -> tuple[int, ...]:
     return ids
 
 
+def stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = token_ids(name, value)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(name, f"has {len(ids)} ids; give at most {MAX_STOP_TOKEN_IDS}")
+    return ids
+
+
+def stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    """One text or a few, kept as given, blanks and all."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)):
+        raise RequestError(name, f"must be a text or a list of texts (got {shown(value)})")
+    if len(texts) > MAX_STOPS:
+        raise RequestError(name, f"has {len(texts)} texts; give at most {MAX_STOPS}")
+    for one in texts:
+        if not 0 < len(any_text(name, one)) <= MAX_STOP_CHARACTERS:
+            raise RequestError(name, f"must be texts of 1 to {MAX_STOP_CHARACTERS} characters (got {shown(one)})")
+    return tuple(texts)
+
+
+def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """A mapping from ids, also as strings of digits, to numbers; sorted by id."""
+    if not isinstance(value, Mapping):
+        raise RequestError(name, f"must map token ids to numbers from -100 to 100 (got {shown(value)})")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(name, f"has {len(value)} entries; give at most {MAX_LOGIT_BIAS}")
+    bias: dict[int, float] = {}
+    for key, number_given in value.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        (token_id,) = token_ids(name, [int(key) if is_digits else key])
+        if token_id in bias:
+            raise RequestError(name, f"names id {token_id} twice; give each id once")
+        if not is_number(number_given) or not -100.0 <= number_given <= 100.0:
+            raise RequestError(name, f"must map id {token_id} to a number from -100 to 100 (got {shown(number_given)})")
+        bias[token_id] = float(number_given)
+    return tuple(sorted(bias.items()))
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     check: Check
@@ -106,7 +152,29 @@ SETTINGS: Mapping[str, Setting] = {
     "adapter": Setting(text, ("variant",)),
     "allowed_ids": Setting(some_token_ids),
     "suppressed_ids": Setting(token_ids),
+    "presence_penalty": Setting(number(-2.0, 2.0)),
+    "frequency_penalty": Setting(number(-2.0, 2.0)),
+    "repetition_penalty": Setting(number(0.0, 2.0)),
+    "logit_bias": Setting(logit_bias),
+    "min_tokens": Setting(integer(0, MAX_TOKENS)),
+    "ignore_eos": Setting(boolean),
+    "stop_token_ids": Setting(stop_token_ids),
+    "stop": Setting(stop_strings),
 }
+
+TEXT_SETTINGS = frozenset(
+    [
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "stop",
+    ]
+)
+"""Settings of answers in words; points, boxes and outlines have a form of their own that these would break."""
 
 # A skill is bounded by tokens or by objects; the other bound is refused rather than ignored.
 OTHER_BOUND = {"max_tokens": "max_objects", "max_objects": "max_tokens"}
@@ -150,6 +218,14 @@ class Values:
             logprobs=given.get("logprobs"),
             allowed_ids=given.get("allowed_ids", ()),
             suppressed_ids=given.get("suppressed_ids", ()),
+            presence_penalty=given.get("presence_penalty", 0.0),
+            frequency_penalty=given.get("frequency_penalty", 0.0),
+            repetition_penalty=given.get("repetition_penalty", 1.0),
+            logit_bias=given.get("logit_bias", ()),
+            min_tokens=given.get("min_tokens", 0),
+            ignore_eos=given.get("ignore_eos", False),
+            stop_token_ids=given.get("stop_token_ids", ()),
+            stop=given.get("stop", ()),
         )
 
 
@@ -163,6 +239,10 @@ class FieldTable:
     """Which of max_tokens and max_objects limits the skill."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Names of this skill only for common settings, such as max_points for max_objects."""
+    refused: frozenset[str] = frozenset()
+    """Settings that make no sense for this skill."""
+    setting_checks: Mapping[str, Check] = field(default_factory=dict)
+    """Settings by canonical name that this skill checks in its own way."""
 
     def read(self, raw: Mapping[str, Any]) -> Values:
         """Checked values of a request. Raises RequestError naming the first bad or unknown field."""
@@ -185,7 +265,7 @@ class FieldTable:
     def setting_names(self) -> Iterator[str]:
         """Every name this skill knows for a setting that it takes."""
         for name, setting in SETTINGS.items():
-            if name != OTHER_BOUND[self.bound]:
+            if name != OTHER_BOUND[self.bound] and name not in self.refused:
                 yield from (name, *setting.other_names)
         yield from self.other_names
 
@@ -226,7 +306,9 @@ class _Settings:
         bound = self._table.bound
         if canonical == OTHER_BOUND[bound]:
             raise RequestError(name, f"does not limit {self._table.skill}; use {bound}")
-        checked = SETTINGS[canonical].check(name, value)
+        if canonical in self._table.refused:
+            raise RequestError(name, f"is for answers in words and does not apply to {self._table.skill}; leave it out")
+        checked = self._table.setting_checks.get(canonical, SETTINGS[canonical].check)(name, value)
         if canonical in self.values and self.values[canonical] != checked:
             first = self._given_as[canonical]
             values = f"{first}={shown(self.values[canonical])} and {given_as}={shown(checked)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.request import SamplingParams
+from kestrel.request import Constraint, SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, Template
 from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.spatial import SpatialRef, spatial_tokens
@@ -30,9 +30,11 @@ def block(
     return [*text_tokens(prefix), *spatial_tokens(refs), *words, *text_tokens(suffix)]
 
 
-def laid_out(items: Sequence[ContextItem], grammar: Grammar, sampling: SamplingParams) -> Prompt:
+def laid_out(
+    items: Sequence[ContextItem], grammar: Grammar, sampling: SamplingParams, constraint: Constraint | None = None
+) -> Prompt:
     require_choices(grammar, sampling)
-    return Prompt(tuple(items), grammar, sampling)
+    return Prompt(tuple(items), grammar, sampling, constraint=constraint)
 
 
 def template_of(profile: ModelProfile, skill: str) -> Template:

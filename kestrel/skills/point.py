@@ -6,7 +6,7 @@ from kestrel.grammar import Grammar
 from kestrel.request import SamplingParams, SkillOutput, StreamDelta
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.decode_rules import point_rules
-from kestrel.skills.fields import FieldTable, text
+from kestrel.skills.fields import TEXT_SETTINGS, FieldTable, text
 from kestrel.skills.objects import ObjectRequest, ObjectSkill
 from kestrel.skills.recording import RecordingState, compact_json
 from kestrel.skills.spatial import spatial_refs
@@ -23,6 +23,7 @@ class PointSkill(ObjectSkill):
         {"object": text, "spatial_refs": spatial_refs},
         bound="max_objects",
         other_names={"max_points": "max_objects"},
+        refused=TEXT_SETTINGS,
     )
 
     def rules(self, profile: ModelProfile) -> Grammar:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel.constraints import response_format
 from kestrel.errors import RequestError
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
@@ -14,10 +15,14 @@ from kestrel.skills.fields import FieldTable, boolean, text
 from kestrel.skills.layout import block, check_pictures, laid_out, opening, opens_reasoning, template_of
 from kestrel.skills.reasoning import ReasoningState
 from kestrel.skills.spatial import SpatialRef, spatial_refs
+from kestrel.skills.structured import answer_constraint
 from kestrel.skills.text_state import TextState
 from kestrel.tokens import ImageSpan
 
-_FIELDS = FieldTable("query", {"question": text, "reasoning": boolean, "spatial_refs": spatial_refs})
+_FIELDS = FieldTable(
+    "query",
+    {"question": text, "reasoning": boolean, "spatial_refs": spatial_refs, "response_format": response_format},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class QuerySkill(BuiltinSkill[QueryRequest]):
             sampling=self.text_sampling(values, profile),
             images=values.images,
             adapter=values.adapter,
+            response_format=values.own.get("response_format"),
         )
 
     def prompt(self, request: QueryRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
@@ -53,7 +59,8 @@ class QuerySkill(BuiltinSkill[QueryRequest]):
         opener = profile.reasoning_opener if request.reasoning else profile.answer_opener
         question = block(profile, template.prefix, request.spatial_refs, request.question, opener)
         grammar = reasoning_rules(profile) if request.reasoning else answer_rules(profile)
-        return laid_out([*opening(profile, images), *question], grammar, request.sampling)
+        constraint = answer_constraint(request, grammar, profile)
+        return laid_out([*opening(profile, images), *question], grammar, request.sampling, constraint)
 
     def start(self, request: QueryRequest, profile: ModelProfile) -> SkillState:
         if request.reasoning:

@@ -6,14 +6,16 @@ from typing import Any
 
 from kestrel.request import SamplingParams, SkillOutput, StreamDelta
 from kestrel.skills.base import ModelProfile
+from kestrel.skills.logprobs import TextPlace
 from kestrel.skills.recording import RecordingState, token_id
+from kestrel.skills.stop_strings import text_stream
 from kestrel.skills.text_state import text_delta
 from kestrel.skills.text_stream import TextStream
 from kestrel.tokens import CoordToken, Token
 
 
 class ReasoningState(RecordingState):
-    """The ids of the query suffix part thinking from answer; they belong to neither."""
+    """The ids of the query suffix part thinking from answer; they belong to neither. Stop strings end answers only."""
 
     def __init__(self, profile: ModelProfile, sampling: SamplingParams) -> None:
         super().__init__(profile, sampling)
@@ -21,27 +23,41 @@ class ReasoningState(RecordingState):
         self._end_of_thinking = suffix[0]
         self._suffix_left = len(suffix)
         self._thoughts = _Thoughts(profile)
-        self._answer = TextStream(profile.tokenizer)
+        self._answer = text_stream(profile.tokenizer, sampling.stop)
 
     @property
     def _answering(self) -> bool:
         return self._suffix_left == 0
 
+    def place(self, token: Token) -> TextPlace | None:
+        if self._answering:
+            return TextPlace("text", self._answer.num_characters)
+        if isinstance(token, CoordToken) or self._opens_answer(token):
+            return None
+        return TextPlace("reasoning", self._thoughts.num_characters)
+
+    def num_printed(self, kind: str) -> int:
+        return self._answer.num_printed if kind == "text" else self._thoughts.num_printed
+
     def take(self, token: Token) -> StreamDelta | None:
         emitted = token_id(self.profile.ids, token)
         if self._answering:
-            return text_delta(self._answer.push(emitted))
-        opening_answer = self._suffix_left < len(self.profile.templates["query"].suffix)
-        if opening_answer or emitted == self._end_of_thinking:
+            return text_delta(self._answer.push(emitted), ends=self._answer.is_stopped)
+        if self._opens_answer(token):
             self._suffix_left -= 1
             return text_delta(self._thoughts.flush(), "reasoning")
         coordinate = token.value if isinstance(token, CoordToken) else None
         return text_delta(self._thoughts.push(emitted, coordinate), "reasoning")
 
-    def flush(self) -> StreamDelta | None:
+    def rest(self) -> StreamDelta | None:
         if self._answering:
-            return text_delta(self._answer.flush())
+            return text_delta(self._answer.flush(), ends=self._answer.is_stopped)
         return text_delta(self._thoughts.flush(), "reasoning")
+
+    def _opens_answer(self, token: Token) -> bool:
+        """Whether the token is an id of the suffix."""
+        has_begun = self._suffix_left < len(self.profile.templates["query"].suffix)
+        return has_begun or token_id(self.profile.ids, token) == self._end_of_thinking
 
     def output(self) -> SkillOutput:
         text, grounding = self._thoughts.result()
@@ -64,11 +80,21 @@ class _Thoughts:
         self._profile = profile
         self._marks = (profile.ids.start_ground, profile.ids.end_ground)
         self._chunks = [_Chunk(TextStream(profile.tokenizer))]
+        self._num_before = 0  # characters of the chunks before the last one
+
+    @property
+    def num_characters(self) -> int:
+        return self._num_before + self._chunks[-1].stream.num_characters
+
+    @property
+    def num_printed(self) -> int:
+        return self._num_before + self._chunks[-1].stream.num_printed
 
     def push(self, emitted_id: int, coordinate: float | None) -> str:
         rest = ""
         if emitted_id in self._marks:
             rest = self.flush()
+            self._num_before = self.num_printed
             self._chunks.append(_Chunk(TextStream(self._profile.tokenizer)))
         if coordinate is not None:
             self._chunks[-1].coordinates.append(coordinate)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
-from kestrel.skills.base import ModelProfile, SkillState, SpecialIds, Tokenizer
+from kestrel.skills.base import ModelProfile, SkillState, SpecialIds
+from kestrel.skills.logprobs import LogprobLedger, TextPlace
 from kestrel.tokens import CoordToken, SizeToken, Token
 
 
@@ -30,7 +32,7 @@ class RecordingState(SkillState):
     def __init__(self, profile: ModelProfile, sampling: SamplingParams) -> None:
         self.profile = profile
         self.token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs | None] | None = None if sampling.logprobs is None else []
+        self._ledger = None if sampling.logprobs is None else LogprobLedger(profile.tokenizer)
 
     @abstractmethod
     def take(self, token: Token) -> StreamDelta | None:
@@ -40,38 +42,42 @@ class RecordingState(SkillState):
     def output(self) -> SkillOutput:
         """The result of all tokens so far."""
 
+    def rest(self) -> StreamDelta | None:
+        """What was held back from the stream."""
+        return None
+
+    def place(self, token: Token) -> TextPlace | None:
+        """Where the text of a token that is about to be taken begins; None when it is no text."""
+        return None
+
+    def num_printed(self, kind: str) -> int:
+        """Characters of this kind of text that the stream has got."""
+        return 0
+
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
-        self.token_ids.append(token_id(self.profile.ids, token))
-        if self._logprobs is not None:
-            self._logprobs.append(logprobs)
-        return self.take(token)
+        emitted = token_id(self.profile.ids, token)
+        self.token_ids.append(emitted)
+        if self._ledger is None:
+            return self.take(token)
+        self._ledger.add(emitted, logprobs, self.place(token))
+        delta = self.take(token)
+        if delta is None:
+            return None
+        return replace(delta, logprobs=self._ledger.stream_up_to(delta.kind, self.num_printed(delta.kind)))
+
+    def flush(self) -> StreamDelta | None:
+        delta = self.rest()
+        if self._ledger is None:
+            return delta
+        if delta is not None and delta.ends:
+            self._ledger.cut(delta.kind, self.num_printed(delta.kind))
+        kind, entries = self._ledger.stream_rest()
+        if not entries:
+            return delta
+        return replace(delta or StreamDelta(kind=kind), logprobs=entries)
 
     def finish(self, reason: FinishReason) -> SkillOutput:
         output = self.output()
-        if self._logprobs is not None:
-            texts = _TokenTexts(self.profile.tokenizer)
-            pairs = zip(self.token_ids, self._logprobs, strict=True)
-            output.fields["logprobs"] = [_entry(i, logprobs, texts) for i, logprobs in pairs]
+        if self._ledger is not None:
+            output.fields["logprobs"] = self._ledger.entries
         return output
-
-
-class _TokenTexts(dict[int, str]):
-    """Text of single ids, each decoded once."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._tokenizer.decode([token_id])
-        return text
-
-
-def _entry(chosen: int, logprobs: TokenLogprobs | None, texts: _TokenTexts) -> dict[str, Any]:
-    top = () if logprobs is None else logprobs.top
-    return {
-        "id": chosen,
-        "token": texts[chosen],
-        "logprob": None if logprobs is None else logprobs.chosen,
-        "top": [{"id": i, "token": texts[i], "logprob": logprob} for i, logprob in top],
-    }

@@ -11,7 +11,7 @@ from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.decode_rules import segment_rules
 from kestrel.skills.detect import box_around
-from kestrel.skills.fields import FieldTable, text
+from kestrel.skills.fields import TEXT_SETTINGS, FieldTable, text
 from kestrel.skills.layout import block, check_pictures, laid_out, opening, template_of
 from kestrel.skills.recording import RecordingState, compact_json
 from kestrel.skills.spatial import SpatialRef, spatial_refs
@@ -20,7 +20,7 @@ from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Token
 
 DEFAULT_LAST_CONTROL_ID = 20
 
-_FIELDS = FieldTable("segment", {"object": text, "spatial_refs": spatial_refs})
+_FIELDS = FieldTable("segment", {"object": text, "spatial_refs": spatial_refs}, refused=TEXT_SETTINGS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class SegmentState(RecordingState):
         self._bbox_sent = bbox is not None
         return None if bbox is None else StreamDelta(kind="bbox", data={"bbox": bbox})
 
-    def flush(self) -> StreamDelta | None:
+    def rest(self) -> StreamDelta | None:
         self._path.end()
         return _path_delta(self._path.pop())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kestrel.skills.base import Tokenizer
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 _CJK_RANGES = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x2F800, 0x2FA1F))
 _MAX_TAIL = 64
 _KEPT_TAIL = 8
@@ -27,14 +27,31 @@ class TextStream:
         self._settled = ""  # final text that is not fully printed yet
         self._printed = 0  # characters of settled + fresh that were handed out
         self._chunks: list[str] = []
+        self._num_in_chunks = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the text is complete and takes no more ids."""
+        return False
+
+    @property
+    def num_printed(self) -> int:
+        """Characters handed out so far."""
+        return self._num_in_chunks
+
+    @property
+    def num_characters(self) -> int:
+        """Whole characters so far, handed out or not: where the text of the next id begins."""
+        return self._num_in_chunks + len(self.unprinted.rstrip(REPLACEMENT))
 
     @property
     def text(self) -> str:
         """Everything so far, printed or not."""
-        return "".join(self._chunks) + self._unprinted
+        return "".join(self._chunks) + self.unprinted
 
     @property
-    def _unprinted(self) -> str:
+    def unprinted(self) -> str:
+        """What was not handed out yet; its last characters may still change."""
         return (self._settled + self._fresh)[self._printed :]
 
     def push(self, token_id: int) -> str:
@@ -46,7 +63,7 @@ class TextStream:
             self._tail.pop()  # an id without text, such as a special one
             return ""
         chunk = self._print_up_to(_printable_end(self._settled + self._fresh, self._printed))
-        if not self._fresh.endswith(_REPLACEMENT):
+        if not self._fresh.endswith(REPLACEMENT):
             self._settle(token_id)
         elif len(self._tail) > _MAX_TAIL:
             self._settle_broken_bytes()
@@ -61,17 +78,18 @@ class TextStream:
         self._printed = max(end, self._printed)
         if chunk:
             self._chunks.append(chunk)
+            self._num_in_chunks += len(chunk)
         return chunk
 
     def _settle(self, token_id: int) -> None:
         """The text ends with a whole character: nothing that follows can change it."""
-        self._settled = self._unprinted
+        self._settled = self.unprinted
         self._printed = 0
         self._fresh = ""
         # Some tokenizers drop the blank of a first word, so the last id stays as context. Part of a character does not:
         # others decode a run of bytes only as a whole.
         alone = self._tokenizer.decode([token_id])
-        self._context = "" if _REPLACEMENT in alone else alone
+        self._context = "" if REPLACEMENT in alone else alone
         self._tail = [token_id] if self._context else []
 
     def _settle_broken_bytes(self) -> None:

@@ -2,20 +2,24 @@
 
 Batch k depends on the plan and k alone: worker processes make every n-th batch each, and the feed takes from them in
 turn. So the order is the same for any number of workers, and a run can go on where another stopped.
+
+Each worker has a pipe of its own, whose writing end nobody else holds. So the end of a worker, whatever the reason, is
+the end of its pipe, in the middle of a message too; and ending the workers is all that closing needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import signal
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Event
 from random import Random
 from types import TracebackType
 from typing import TypeAlias
@@ -35,8 +39,8 @@ from kestrel.train.tasks.prompt_format import PromptFormat
 from kestrel.train.tasks.world import OutlineBook, task_world
 
 _BATCHES_AHEAD = 4
-_POLL_S = 0.5
 _PATIENCE_S = 5.0
+"""How long to wait for a process that was killed."""
 
 FedBatch: TypeAlias = tuple[SceneBatch, PackedTasks]
 
@@ -100,53 +104,57 @@ class BatchMaker:
 
 
 class ExampleFeed:
-    """Endless batches in order. Close it, or use it in a `with` block; without workers batches are made on demand."""
+    """Endless batches in order. Close it, or use it in a `with` block; without workers batches are made on demand.
+
+    One thread takes batches; any thread may close.
+    """
 
     def __init__(self, plan: FeedPlan, workers: int, first_batch: int = 0) -> None:
         if workers < 0:
             raise ConfigError("workers", f"must be 0 or more (got {workers})")
-        self._next = first_batch
+        self._first = self._next = first_batch
         self._maker = BatchMaker(plan) if workers == 0 else None
-        context = multiprocessing.get_context("spawn")
-        self._stop: Event = context.Event()
-        self._queues: list[Queue[FedBatch | _Failure]] = [context.Queue(_BATCHES_AHEAD) for _ in range(workers)]
-        self._first = first_batch
-        self._processes: list[BaseProcess] = [
-            context.Process(
-                target=_work, args=(plan, first_batch + i, workers, batches, self._stop), name=f"feed-{i}", daemon=True
-            )
-            for i, batches in enumerate(self._queues)
-        ]
-        for process in self._processes:
-            process.start()
+        self._is_closed = False
+        self._taking = threading.Lock()
+        self._workers: list[_Worker] = []
+        try:
+            for index in range(workers):
+                self._workers.append(_start_worker(plan, first_batch + index, workers, f"feed-{index}"))
+        except BaseException:
+            self.close()
+            raise
 
     def __iter__(self) -> Iterator[FedBatch]:
         return self
 
     def __next__(self) -> FedBatch:
-        if self._stop.is_set():
+        with self._taking:
+            if self._is_closed:
+                raise StopIteration
+            index = self._next
+            self._next += 1
+            if self._maker is not None:
+                return self._maker.batch(index)
+            worker = self._workers[(index - self._first) % len(self._workers)]
+            made = worker.take()
+        if not isinstance(made, _Failure):
+            return made
+        if self._is_closed:
             raise StopIteration
-        index = self._next
-        self._next += 1
-        if self._maker is not None:
-            return self._maker.batch(index)
-        made = self._take((index - self._first) % len(self._queues))
-        if isinstance(made, _Failure):
-            self.close()
-            raise FeedError(f"making batch {index} failed in a worker process:\n{made.traceback}")
-        return made
+        self.close()
+        raise FeedError(f"making batch {index} failed in a worker process: {made.reason}")
 
     def close(self) -> None:
         """End the workers; batches that wait are dropped. May be called again."""
-        self._stop.set()
-        for process, batches in zip(self._processes, self._queues, strict=True):
-            _drain(batches)
-            process.join(_PATIENCE_S)
-            if process.is_alive():
-                process.terminate()
-                process.join()
-            batches.close()
-        self._processes, self._queues = [], []
+        self._is_closed = True
+        for worker in self._workers:
+            worker.process.kill()
+        # Whoever is taking a batch sees its pipe end now, and lets go of it.
+        with self._taking:
+            for worker in self._workers:
+                worker.process.join(_PATIENCE_S)
+                worker.pipe.close()
+            self._workers = []
 
     def __enter__(self) -> ExampleFeed:
         return self
@@ -156,52 +164,54 @@ class ExampleFeed:
     ) -> None:
         self.close()
 
-    def _take(self, worker: int) -> FedBatch | _Failure:
-        process = self._processes[worker]
-        while True:
-            is_over = not process.is_alive()
-            try:
-                return self._queues[worker].get(timeout=_POLL_S)
-            except queue.Empty:
-                if is_over:
-                    code = process.exitcode
-                    self.close()
-                    raise FeedError(f"worker process {worker} ended with exit code {code} and said nothing") from None
-
 
 @dataclass(frozen=True)
 class _Failure:
-    traceback: str
+    reason: str
 
 
-def _work(plan: FeedPlan, first: int, step: int, batches: Queue[FedBatch | _Failure], stop: Event) -> None:
-    """A worker: every `step`-th batch from `first` on, until told to stop or left alone."""
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    """Where its batches come out."""
+
+    def take(self) -> FedBatch | _Failure:
+        """Its next batch. A worker that ended is a failure, even in the middle of a message."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(_PATIENCE_S)
+            return _Failure(f"it ended with exit code {self.process.exitcode} and said nothing")
+
+
+def _start_worker(plan: FeedPlan, first: int, step: int, name: str) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_run_worker, args=(plan, first, step, sending), name=name, daemon=True)
+    process.start()
+    sending.close()
+    return _Worker(process, receiving)
+
+
+def _run_worker(plan: FeedPlan, first: int, step: int, sending: Connection) -> None:
+    """In a process of its own: sends every `step`-th batch from `first` on, until nobody is there to take them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that owns the feed decides when to stop
+    ready: queue.Queue[FedBatch | _Failure] = queue.Queue(_BATCHES_AHEAD)
+    threading.Thread(target=_work, args=(plan, first, step, ready), name="make", daemon=True).start()
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            made = ready.get()
+            sending.send(made)
+            if isinstance(made, _Failure):
+                return
+
+
+def _work(plan: FeedPlan, first: int, step: int, ready: queue.Queue[FedBatch | _Failure]) -> None:
+    """Keeps a few batches ready; ends with its process."""
     try:
         maker = BatchMaker(plan)
         for index in count(first, step):
-            if not _put(batches, maker.batch(index), stop):
-                batches.cancel_join_thread()
-                return
+            ready.put(maker.batch(index))
     except Exception:
-        _put(batches, _Failure(traceback.format_exc()), stop)
-
-
-def _put(batches: Queue[FedBatch | _Failure], made: FedBatch | _Failure, stop: Event) -> bool:
-    """Whether it was handed over and the feed is still there."""
-    parent = multiprocessing.parent_process()
-    while not stop.is_set() and (parent is None or parent.is_alive()):
-        try:
-            batches.put(made, timeout=_POLL_S)
-            return True
-        except queue.Full:
-            continue
-    return False
-
-
-def _drain(batches: Queue[FedBatch | _Failure]) -> None:
-    while True:
-        try:
-            batches.get_nowait()
-        except queue.Empty:
-            return
+        ready.put(_Failure(f"\n{traceback.format_exc()}"))

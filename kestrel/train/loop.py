@@ -133,8 +133,10 @@ def train(
     curves: CurveWriter,
     report: Callable[[StepReport], None],
     scenes_before: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Runs the plan; the model ends with its averaged weights. Returns the scenes seen in all."""
+    """Runs the plan, or the part of it before `should_stop`; the model ends with its averaged weights. Returns the
+    scenes seen in all."""
     device_type = model.text.wte.device.type
     optimiser, average = Optimiser(model, plan), AveragedWeights(model, plan.ema_decay)
     start, scenes, window = time.perf_counter(), scenes_before, _Window()
@@ -151,7 +153,7 @@ def train(
             average.update()
             scenes += len(pixels)
             window.add(found, len(pixels))
-            is_last = step + 1 == plan.steps or time.perf_counter() - start > plan.max_seconds
+            is_last = step + 1 == plan.steps or time.perf_counter() - start > plan.max_seconds or should_stop()
             if (step + 1) % plan.log_every == 0 or is_last:
                 line = window.close(step + 1, scenes, time.perf_counter() - start, lr)
                 curves.write(asdict(line))

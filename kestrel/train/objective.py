@@ -83,7 +83,7 @@ def label_weights(packed: PackedTasks, at: NDArray[np.int64]) -> NDArray[np.floa
     task = (at // width) * width + packed.task.reshape(-1)[at]
     _, index, count = np.unique(task, return_inverse=True, return_counts=True)
     weights = count[index] ** -0.5
-    return (weights / weights.mean()).astype(np.float32)
+    return (weights * len(weights) / max(weights.sum(), 1e-9)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,11 @@ def losses(
     hidden = hidden_states(model, embed_pictures(model, pixels_BHWC, dtype), tasks).flatten(0, 1)
     rows = hidden[tasks.label_at]
     logits = model.text.logits(rows).float()
-    text = (F.cross_entropy(logits, tasks.label_id, reduction="none") * tasks.label_weight).mean()
+    num_labels = max(1, len(rows))  # a batch may be without any, if none of its tasks fit
+    text = (F.cross_entropy(logits, tasks.label_id, reduction="none") * tasks.label_weight).sum() / num_labels
     coord, size = region_losses(model, rows, tasks)
     balances = [each.balance for each in experts if each.balance is not None]
     balance = torch.stack(balances).mean() if balances else text.detach() * 0.0
     total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + BALANCE_WEIGHT * balance
-    accuracy = (logits.detach().argmax(-1) == tasks.label_id).float().mean()
+    accuracy = (logits.detach().argmax(-1) == tasks.label_id).float().sum() / num_labels
     return Losses(total, text.detach(), coord.detach(), size.detach(), balance.detach(), accuracy)

@@ -1,4 +1,4 @@
-"""One training run of kestrel-tiny, from a folder to a folder: `python -m kestrel.train.run --folder out/tiny`.
+"""One training run of kestrel-tiny, from a folder to a folder: what `kestrel train tiny` does.
 
 A run starts from the folder's weights if it has any, trains on the next unseen seeds and writes weights, curves and
 `progress.json` back. The recipe is a sequence of such runs.
@@ -6,26 +6,25 @@ A run starts from the folder's weights if it has any, trains on the next unseen 
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from kestrel.models.weight_files import open_checkpoint
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+from kestrel.models.locate import CONFIG_NAME, find_tokenizer, read_config
+from kestrel.models.weight_files import find_weights, open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.weights import load_moondream
-from kestrel.train.courses import EVERYTHING, Course, named_courses
+from kestrel.runtime.device import choose_device
 from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.feed import ExampleFeed, FeedPlan
 from kestrel.train.loop import Batch, StepReport, TrainingPlan, train
 from kestrel.train.objective import TaskTensors
+from kestrel.train.options import Progress, TinyRun
+from kestrel.train.packing import IMAGE_POSITIONS
 from kestrel.train.prefetch import Prefetcher
 from kestrel.train.saving import save_folder
 from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
@@ -36,51 +35,22 @@ from kestrel.train.tasks.prompt_format import PromptFormat
 from kestrel.train.tiny import initialise, tiny_config
 from kestrel.train.tokenizer import build_tokenizer, prompt_format
 
-PROGRESS = "progress.json"
+CURVES, PICTURE = "curves.csv", "curves.png"
 
 
-@dataclass(frozen=True)
-class TinyRun:
-    """What one run does."""
-
-    folder: Path
-    steps: int
-    batch_size: int = 128
-    tasks_per_scene: int = 14
-    length: int = 294  # 730 + 294 = 1024 positions a scene
-    sizes: tuple[tuple[int, int], ...] = ((378, 378),)
-    courses: tuple[Course, ...] = (EVERYTHING,)
-    lr: float = 1e-3
-    final_lr: float = 1e-3
-    warmup_steps: int = 200
-    seed: int = 0
-    workers: int = 4
-    max_seconds: float = math.inf
-    orthogonal: bool = True
-    ema_decay: float = 0.999
-    device: str = "auto"
-    shards: int = 1
-    atlas: Path = Path("out/atlas.npz")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What earlier runs did; seeds below `next_seed` have been seen."""
-
-    next_seed: int = 0
-    scenes: int = 0
-    seconds: float = 0.0
-    runs: int = 0
-
-
-def run(options: TinyRun, report: Callable[[StepReport], None]) -> Progress:
-    device = chosen_device(options.device)
-    torch.set_float32_matmul_precision("high")
+def run(
+    options: TinyRun, report: Callable[[StepReport], None], should_stop: Callable[[], bool] = lambda: False
+) -> Progress:
+    """Trains and saves; ends early, saving all the same, after a step at which `should_stop` says so."""
+    device = choose_device(RuntimeConfig(device=options.device))
     if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
         torch.set_num_threads(1)  # the cores belong to the feed; what is left here are tiny operations
+    make_folder(options)
+    progress = Progress.read(options.folder)
     atlas = load_or_build_atlas(options.atlas)
-    progress = read_progress(options.folder)
     model, tokenizer_json = start_model(options, device)
+    require_room(options, model.config)
     plan = feed_plan(options, prompt_format(tokenizer_json, model.config.tokenizer), atlas, progress.next_seed)
     seconds = 0.0
 
@@ -89,20 +59,33 @@ def run(options: TinyRun, report: Callable[[StepReport], None]) -> Progress:
         seconds = line.seconds
         report(line)
 
-    curves = options.folder / "curves.csv"
+    curves = options.folder / CURVES
     with (
-        feeding(plan, options.workers) as feed,
+        ExampleFeed(plan, options.workers) as feed,
         Prefetcher(drawn(feed, atlas, device), batch_tensors, device) as batches,
     ):
         training = training_plan(options, device)
-        scenes = train(model, iter(batches), training, CurveWriter(curves), keep_time, progress.scenes)
+        scenes = train(model, batches, training, CurveWriter(curves), keep_time, progress.scenes, should_stop)
     seen = scenes - progress.scenes
     done = Progress(progress.next_seed + seen, scenes, progress.seconds + seconds, progress.runs + 1)
     save_folder(model, options.folder, tokenizer_json, shards=options.shards)
-    (options.folder / PROGRESS).write_text(json.dumps(asdict(done), indent=1))
+    done.write(options.folder)
     if curves.exists():
-        draw_curves(curves, options.folder / "curves.png")
+        draw_curves(curves, options.folder / PICTURE)
     return done
+
+
+def make_folder(options: TinyRun) -> None:
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("folder", f"{options.folder} cannot be made ({error.strerror}); name another one") from error
+
+
+def require_room(options: TinyRun, config: MoondreamConfig) -> None:
+    most = config.text.max_context - IMAGE_POSITIONS
+    if options.length > most:
+        raise ConfigError("length", f"must be {most} or less to fit the model's context (got {options.length})")
 
 
 def feed_plan(options: TinyRun, prompts: PromptFormat, atlas: SpriteAtlas, start_seed: int) -> FeedPlan:
@@ -127,31 +110,29 @@ def training_plan(options: TinyRun, device: torch.device) -> TrainingPlan:
         max_seconds=options.max_seconds,
         ema_decay=options.ema_decay,
         orthogonal=options.orthogonal,
+        log_every=options.log_every,
         compile=device.type == "cuda",
     )
 
 
-@contextmanager
-def feeding(plan: FeedPlan, workers: int) -> Iterator[ExampleFeed]:
-    """A feed whose workers are stopped outright at the end: nothing they still make is wanted."""
-    earlier = set(multiprocessing.active_children())
-    feed = ExampleFeed(plan, workers)
-    try:
-        yield feed
-    finally:
-        for process in set(multiprocessing.active_children()) - earlier:
-            process.terminate()
-
-
 def start_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
     """The folder's model, or a fresh one; fp32 for training."""
-    config_path, tokenizer_path = options.folder / "config.json", options.folder / "tokenizer.json"
-    if config_path.exists():
-        config = MoondreamConfig.from_dict(json.loads(config_path.read_text()))
-        with open_checkpoint(options.folder) as checkpoint:
-            model = load_moondream(checkpoint, config, device, torch.float32)
-        return model.requires_grad_(True), tokenizer_path.read_text()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    content = read_config(options.folder)
+    if content is None:
+        return fresh_model(options, device)
+    config = MoondreamConfig.from_dict(content)
+    tokenizer_json = find_tokenizer(find_weights(options.folder), None).read_text(encoding="utf-8")
+    with open_checkpoint(options.folder) as checkpoint:
+        model = load_moondream(checkpoint, config, device, torch.float32)
+    return model.requires_grad_(True), tokenizer_json
+
+
+def fresh_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
+    """Only where there is none: saving replaces what is in the folder."""
+    if (options.folder / CONFIG_NAME).exists() or any(options.folder.glob("*.safetensors")):
+        raise ConfigError(
+            "folder", f"{options.folder} holds a model whose config.json gives no dimensions; name an empty folder"
+        )
     tokenizer_json, ids = build_tokenizer(options.seed)
     vocab_size = -(-len(json.loads(tokenizer_json)["model"]["vocab"]) // 64) * 64
     model = MoondreamModel(tiny_config(vocab_size, ids))
@@ -166,53 +147,3 @@ def drawn(feed: ExampleFeed, atlas: SpriteAtlas, device: torch.device) -> Iterat
 
 def batch_tensors(batch: Batch) -> list[torch.Tensor]:
     return [batch[0], *batch[1].tensors()]
-
-
-def chosen_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def read_progress(folder: Path) -> Progress:
-    path = folder / PROGRESS
-    return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--batch-size", type=int, default=TinyRun.batch_size)
-    parser.add_argument("--tasks-per-scene", type=int, default=TinyRun.tasks_per_scene)
-    parser.add_argument("--length", type=int, default=TinyRun.length, help="positions for tasks behind each picture")
-    parser.add_argument("--sizes", nargs="+", default=["378x378"], help="picture sizes, HEIGHTxWIDTH")
-    parser.add_argument("--courses", nargs="+", default=["everything=1"], help="what is shown and asked, NAME=SHARE")
-    parser.add_argument("--lr", type=float, default=TinyRun.lr)
-    parser.add_argument("--final-lr", type=float, default=TinyRun.final_lr)
-    parser.add_argument("--warmup-steps", type=int, default=TinyRun.warmup_steps)
-    parser.add_argument("--workers", type=int, default=TinyRun.workers)
-    parser.add_argument("--max-seconds", type=float, default=TinyRun.max_seconds)
-    parser.add_argument("--orthogonal", action=argparse.BooleanOptionalAction, default=TinyRun.orthogonal)
-    parser.add_argument("--ema-decay", type=float, default=TinyRun.ema_decay)
-    parser.add_argument("--seed", type=int, default=TinyRun.seed)
-    parser.add_argument("--device", default=TinyRun.device)
-    parser.add_argument("--shards", type=int, default=TinyRun.shards)
-    parser.add_argument("--atlas", type=Path, default=TinyRun.atlas)
-    given = vars(parser.parse_args())
-    sizes = tuple((int(h), int(w)) for h, w in (size.split("x") for size in given.pop("sizes")))
-    shares = {name: float(share) for name, share in (course.split("=") for course in given.pop("courses"))}
-
-    def show(line: StepReport) -> None:
-        print(
-            f"step {line.step:6d}  {line.scenes:9,d} scenes  {line.scenes_per_s:6.0f}/s  {line.seconds:5.0f} s  "
-            f"text {line.text:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
-            f"balance {line.balance:.3f}  tokens right {line.token_accuracy:.4f}  waiting {line.waiting:.2f}",
-            flush=True,
-        )
-
-    print(run(TinyRun(sizes=sizes, courses=named_courses(shares), **given), show))
-
-
-if __name__ == "__main__":
-    main()

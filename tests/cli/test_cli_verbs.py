@@ -155,14 +155,25 @@ def test_schedule_goes_on_when_one_prompt_is_refused(kestrel: Kestrel) -> None:
     assert "error: prompt 2: question: is empty" in outcome.err
 
 
-def test_models_lists_every_registered_model(kestrel: Kestrel) -> None:
+def test_models_lists_every_model_and_which_is_the_default(kestrel: Kestrel) -> None:
     listed = json.loads(kestrel("models", "--json").out)
+    assert [model["name"] for model in listed if model["is_default"]] == ["kestrel-tiny"]
     assert {"moondream2", "moondream-0.5b", "moondream3-preview", "moondream3.1-9B-A2B"} <= {m["name"] for m in listed}
     table = kestrel("models").out
     for model in listed:
         assert model["name"] in table
         assert model["licence"].split("(")[0].strip() in table
         assert {"num_parameters", "source", "description", "note"} <= model.keys()
+
+
+@pytest.mark.parametrize("name", [(), ("--model", "kestrel-tiny")])
+def test_the_embedded_model_answers_by_name_and_without_one(kestrel: Kestrel, name: tuple[str, ...]) -> None:
+    flags = (*name, "--device", "cpu", "--kv-cache-pages", "100", "--no-reasoning", "--temperature", "0", "--json")
+    outcome = kestrel("query", SCENE, "What color is the background?", *flags)
+    assert outcome.code == 0, outcome.err
+    answer = json.loads(outcome.out)
+    assert (answer["model"], answer["output"]["answer"]) == ("kestrel-tiny", "green")
+    assert ("demonstration model" in outcome.err) == (name == ())
 
 
 def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: Kestrel, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from kestrel.config import RuntimeConfig
+from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.engine import InferenceEngine
 from kestrel.families import ReadyModel
 from kestrel.models.tokenizer import TextTokenizer
@@ -25,7 +26,9 @@ def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> Inference
     tokenizer = TextTokenizer.from_file(GOLDENS / "md3" / "tokenizer.json")
     ready = ReadyModel(
         runtime=runtime,
-        profile=moondream_profile(config, tokenizer, "fake"),
+        profile=moondream_profile(
+            config, tokenizer, "fake", ConstraintCompiler(tokenizer.to_json, config.tokenizer.eos_id)
+        ),
         vocab_size=320,
         num_image_positions=config.vision.num_patches,
     )

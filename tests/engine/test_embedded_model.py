@@ -63,11 +63,3 @@ async def test_thinking_points_at_what_it_counts() -> None:
     assert len(points) == len(COWS)
     for x_min, y_min, x_max, y_max in COWS:
         assert any(x_min <= x <= x_max and y_min <= y <= y_max for x, y in points)
-
-
-async def test_tight_memory_changes_no_answer() -> None:
-    """Few pages: sequences are preempted and computed again."""
-    tight = {"kv_cache_pages": 240, "page_size": 4, "max_batch_size": 8, "enable_prefix_cache": False}
-    async with await InferenceEngine.create(RuntimeConfig(device="cpu", **tight)) as running:
-        calls = [running.query(SCENE, question, reasoning=False, **GREEDY) for question in ANSWERS]
-        assert [a.text for a in await asyncio.gather(*calls)] == list(ANSWERS.values())

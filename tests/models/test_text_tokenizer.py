@@ -36,6 +36,29 @@ def test_names_of_special_tokens_stay_plain_text(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
+@settings(deadline=None)
+@given(st.text(max_size=60))
+def test_the_bytes_of_the_tokens_join_to_the_bytes_of_the_text(text: str) -> None:
+    assert b"".join(TOKENIZER.token_bytes(i) for i in TOKENIZER.encode(text)) == text.encode()
+
+
+def test_special_and_unknown_ids_have_no_bytes() -> None:
+    assert {TOKENIZER.token_bytes(i) for i in (*TOKENIZER.special_ids, 10**6)} == {b""}
+
+
+def test_a_vocabulary_of_characters_writes_bytes_and_blanks_its_own_way() -> None:
+    vocab = {"▁cat": 0, "s": 1, "<0xC3>": 2, "<0xA9>": 3, "é": 4}
+    steps = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "s"}
+    plain = {"model": model, "decoder": {"type": "Sequence", "decoders": steps}, "added_tokens": []}
+    tokenizer = changed(**plain, pre_tokenizer=None, normalizer=None, post_processor=None)
+    assert [tokenizer.token_bytes(i) for i in range(5)] == [b" cat", b"s", b"\xc3", b"\xa9", "é".encode()]
+
+
 def test_special_ids_decode_to_nothing_and_others_alone() -> None:
     assert frozenset(range(21)) == TOKENIZER.special_ids
     ids = TOKENIZER.encode(" hello")

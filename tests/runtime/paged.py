@@ -14,6 +14,7 @@ from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import GenerationRequest, SamplingParams, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor
@@ -45,6 +46,7 @@ class Case:
     max_new_tokens: int
     images: dict[str, np.ndarray] = field(default_factory=dict)
     sampling: SamplingParams | None = None
+    prompt_outputs: PromptOutputs | None = None
 
     def request(self) -> GenerationRequest:
         return GenerationRequest(
@@ -54,6 +56,7 @@ class Case:
             sampling=self.sampling or SamplingParams(max_new_tokens=self.max_new_tokens),
             consumer=Recorder(),
             images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
+            prompt_outputs=self.prompt_outputs,
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kestrel.cache import CacheManager
 from kestrel.grammar import END, Grammar, free_text
+from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import (
     CacheNamespace,
     FinishReason,
@@ -31,6 +32,12 @@ class Recorder:
     tokens: list[Token] = field(default_factory=list)
     fail_at: int | None = None
     reason: FinishReason | None = None
+    report: PromptReport | None = None
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        assert self.report is None, "reported twice"
+        assert not self.tokens, "reported after a token"
+        self.report = report
 
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
         if self.fail_at == len(self.tokens):
@@ -44,7 +51,7 @@ class Recorder:
     def finish(self, reason: FinishReason) -> SkillOutput:
         assert self.reason is None, "finished twice"
         self.reason = reason
-        return SkillOutput({"tokens": list(self.tokens)}, "")
+        return SkillOutput({"tokens": list(self.tokens), "report": self.report}, "")
 
 
 def limits(**changes: int) -> RuntimeLimits:
@@ -80,6 +87,7 @@ def request(
     grammar: Grammar | None = None,
     priority: int = 0,
     namespace: CacheNamespace | None = None,
+    prompt_outputs: PromptOutputs | None = None,
     **options: object,
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -90,6 +98,7 @@ def request(
         consumer=Recorder(**options),  # type: ignore[arg-type]
         priority=priority,
         namespace=namespace or CacheNamespace(),
+        prompt_outputs=prompt_outputs,
     )
 
 

@@ -74,12 +74,12 @@ def test_keys_are_not_printed() -> None:
     assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
 
 
-def test_hosts_for_pictures_are_refused_while_nothing_fetches() -> None:
+def test_a_host_for_pictures_that_is_none_is_refused_at_the_start() -> None:
     async def factory() -> Any:
         raise AssertionError("not reached")
 
     with pytest.raises(ConfigError, match="allowed_image_hosts"):
-        create_app(factory, ServerConfig(allowed_image_hosts=("example.com",)))
+        create_app(factory, ServerConfig(allowed_image_hosts=("https://example.com/",)))
 
 
 def test_the_socket_says_tcp_so_that_small_writes_are_sent_at_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from safetensors.numpy import load_file
 
+from kestrel.models.tokenizer import TextTokenizer
 from kestrel.skills.base import ModelProfile, SkillDefaults, SpecialIds, Template
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -21,6 +22,7 @@ class GoldenTokenizer:
     def __init__(self, path: Path) -> None:
         self.inner = tokenizers.Tokenizer.from_file(str(path))
         self.inner.encode_special_tokens = True
+        self.token_bytes = TextTokenizer.from_file(path).token_bytes
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text, add_special_tokens=False).ids

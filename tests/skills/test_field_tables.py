@@ -6,6 +6,8 @@ import pytest
 
 from kestrel.errors import RequestError
 from kestrel.request import SamplingParams
+from kestrel.skills import default_registry
+from kestrel.skills.base import ModelProfile
 from kestrel.skills.fields import SETTINGS, FieldTable, boolean, random_seed, text
 from kestrel.skills.spatial import spatial_refs
 
@@ -26,6 +28,17 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("variant", "01J5@1000", "01J5@1000"),
     ("allowed_ids", [3, 4], (3, 4)),
     ("suppressed_ids", (), ()),
+    ("presence_penalty", -2, -2.0),
+    ("frequency_penalty", 2, 2.0),
+    ("repetition_penalty", 1.25, 1.25),
+    ("logit_bias", {"7": 100, 5: -0.5}, ((5, -0.5), (7, 100.0))),
+    ("logit_bias", {}, ()),
+    ("min_tokens", 0, 0),
+    ("ignore_eos", True, True),
+    ("stop_token_ids", [7, 8], (7, 8)),
+    ("stop", "\n\n", ("\n\n",)),
+    ("stop", [" ", "猫"], (" ", "猫")),
+    ("stop", [], ()),
 ]
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -53,6 +66,36 @@ BAD: list[tuple[str, Any]] = [
     ("allowed_ids", [1, "2"]),
     ("suppressed_ids", [-1]),
     ("suppressed_ids", [True]),
+    ("presence_penalty", 2.01),
+    ("presence_penalty", "1"),
+    ("frequency_penalty", -2.5),
+    ("frequency_penalty", float("nan")),
+    ("repetition_penalty", 2.1),
+    ("repetition_penalty", -1),
+    ("logit_bias", [5, 1.0]),
+    ("logit_bias", {"five": 1.0}),
+    ("logit_bias", {"-5": 1.0}),
+    ("logit_bias", {"٥": 1.0}),
+    ("logit_bias", {"99999999999": 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {5: 1.0, "5": 2.0}),
+    ("logit_bias", {5: 100.5}),
+    ("logit_bias", {5: None}),
+    ("logit_bias", {5: float("nan")}),
+    ("logit_bias", dict.fromkeys(range(301), 1.0)),
+    ("min_tokens", -1),
+    ("min_tokens", 1.0),
+    ("ignore_eos", 1),
+    ("stop_token_ids", 7),
+    ("stop_token_ids", ["7"]),
+    ("stop_token_ids", list(range(65))),
+    ("stop", ""),
+    ("stop", 5),
+    ("stop", ["a", ""]),
+    ("stop", ["a", 5]),
+    ("stop", list("abcde")),
+    ("stop", "x" * 1001),
+    ("stop", "\ud83d"),
     ("question", ""),
     ("question", "  \n"),
     ("question", 5),
@@ -119,7 +162,9 @@ def test_the_same_value_twice_is_no_contradiction() -> None:
 
 
 def test_an_unknown_field_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match=r"known fields: adapter, allowed_ids, image, .*question") as caught:
+    with pytest.raises(
+        RequestError, match=r"known fields: adapter, allowed_ids, frequency_penalty, .*image, .*question"
+    ) as caught:
         TABLE.read({"temprature": 0.5})
     assert caught.value.field == "temprature"
 
@@ -177,6 +222,67 @@ def test_given_values_win_over_defaults() -> None:
     given = {"max_tokens": 9, "temperature": 0.7, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 8, "logprobs": 2}
     ids = {"allowed_ids": [1, 2], "suppressed_ids": [3]}
     assert sampled(given | ids) == SamplingParams(9, 0.7, 0.5, 3, 0.1, 8, 2, (1, 2), (3,))
+
+
+def test_every_setting_reaches_the_sampling() -> None:
+    given = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"3": 4}}
+    endings = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9], "stop": "x"}
+    assert sampled(given | endings) == SamplingParams(
+        768,
+        0.5,
+        0.9,
+        seed=42,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias=((3, 4.0),),
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=(9,),
+        stop=("x",),
+    )
+
+
+def test_bounds_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"min_tokens: must not exceed max_tokens \(5\)"):
+        sampled({"min_tokens": 6, "max_tokens": 5})
+    assert sampled({"min_tokens": 5, "max_tokens": 5}).min_tokens == 5
+    with pytest.raises(RequestError, match="repetition_penalty: must be above 0"):
+        sampled({"repetition_penalty": 0})
+
+
+WORDS_ONLY: dict[str, Any] = {
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "repetition_penalty": 1.5,
+    "logit_bias": {5: 1},
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "stop_token_ids": [5],
+    "stop": "x",
+}
+
+
+@pytest.mark.parametrize("skill", ["point", "detect", "segment"])
+@pytest.mark.parametrize("name", WORDS_ONLY)
+def test_skills_without_words_refuse_settings_of_words(skill: str, name: str, md3: ModelProfile) -> None:
+    fields = {"object": "cat", "image": object()}
+    with pytest.raises(RequestError, match=f"does not apply to {skill}; leave it out") as caught:
+        default_registry().get(skill).parse(fields | {name: WORDS_ONLY[name]}, md3)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("skill", ["query", "caption", "chat", "complete"])
+def test_skills_of_words_take_them_all(skill: str, md3: ModelProfile) -> None:
+    fields: dict[str, dict[str, Any]] = {
+        "query": {"question": "why?"},
+        "caption": {"image": object()},
+        "chat": {"messages": [{"role": "user", "content": "why?"}]},
+        "complete": {"prompt": "why"},
+    }
+    request = default_registry().get(skill).parse(fields[skill] | {"settings": WORDS_ONLY}, md3)
+    assert request.sampling.stop == ("x",)
+    assert request.sampling.logit_bias == ((5, 1.0),)
 
 
 def test_no_seed_is_drawn_without_chance() -> None:

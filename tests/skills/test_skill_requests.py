@@ -24,6 +24,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "segment": {"image": IMAGE, "object": "dog"},
     "chat": {"messages": [{"role": "user", "content": "what?"}]},
     "complete": {"prompt": "once"},
+    "embed": {"text": "once"},
 }
 
 

@@ -110,8 +110,85 @@ def test_logprobs_are_shown_when_asked_for(md2: ModelProfile) -> None:
     dog, cat = md2.tokenizer.encode(" dog")[0], md2.tokenizer.encode(" cat")[0]
     given = TokenLogprobs(-0.5, ((dog, -0.5), (cat, -1.5)))
     entries = logprob_entries(TextState(md2, WITH_LOGPROBS, "answer"), [TextToken(dog)], [given])
-    top = [{"id": dog, "token": " dog", "logprob": -0.5}, {"id": cat, "token": " cat", "logprob": -1.5}]
-    assert entries == [{"id": dog, "token": " dog", "logprob": -0.5, "top": top}]
+    shown_dog = {"id": dog, "token": " dog", "bytes": [32, 100, 111, 103], "logprob": -0.5}
+    shown_cat = {"id": cat, "token": " cat", "bytes": [32, 99, 97, 116], "logprob": -1.5}
+    assert entries == [{**shown_dog, "kind": "text", "offset": 0, "top": [shown_dog, shown_cat]}]
+
+
+def test_the_chosen_token_is_always_listed(md2: ModelProfile) -> None:
+    dog, cat = md2.tokenizer.encode(" dog")[0], md2.tokenizer.encode(" cat")[0]
+    given = [TokenLogprobs(-2.5, ((cat, -0.5),)), TokenLogprobs(-2.5), TokenLogprobs(-0.5, ((dog, -0.5), (cat, -1.0)))]
+    entries = logprob_entries(TextState(md2, WITH_LOGPROBS, "answer"), [TextToken(dog)] * 3, given)
+    tops = [[(one["id"], one["logprob"]) for one in entry["top"]] for entry in entries]
+    assert tops == [[(cat, -0.5), (dog, -2.5)], [(dog, -2.5)], [(dog, -0.5), (cat, -1.0)]]
+
+
+def streamed(state: SkillState, tokens: list) -> tuple[list, list]:
+    """(deltas, entries of the result); the n-th token has log-probability −n. Ends when the state says so."""
+    deltas = []
+    for n, token in enumerate(tokens):
+        deltas.append(state.consume(token, TokenLogprobs(-float(n))))
+        if deltas[-1] is not None and deltas[-1].ends:
+            break
+    deltas.append(state.flush())
+    entries = state.finish(FinishReason.STOP).fields["logprobs"]
+    return [delta for delta in deltas if delta is not None], entries
+
+
+@pytest.mark.parametrize("text", ["look at two dogs", "né 猫 🙂🙂 x", "\n\nlines\n"])
+def test_streamed_logprobs_add_up_and_belong_to_their_text(md2: ModelProfile, text: str) -> None:
+    tokens = words(md2, text)
+    deltas, entries = streamed(TextState(md2, WITH_LOGPROBS, "answer"), tokens)
+    assert [entry for delta in deltas for entry in delta.logprobs] == entries
+    assert bytes(octet for entry in entries for octet in entry["bytes"]) == text.encode()
+    assert [entry["logprob"] for entry in entries] == [-float(n) for n in range(len(tokens))]
+    printed = 0
+    for delta in deltas:
+        assert all(printed <= entry["offset"] < printed + len(delta.text) for entry in delta.logprobs)
+        printed += len(delta.text)
+
+
+def test_offsets_say_where_each_token_begins(md2: ModelProfile) -> None:
+    text = "né 猫 dog"
+    _, entries = streamed(TextState(md2, WITH_LOGPROBS, "answer"), words(md2, text))
+    consumed = b""
+    for entry in entries:
+        assert entry["offset"] == len(consumed.decode(errors="ignore"))
+        consumed += bytes(entry["bytes"])
+
+
+def test_logprobs_of_what_a_stop_string_cut_are_not_shown(md2: ModelProfile) -> None:
+    sampling = SamplingParams(logprobs=0, stop=("STOP",))
+    deltas, entries = streamed(TextState(md2, sampling, "answer"), words(md2, "two dogs STOP here"))
+    assert "".join(delta.text for delta in deltas) == "two dogs "
+    assert [entry for delta in deltas for entry in delta.logprobs] == entries
+    assert bytes(octet for entry in entries for octet in entry["bytes"]).startswith(b"two dogs ")
+    assert all(entry["offset"] < len("two dogs ") for entry in entries)
+
+
+def test_thinking_and_answer_have_their_own_logprobs(md3: ModelProfile) -> None:
+    thinking, answer = words(md3, "look at"), words(md3, "two of them")
+    tokens = [*thinking, CoordToken(0.5), TextToken(3), *answer]
+    deltas, entries = streamed(ReasoningState(md3, WITH_LOGPROBS), tokens)
+    assert [entry["kind"] for entry in entries] == [
+        *["reasoning"] * len(thinking),
+        None,
+        None,
+        *["text"] * len(answer),
+    ]
+    for kind, text in (("reasoning", b"look at"), ("text", b"two of them")):
+        shown = [entry for delta in deltas if delta.kind == kind for entry in delta.logprobs]
+        assert bytes(octet for entry in shown for octet in entry["bytes"]) == text
+
+
+def test_stop_strings_end_the_answer_but_not_the_thinking(md3: ModelProfile) -> None:
+    state = ReasoningState(md3, SamplingParams(stop=("two",)))
+    tokens = [*words(md3, "two or two"), TextToken(3), *words(md3, "it is two of them")]
+    deltas = [delta for token in tokens if (delta := state.consume(token, None)) is not None]
+    assert not any(delta.ends for delta in deltas if delta.kind == "reasoning")
+    assert deltas[-1].ends
+    fields = state.finish(FinishReason.STOP).fields
+    assert (fields["reasoning"]["text"], fields["answer"]) == ("two or two", "it is ")
 
 
 def test_typed_tokens_have_their_ids_in_logprobs(md2: ModelProfile) -> None:

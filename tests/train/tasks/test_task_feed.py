@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import islice
@@ -89,3 +93,57 @@ def test_a_closed_feed_ends_and_may_be_closed_again() -> None:
 def test_a_plan_of_nothing_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         replace(_plan(), **{field: 0})  # pyright: ignore[reportArgumentType]
+
+
+def _big_plan() -> FeedPlan:
+    """Batches of more than a megabyte: far more than a pipe holds."""
+    return replace(_plan(), batch_size=100, length=400)
+
+
+def _kill_a_worker_in_the_middle_of_a_message(feed: ExampleFeed) -> None:
+    assert feed._workers[0].pipe.poll(60), "no message was begun"
+    (process,) = multiprocessing.active_children()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _seconds_to_close(feed: ExampleFeed) -> float:
+    start = time.monotonic()
+    feed.close()
+    return time.monotonic() - start
+
+
+def test_closing_after_a_worker_was_killed_in_the_middle_of_a_message_returns_at_once() -> None:
+    feed = ExampleFeed(_big_plan(), workers=1)
+    next(feed)
+    _kill_a_worker_in_the_middle_of_a_message(feed)
+    assert _seconds_to_close(feed) < 2.0
+
+
+def test_a_cut_message_is_reported_as_the_end_of_its_worker() -> None:
+    with ExampleFeed(_big_plan(), workers=1) as feed:
+        _kill_a_worker_in_the_middle_of_a_message(feed)
+        with pytest.raises(FeedError, match="exit code -9"):
+            next(feed)
+
+
+def test_closing_does_not_wait_for_workers_that_are_busy_or_starting() -> None:
+    starting = ExampleFeed(_big_plan(), workers=2)
+    assert _seconds_to_close(starting) < 2.0
+    busy = ExampleFeed(_plan(), workers=2)
+    next(busy)
+    assert _seconds_to_close(busy) < 2.0
+
+
+def test_closing_ends_a_thread_that_waits_for_a_batch() -> None:
+    feed = ExampleFeed(replace(_plan(), batch_size=10_000), workers=1)
+    taken: list[FedBatch] = []
+    taking = threading.Thread(target=lambda: taken.extend(feed), daemon=True)
+    taking.start()
+    time.sleep(0.2)
+    assert taking.is_alive()
+    assert _seconds_to_close(feed) < 2.0
+    taking.join(2.0)
+    assert not taking.is_alive()
+    assert taken == []

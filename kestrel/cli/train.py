@@ -1,0 +1,113 @@
+"""kestrel train: the verbs that make models."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from kestrel.cli.config_flags import with_flags
+from kestrel.cli.console import note, stdout_console, write
+from kestrel.cli.event_loop import Interrupted
+from kestrel.cli.exit_codes import INTERRUPTED
+from kestrel.cli.sizes import parse_size
+from kestrel.cli.training_report import TrainingReport
+from kestrel.errors import ConfigError
+from kestrel.train.courses import COURSES, named_courses
+from kestrel.train.options import TinyRun
+from kestrel.train.run import run
+
+
+def add_train_group(app: typer.Typer) -> None:
+    group = typer.Typer(help="Train models.", add_completion=False, rich_markup_mode=None)
+    group.callback(invoke_without_command=True)(_train)
+    group.command("tiny")(tiny)
+    app.add_typer(group, name="train")
+
+
+def _train(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        write(context.get_help() + "\n")
+
+
+@with_flags
+def tiny(
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sizes",
+            metavar="HxW,...",
+            help="Picture sizes; each batch takes one by chance. Repeatable. Default: 378x378.",
+        ),
+    ] = None,
+    courses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--courses",
+            metavar="NAME=SHARE,...",
+            help=f"What is shown and asked; each batch takes one by chance. Repeatable. Known: {', '.join(COURSES)}. "
+            "Default: everything=1.",
+        ),
+    ] = None,
+    *,
+    options: TinyRun,
+) -> None:
+    """Train kestrel-tiny, the embedded model, on scenes drawn on the fly.
+
+    kestrel train tiny --folder out/tiny --steps 20000
+
+    A run goes on from the weights in the folder, with scenes that no run before it has seen, and leaves weights, curves
+    (CSV and PNG) and progress.json there. Ctrl-C ends a run early and saves it.
+    """
+    if sizes is not None:
+        options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in _listed(sizes)))
+    if courses is not None:
+        options = replace(options, courses=named_courses(parse_shares(_listed(courses))))
+    with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
+        done = run(options, report, should_stop)
+        was_interrupted = should_stop()
+    note(f"{options.folder}: {done.scenes:,} scenes in {done.runs} runs and {done.seconds:,.0f} s of training")
+    if was_interrupted:
+        raise Interrupted
+
+
+def parse_shares(texts: list[str]) -> dict[str, float]:
+    """From "everything=2" and "reading=1"; a name alone has a share of 1."""
+    shares: dict[str, float] = {}
+    for text in texts:
+        name, equals, share = (part.strip() for part in text.partition("="))
+        if name in shares:
+            raise ConfigError("--courses", f"{name!r} is given twice; give it once, with its share")
+        try:
+            shares[name] = float(share) if equals else 1.0
+        except ValueError:
+            raise ConfigError("--courses", f"{text!r} is not NAME=SHARE; write it as in everything=2") from None
+    return shares
+
+
+def _listed(texts: list[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+@contextmanager
+def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C only asks the work to stop, which the given function tells; a second one leaves at once."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if seen:
+            os._exit(INTERRUPTED)
+        seen.append(number)
+        on_first()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

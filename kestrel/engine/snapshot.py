@@ -1,0 +1,37 @@
+"""The engine's numbers at one moment, for gauges and load balancers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Counts right now, and totals since the start (`*_total`).
+
+    The worker does not stop to be counted: numbers taken while it runs may be one step apart from each other.
+    """
+
+    num_running: int
+    """Requests that hold a row of the batch."""
+    num_waiting: int
+    """Accepted requests that hold none: picture being decoded, queued, or parked behind another's picture."""
+    num_pages: int
+    num_used_pages: int
+    """Pages that running requests hold; an allocation cannot get them."""
+    num_cached_pages: int
+    """Pages that hold a prefix which later requests can take, held by running ones or not."""
+    page_size: int
+    """Positions per page."""
+    max_batch_size: int
+    prefix_query_tokens_total: int
+    """Positions looked up in the prefix cache."""
+    prefix_hit_tokens_total: int
+    """Positions found there."""
+    evicted_pages_total: int
+    preemptions_total: int
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that running requests hold, 0 to 1."""
+        return self.num_used_pages / self.num_pages

@@ -1,0 +1,128 @@
+"""The server's log: one line per request, as JSON for machines or as text for people.
+
+`access_log` is a watcher for `RecordedRequests`. A record has no prompt and no picture, so neither has a line.
+Importing this module configures nothing; `configure_logs` does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import datetime, timezone
+from typing import Any, TextIO
+
+from kestrel.errors import ConfigError, shown
+from kestrel.server.records import RequestRecord
+
+FORMATS = ("json", "text")
+LEVELS = ("debug", "info", "warning", "error")
+LOGGERS = ("kestrel", "uvicorn")
+"""Ours, and that of the HTTP server underneath."""
+QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/metrics"})
+"""Asked every few seconds by machines: logged at debug level, a 503 while starting or draining included."""
+BUSY = 503
+"""Overloaded, starting or draining: to be expected, and not a fault."""
+_FIELDS = "kestrel_fields"
+
+_logger = logging.getLogger("kestrel.server.access")
+
+
+def configure_logs(format: str = "json", level: str = "info", stream: TextIO | None = None) -> None:
+    """Send the server's logs to `stream` (standard error). A second call replaces the first."""
+    if format not in FORMATS:
+        raise ConfigError("log_format", f"{shown(format)} is not a format; use one of: {', '.join(FORMATS)}")
+    if level not in LEVELS:
+        raise ConfigError("log_level", f"{shown(level)} is not a level; use one of: {', '.join(LEVELS)}")
+    handler = _ServerHandler(stream or sys.stderr)
+    handler.setFormatter(JsonLines() if format == "json" else TextLines())
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [h for h in logger.handlers if not isinstance(h, _ServerHandler)]
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
+        logger.propagate = False
+
+
+class _ServerHandler(logging.StreamHandler):
+    """A type of our own, to find it again."""
+
+
+def access_log(record: RequestRecord) -> None:
+    """Log one request."""
+    if not _logger.isEnabledFor(_level(record)):
+        return
+    _logger.log(_level(record), "request", extra={_FIELDS: _request_fields(record)})
+
+
+def _level(record: RequestRecord) -> int:
+    status = record.status or 0
+    if status >= 500 and status != BUSY:
+        return logging.ERROR
+    if record.route in QUIET_ROUTES:
+        return logging.DEBUG
+    return logging.WARNING if status == BUSY else logging.INFO
+
+
+def _request_fields(record: RequestRecord) -> dict[str, Any]:
+    """Flat names and values; what is not known is left out."""
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "method": record.method,
+        "route": record.route,
+        "skill": record.skill,
+        "status": record.status,
+        "latency_ms": round(record.latency_s * 1000.0, 3),
+        "finish_reason": record.finish_reason,
+        "error": record.error_type,
+    }
+    if record.metrics is not None:
+        fields |= {
+            "input_tokens": record.metrics.input_tokens,
+            "output_tokens": record.metrics.output_tokens,
+            "cached_tokens": record.metrics.cached_tokens,
+            "ttft_ms": round(record.metrics.ttft_ms, 3),
+        }
+    if record.client_gone:
+        fields["client_gone"] = True
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _time(record).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **vars(record).get(_FIELDS, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextLines(logging.Formatter):
+    """`12:00:00.000 info  request method=POST route=/v1/{skill} status=200 …`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = _time(record).strftime("%H:%M:%S.%f")[:-3]
+        pairs = (f"{name}={_one_word(value)}" for name, value in vars(record).get(_FIELDS, {}).items())
+        line = " ".join((when, f"{record.levelname.lower():<7}", _printable(record.getMessage()), *pairs))
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _time(record: logging.LogRecord) -> datetime:
+    return datetime.fromtimestamp(record.created, timezone.utc)
+
+
+def _printable(text: str) -> str:
+    """Text that cannot fake a second line or move the cursor."""
+    return text if text.isprintable() else json.dumps(text)
+
+
+def _one_word(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)

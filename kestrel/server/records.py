@@ -1,0 +1,151 @@
+"""One record per HTTP request: handlers fill it, the access log, the metrics and the tracing read it.
+
+`RecordedRequests` is the outermost ASGI layer. It opens the record, gives the request its id, and tells the watchers
+once the last byte is out or the client is gone. A record holds numbers and names only, never a prompt or a picture.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kestrel.request import RequestMetrics
+
+REQUEST_ID_HEADER = "x-request-id"
+UNMATCHED = "unmatched"
+"""The route of a request that no route took, so that unknown paths do not become labels."""
+_SCOPE_KEY = "kestrel.record"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is known of one HTTP request so far."""
+
+    request_id: str
+    method: str
+    route: str = UNMATCHED
+    """The pattern, such as "/v1/{skill}"; found by itself for FastAPI's routes, or set by the handler."""
+    skill: str | None = None
+    status: int | None = None
+    metrics: RequestMetrics | None = None
+    finish_reason: str | None = None
+    error_type: str | None = None
+    """The class of the error that the client was told of."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling settings as the client gave them (temperature, top_p, top_k, max_tokens, seed)."""
+    client_gone: bool = False
+    started_s: float = field(default_factory=time.monotonic)
+    latency_s: float = 0.0
+
+    @staticmethod
+    def of(scope: Scope) -> RequestRecord:
+        """The record of the request a handler is serving."""
+        return scope[_SCOPE_KEY]
+
+    @staticmethod
+    def current() -> RequestRecord | None:
+        """The record of the HTTP request this task works for, if it works for one."""
+        return _current.get()
+
+    def add_result(self, metrics: RequestMetrics, finish_reason: str) -> None:
+        """Enter one engine request's numbers. Tokens of several add up; times and the reason are the first one's."""
+        if self.metrics is None:
+            self.metrics, self.finish_reason = replace(metrics), finish_reason
+            return
+        self.metrics.input_tokens += metrics.input_tokens
+        self.metrics.output_tokens += metrics.output_tokens
+        self.metrics.cached_tokens += metrics.cached_tokens
+
+    def find_route(self, scope: Scope) -> None:
+        """Take the pattern from the route that was chosen, unless the handler named one."""
+        route = scope.get("route")
+        if self.route == UNMATCHED and isinstance(route, Route):
+            self.route = route.path
+
+
+RequestWatcher: TypeAlias = Callable[[RequestRecord], None]
+_current: ContextVar[RequestRecord | None] = ContextVar("kestrel_record", default=None)
+
+
+class RecordedRequests:
+    """Wrap the whole application in this; each watcher is called once per request, at its end."""
+
+    def __init__(self, app: ASGIApp, watchers: Sequence[RequestWatcher]) -> None:
+        self._app = app
+        self._watchers = watchers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(_request_id(scope), scope["method"])
+        scope[_SCOPE_KEY] = record
+        token = _current.set(record)
+        exchange = _Exchange(record, receive, send)
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except BaseException as error:
+            if record.error_type is None and not record.client_gone:
+                record.error_type = type(error).__name__
+            if record.status is None and not record.client_gone:
+                record.status = 500
+            raise
+        finally:
+            _current.reset(token)
+            self._close(record, scope)
+
+    def _close(self, record: RequestRecord, scope: Scope) -> None:
+        record.latency_s = time.monotonic() - record.started_s
+        record.find_route(scope)
+        for watcher in self._watchers:
+            watcher(record)
+
+
+class _Exchange:
+    """The two directions of one request, watched."""
+
+    def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
+        self._record = record
+        self._receive = receive
+        self._send = send
+        self._is_answered = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._is_answered:
+            self._record.client_gone = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._record.status = message["status"]
+            message.setdefault("headers", [])
+            headers = MutableHeaders(scope=message)
+            headers.setdefault(REQUEST_ID_HEADER, self._record.request_id)
+            self._record.request_id = headers[REQUEST_ID_HEADER]
+        try:
+            await self._send(message)
+        except OSError:
+            self._record.client_gone = True
+            raise
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_answered = True
+
+
+def _request_id(scope: Scope) -> str:
+    """The one that an outer layer chose; else the client's own when it is a plain one, else a new one."""
+    chosen = scope.get("state", {}).get("request_id")
+    if chosen is not None:
+        return chosen
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

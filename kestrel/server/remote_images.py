@@ -1,0 +1,195 @@
+"""Pictures by URL: off unless the operator names hosts, and then only from public addresses of those hosts.
+
+The name is resolved here, every address it has is checked, and the connection goes to a checked address, with the name
+in the Host header and in TLS. So a name that resolves differently a moment later (DNS rebinding) gains nothing. Each
+redirect is a new URL and passes the same checks. No proxy, cookie or credential is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+import httpx
+
+from kestrel.errors import ConfigError, RequestError, shown
+from kestrel.server.addresses import is_public
+
+FIELD = "image_url"
+PORTS = {"http": 80, "https": 443}
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+REQUEST_HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kestrel"}
+
+Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
+"""From host name and port to its addresses."""
+
+
+async def system_resolver(host: str, port: int) -> Sequence[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class RemoteImages:
+    """`fetch` is the only door. Hosts are exact names or `*.example.org` (its subdomains, not itself), each with an
+    optional `:port`; without one the ports are 80 and 443."""
+
+    def __init__(
+        self,
+        allowed_hosts: Sequence[str],
+        *,
+        timeout_s: float = 10.0,
+        max_bytes: int = 20 * 2**20,
+        max_redirects: int = 3,
+        resolve: Resolver = system_resolver,
+        may_connect: Callable[[str], bool] = is_public,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._hosts = tuple(_AllowedHost(entry) for entry in allowed_hosts)
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._max_redirects = max_redirects
+        self._resolve = resolve
+        self._may_connect = may_connect
+        self._tls = tls or ssl.create_default_context()
+
+    async def fetch(self, url: str) -> bytes:
+        """The bytes behind a URL. Raises RequestError for everything that is not allowed or goes wrong."""
+        if not self._hosts:
+            raise RequestError(
+                FIELD, "fetching from URLs is off on this server; send the picture as base64, or allow its host"
+            )
+        try:
+            return await asyncio.wait_for(self._follow(_parse(url)), self._timeout_s)
+        except (asyncio.TimeoutError, httpx.TimeoutException):
+            raise RequestError(FIELD, f"the host did not deliver within {self._timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise RequestError(FIELD, f"the host could not be reached ({type(error).__name__})") from None
+
+    async def _follow(self, url: httpx.URL) -> bytes:
+        # Kept-alive connections are known by address only, and another name's certificate would go unchecked.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(
+            verify=self._tls, trust_env=False, limits=limits, timeout=self._timeout_s
+        ) as client:
+            for _ in range(self._max_redirects + 1):
+                answer = await self._get(client, url)
+                if isinstance(answer, bytes):
+                    return answer
+                url = answer
+        raise RequestError(FIELD, f"was redirected more than {self._max_redirects} times")
+
+    async def _get(self, client: httpx.AsyncClient, url: httpx.URL) -> bytes | httpx.URL:
+        """The picture, or where to look instead."""
+        addresses = await self._checked_addresses(url)
+        for address in addresses:
+            try:
+                response = await client.send(_request_to(client, url, address), stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if address == addresses[-1]:
+                    raise
+                continue
+            try:
+                if response.status_code in REDIRECTS:
+                    return _redirect_target(url, response)
+                return await self._read(response)
+            finally:
+                await response.aclose()
+        raise AssertionError("a checked name has at least one address")
+
+    async def _checked_addresses(self, url: httpx.URL) -> Sequence[str]:
+        host, port = _host(url), url.port or PORTS[url.scheme]
+        if not any(allowed.matches(host, port) for allowed in self._hosts):
+            raise RequestError(FIELD, f"the host {shown(f'{host}:{port}')} is not allowed on this server")
+        try:
+            addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError):
+            addresses = ()
+        if not addresses:
+            raise RequestError(FIELD, f"the host {shown(host)} has no address")
+        if not all(self._may_connect(address) for address in addresses):
+            raise RequestError(FIELD, f"the host {shown(host)} has an address that is not public")
+        return addresses
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        _require_picture(response)
+        declared = response.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            raise self._too_large()
+        body = bytearray()
+        async for piece in response.aiter_raw():
+            body += piece
+            if len(body) > self._max_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> RequestError:
+        return RequestError(FIELD, f"the picture has more than {self._max_bytes} bytes; send a smaller one")
+
+
+class _AllowedHost:
+    def __init__(self, entry: str) -> None:
+        name, _, port = entry.strip().lower().partition(":")
+        self._is_wildcard = name.startswith("*.")
+        self._name = name.removeprefix("*.").rstrip(".")
+        labels = self._name.split(".")
+        is_sound = all(label.isascii() and label.replace("-", "").replace("_", "").isalnum() for label in labels)
+        if not is_sound or (port and not port.isdecimal()) or (self._is_wildcard and len(labels) < 2):
+            raise ConfigError(
+                "allowed_image_hosts",
+                f"{shown(entry)} is not a host; write a name (xn-- form), *.example.org or name:port",
+            )
+        self._ports = {int(port)} if port else set(PORTS.values())
+
+    def matches(self, host: str, port: int) -> bool:
+        is_named = host.endswith("." + self._name) if self._is_wildcard else host == self._name
+        return is_named and port in self._ports
+
+
+def _parse(url: str) -> httpx.URL:
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        raise RequestError(FIELD, f"{shown(url)} is not a URL") from None
+    if parsed.scheme not in PORTS:
+        raise RequestError(FIELD, f"must be http, https or base64 (got the scheme {shown(parsed.scheme)})")
+    if not parsed.host or parsed.userinfo:
+        raise RequestError(FIELD, "must name a host and no user")
+    return parsed
+
+
+def _host(url: httpx.URL) -> str:
+    """As it goes over the wire: lower case, international names encoded, no final dot."""
+    return url.raw_host.decode("ascii").lower().rstrip(".")
+
+
+def _request_to(client: httpx.AsyncClient, url: httpx.URL, address: str) -> httpx.Request:
+    host = _host(url)
+    headers = {**REQUEST_HEADERS, "host": host if url.port is None else f"{host}:{url.port}"}
+    return client.build_request(
+        "GET", url.copy_with(host=address, fragment=None), headers=headers, extensions={"sni_hostname": host}
+    )
+
+
+def _redirect_target(url: httpx.URL, response: httpx.Response) -> httpx.URL:
+    location = response.headers.get("location", "")
+    try:
+        target = _parse(str(url.join(location)))
+    except httpx.InvalidURL:
+        raise RequestError(FIELD, "was redirected to something that is not a URL") from None
+    if url.scheme == "https" and target.scheme == "http":
+        raise RequestError(FIELD, "was redirected from https to http")
+    return target
+
+
+def _require_picture(response: httpx.Response) -> None:
+    """The kind is only a first sieve: what the bytes are is found out by decoding them."""
+    if response.status_code != 200:
+        raise RequestError(FIELD, f"the host answered with status {response.status_code}")
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and not kind.startswith("image/") and kind not in ("application/octet-stream", "binary/octet-stream"):
+        raise RequestError(FIELD, f"is no picture: the host calls it {shown(kind)}")
+    if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise RequestError(FIELD, "the host sent it compressed; only plain picture files are read")

@@ -1,0 +1,259 @@
+"""Through the public engine: answers that ended by themselves are valid for their schema, whatever the weights say.
+
+The golden models have random weights and write random text, so nothing but the constraint makes their answers valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from kestrel.cli.demo import SCENE
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.engine.compiling import CompilePool
+from kestrel.errors import QueueFull, RequestCancelled, RequestError
+from tests.constraints.json_walks import SCHEMAS, assert_valid
+from tests.engine.conftest import GOLDENS, MakeEngine
+from tests.engine.fake_engine import fake_engine
+
+PICTURE = GOLDENS / "image_small.png"
+QUESTION = {"question": "What is it?", "reasoning": False}
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("family", ["md2", "md3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_every_schema_is_kept_by_random_weights(family: str, temperature: float, make_engine: MakeEngine) -> None:
+    engine = await make_engine(family, max_batch_size=16)
+    how = {"temperature": temperature, "top_p": 1.0, "max_tokens": 250, "seed": 5}
+    calls = [engine.run("query", **QUESTION, **how, response_format=of_schema(schema)) for schema in SCHEMAS.values()]
+    for (name, schema), result in zip(SCHEMAS.items(), await asyncio.gather(*calls), strict=True):
+        assert result.finish_reason == "stop", name
+        assert_valid(result.output["answer"], schema)
+
+
+async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3")
+
+    async def ask(seed: int) -> str:
+        wanted = of_schema(SCHEMAS["nested"])
+        result = await engine.run(
+            "query", **QUESTION, temperature=1.0, top_p=1.0, seed=seed, max_tokens=250, response_format=wanted
+        )
+        return result.output["answer"]
+
+    assert await ask(1) == await ask(1) != await ask(2)
+
+
+async def test_any_object_is_json_when_it_ends(make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3", max_batch_size=16)
+    how = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 60, "response_format": {"type": "json_object"}}
+    results = await asyncio.gather(*(engine.run("query", **QUESTION, **how, seed=seed) for seed in range(24)))
+    ended = [result for result in results if result.finish_reason == "stop"]
+    assert ended
+    for result in ended:
+        assert isinstance(json.loads(result.output["answer"]), dict)
+    for result in results:
+        assert result.output["answer"].startswith("{")
+        assert result.finish_reason == "stop" or result.metrics.output_tokens == 60
+
+
+async def test_eight_schemas_and_strangers_share_a_batch(make_engine: MakeEngine) -> None:
+    """fp32: the strangers answer exactly as alone."""
+    engine = await make_engine("md2", max_batch_size=16, dtype="float32")
+    free = [
+        {"question": question, "reasoning": False, "temperature": 0.0, "max_tokens": 40} for question in ("a", "b c")
+    ]
+    free += [dict(free[0], image=PICTURE), dict(free[1], temperature=1.0, seed=3)]
+    alone = [(await engine.run("query", **one)).output for one in free]
+    schemas = list(SCHEMAS.values())[:8]
+    bound = [
+        engine.run("query", **QUESTION, temperature=1.0, seed=i, max_tokens=250, response_format=of_schema(schema))
+        for i, schema in enumerate(schemas)
+    ]
+    results = await asyncio.gather(*bound, *(engine.run("query", **one) for one in free))
+    assert [result.output for result in results[8:]] == alone
+    for schema, result in zip(schemas, results, strict=False):
+        assert result.finish_reason == "stop"
+        assert_valid(result.output["answer"], schema)
+
+
+@pytest.mark.parametrize("skill", ["query", "chat", "complete"])
+async def test_each_text_skill_takes_a_format_with_a_picture(skill: str, make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3")
+    schema = SCHEMAS["person"]
+    own: dict[str, Any] = {
+        "query": QUESTION,
+        "chat": {"messages": [{"role": "user", "content": "Who is it?"}], "reasoning": False},
+        "complete": {"prompt": "It is "},
+    }[skill]
+    result = await engine.run(skill, image=PICTURE, **own, max_tokens=200, response_format=of_schema(schema))
+    assert result.finish_reason == "stop"
+    assert_valid(result.output["text" if skill == "complete" else "answer"], schema)
+    text = await engine.run(skill, **own, max_tokens=5, temperature=0.0, response_format={"type": "text"})
+    assert text.output == (await engine.run(skill, **own, max_tokens=5, temperature=0.0)).output
+
+
+async def test_thinking_is_free_and_the_answer_is_not(make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3")
+    how = {"question": "What is it?", "reasoning": True, "temperature": 0.0, "max_tokens": 60}
+    free = (await engine.run("query", **how)).output["reasoning"]
+    result = await engine.run("query", **how, response_format=of_schema(SCHEMAS["bounded integers"]))
+    assert result.output["reasoning"] == free
+    assert_valid(result.output["answer"], SCHEMAS["bounded integers"])
+
+
+async def test_a_stream_brings_the_same_text_in_pieces(make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3")
+    how = {**QUESTION, "temperature": 0.0, "max_tokens": 250, "response_format": of_schema(SCHEMAS["nested"])}
+    stream = await engine.run("query", stream=True, **how)
+    pieces = [chunk.text async for chunk in stream]
+    assert len(pieces) > 2
+    assert "".join(pieces) == (await engine.run("query", **how)).output["answer"]
+
+
+async def test_a_budget_leaves_the_beginning_of_a_valid_answer(make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3")
+    how = {**QUESTION, "temperature": 0.0, "response_format": of_schema(SCHEMAS["person"])}
+    whole = (await engine.run("query", **how, max_tokens=250)).output["answer"]
+    cut = await engine.run("query", **how, max_tokens=6)
+    assert cut.finish_reason == "length"
+    assert whole.startswith(cut.output["answer"].rstrip("\ufffd"))
+
+
+async def test_cancelling_gives_the_row_back(make_engine: MakeEngine) -> None:
+    engine = await make_engine("md3", max_batch_size=1)
+    long = {**QUESTION, "max_tokens": 600, "response_format": of_schema({"type": "string", "minLength": 9000})}
+    stream = await engine.run("query", stream=True, request_id="long", **long)
+    await asyncio.sleep(0.2)
+    engine.cancel("long")
+    with pytest.raises(RequestCancelled):
+        await stream.result()
+    result = await engine.run("query", **QUESTION, max_tokens=99, response_format=of_schema(SCHEMAS["choice"]))
+    assert_valid(result.output["answer"], SCHEMAS["choice"])
+
+
+async def test_the_embedded_model_fills_in_a_form() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "is_there_a_cow": {"enum": ["yes", "no"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 20},
+        },
+        "required": ["is_there_a_cow", "count"],
+        "additionalProperties": False,
+    }
+    async with await InferenceEngine.create(RuntimeConfig(device="cpu", kv_cache_pages=600)) as engine:
+        question = {"question": "Is there a cow?", "reasoning": False, "temperature": 0.0, "max_tokens": 60}
+        form, plain = await asyncio.gather(
+            engine.run("query", image=SCENE, **question, response_format=of_schema(schema)),
+            engine.run("query", image=SCENE, **question),
+        )
+        assert plain.text == "yes"
+        assert form.finish_reason == "stop"
+        assert_valid(form.text, schema)
+        choice = {"type": "choice", "choices": ["yes", "no"]}
+        assert (await engine.run("query", image=SCENE, **question, response_format=choice)).text == "yes"
+
+
+async def test_tight_memory_changes_no_structured_answer(make_engine: MakeEngine) -> None:
+    """Few pages: sequences are preempted in the middle of their answer."""
+    how = {"reasoning": False, "temperature": 0.0, "max_tokens": 250, "response_format": of_schema(SCHEMAS["nested"])}
+    wanted = [{"question": letter * 290, **how} for letter in "XYZ"]
+    roomy = await make_engine("md2")
+    expected = [(await roomy.run("query", **one)).output for one in wanted]
+    tight = await make_engine("md2", kv_cache_pages=240, page_size=4, max_batch_size=3, enable_prefix_cache=False)
+    results = await asyncio.gather(*(tight.run("query", **one) for one in wanted))
+    assert sum(result.metrics.num_preemptions for result in results) > 0
+    assert [result.output for result in results] == expected
+
+
+async def test_a_step_in_flight_changes_nothing() -> None:
+    """The fake runtime keeps one step in flight, as a GPU does."""
+    engine = fake_engine()
+    try:
+        calls = [
+            engine.run("query", **QUESTION, max_tokens=400, response_format=of_schema(schema))
+            for schema in SCHEMAS.values()
+        ]
+        results = await asyncio.gather(*calls, engine.run("query", **QUESTION, max_tokens=50))
+        for (name, schema), result in zip(SCHEMAS.items(), results, strict=False):
+            if result.finish_reason == "stop":
+                assert_valid(result.output["answer"], schema)
+            else:
+                assert name != "choice"
+        assert sum(result.finish_reason == "stop" for result in results[:-1]) > len(SCHEMAS) // 2
+    finally:
+        await engine.shutdown(drain=False)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "yaml"},
+        of_schema({"type": "frog"}),
+        of_schema({"$ref": "#"}),
+        of_schema({"properties": {"c": {"$ref": "#"}}, "required": ["c"], "type": "object"}),
+        of_schema({"enum": ["x" * 100_000]}),
+        {"type": "regex", "regex": "("},
+        {"type": "regex", "regex": "((a{99}){99}){99}"},
+    ],
+    ids=lambda wanted: str(wanted)[:60],
+)
+async def test_a_bad_format_fails_alone_and_leaves_nothing_behind(wanted: dict[str, Any]) -> None:
+    engine = fake_engine()
+    try:
+        good = asyncio.create_task(engine.run("query", **QUESTION, max_tokens=30))
+        with pytest.raises(RequestError, match=r"^response_format"):
+            await engine.run("query", **QUESTION, response_format=wanted)
+        assert (await good).output["answer"]
+        assert engine.num_requests == 0
+        assert engine.is_running
+    finally:
+        await engine.shutdown(drain=False)
+
+
+async def test_skills_that_write_no_free_text_refuse_a_format() -> None:
+    engine = fake_engine()
+    try:
+        for skill, own in (("caption", {}), ("point", {"object": "x"}), ("detect", {"object": "x"})):
+            with pytest.raises(RequestError, match="response_format: is not a field"):
+                await engine.run(skill, image=PICTURE, **own, response_format={"type": "json_object"})
+        with pytest.raises(RequestError, match="allowed_ids"):
+            await engine.run("query", **QUESTION, allowed_ids=[30], response_format={"type": "json_object"})
+    finally:
+        await engine.shutdown(drain=False)
+
+
+async def test_a_compilation_past_its_time_is_refused_and_does_not_hold_the_loop() -> None:
+    pool = CompilePool(limit_s=0.1)
+    slow = asyncio.create_task(pool.run(time.sleep, 0.4))
+    await asyncio.sleep(0.05)
+    queued = asyncio.create_task(pool.run(time.sleep, 0.0))
+    with pytest.raises(RequestError, match="response_format: took longer"):
+        await slow
+    with pytest.raises(QueueFull):
+        await queued
+    await asyncio.sleep(0.4)
+    assert await pool.run(int, "7") == 7
+    pool.close()
+
+
+async def test_the_deepest_references_within_the_limits_do_not_exhaust_the_stack() -> None:
+    """On a usual stack some six hundred references to each other end the process."""
+    levels = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(199)} | {"a199": {"type": "null"}}
+    engine = fake_engine()
+    try:
+        wanted = of_schema({"$ref": "#/$defs/a0", "$defs": levels})
+        result = await engine.run("query", **QUESTION, max_tokens=20, response_format=wanted)
+        assert result.output["answer"]
+    finally:
+        await engine.shutdown(drain=False)
