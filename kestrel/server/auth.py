@@ -1,4 +1,4 @@
-"""Who may call: API keys, compared in constant time. Health routes are open to everybody."""
+"""Who may call: API keys, compared in constant time. Health routes and the playground's page are open to everybody."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import Unauthorised
 
-OPEN_PATHS = frozenset({"/healthz", "/health", "/ready", "/version"})
-"""Routes that need no key."""
+OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/ready", "/version"})
+"""Routes that need no key, beside everything in OPEN_FOLDER."""
+OPEN_FOLDER = "/playground/"
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether the route needs no key and does not count as a client's request."""
+    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class Authentication:
     """Puts `client` (who calls, for limits and logs) and `tenant` (whose cached KV it may share) on the request."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._keys = [key.encode() for key in config.api_keys]
         self._isolates = config.isolate_prefix_cache
-        self._open_paths = open_paths
         self._salt = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,8 +42,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        return not self._keys or path in self._open_paths
+        return not self._keys or is_open(scope)
 
     def _require_key(self, headers: Headers) -> bytes:
         offered = offered_keys(headers)

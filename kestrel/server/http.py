@@ -21,6 +21,7 @@ from kestrel.server.limits import BodyLimit, ClientLimit
 from kestrel.server.native import native_routes
 from kestrel.server.observation import Observation
 from kestrel.server.operations import operation_routes
+from kestrel.server.playground import router as playground_routes
 from kestrel.server.remote_images import RemoteImages
 from kestrel.server.request_ids import HEADER, RequestIds
 from kestrel.server.state import ServerState
@@ -67,7 +68,7 @@ def observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    return [operation_routes(), native_routes()]
+    return [operation_routes(), native_routes(), playground_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation) -> list[Middleware]:

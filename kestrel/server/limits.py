@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import QueueFull, RequestError
-from kestrel.server.auth import OPEN_PATHS
+from kestrel.server.auth import is_open
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import BodyTooLarge, ClientGone, SlowClient, TooManyRequests
 from kestrel.server.state import ServerState
@@ -33,7 +33,7 @@ class ClientLimit:
         self._unanswered: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._limit is None or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or self._limit is None or is_open(scope):
             await self._app(scope, receive, send)
             return
         client = scope["state"]["client"]

@@ -63,7 +63,9 @@ def test_health_needs_no_key(visitor: httpx.Client, path: str) -> None:
     assert visitor.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/query", "/v1/nothing", "/openapi.json", "//healthz", "/healthz/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/query", "/v1/nothing", "/openapi.json", "/%2fhealthz", "/healthz/", "/playground"]
+)
 def test_nothing_else_is_open(visitor: httpx.Client, path: str) -> None:
     assert visitor.request("POST", path, json=QUESTION).status_code == 401
 

@@ -1,0 +1,296 @@
+/** The page put together: one form, one picture, one call at a time, and what came of each. */
+
+import { CallError, fetchBlob } from "./api.js";
+import { clearBanners, showError, showNotice } from "./banners.js";
+import { perform } from "./calling.js";
+import { Composer } from "./composer.js";
+import { Conversation } from "./conversation.js";
+import { byId } from "./dom.js";
+import { History } from "./history.js";
+import { Inspector } from "./inspector.js";
+import { setUpIntake } from "./intake.js";
+import { setUpKeyboard } from "./keyboard.js";
+import { Marks } from "./marks.js";
+import { emptyOutcome } from "./outcome.js";
+import { Overlay } from "./overlay.js";
+import { largestPictureBytes, pictureOf, shownBytes } from "./picture.js";
+import { Results } from "./results.js";
+import { connect } from "./server.js";
+import { showSamples } from "./samples.js";
+import { Settings } from "./settings.js";
+import { callOf } from "./skills.js";
+import { setUpTheme } from "./theme.js";
+
+const MODEL_LIMITS_UNKNOWN = { max_body_bytes: 32 * 2 ** 20 };
+
+const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+let picture = null;
+let facts = MODEL_LIMITS_UNKNOWN;
+let running = null;
+
+const overlay = new Overlay(byId("overlay"), { onHover: (id) => results.light(id) });
+const results = new Results(overlay);
+const inspector = new Inspector();
+const conversation = new Conversation();
+const settings = new Settings({ onChange: () => onFormChange() });
+const marks = new Marks({ overlay, onChange: () => onFormChange() });
+const composer = new Composer({ onChange: () => onSkillOrForm() });
+const history = new History({ onOpen: (entry) => reopen(entry) });
+
+// ---------------------------------------------------------------------- the form
+
+function form() {
+  const { skill, text, length, reasoning } = composer;
+  return {
+    skill: skill.name,
+    text,
+    length,
+    reasoning,
+    picture,
+    model: facts.model,
+    marks: skill.takesMarks ? marks.list : [],
+    turns: conversation.turns,
+    settings: settings.values,
+    streaming: settings.isStreaming,
+  };
+}
+
+function onFormChange() {
+  inspector.setCall(callOf(form()), facts.needs_key || settings.key !== "");
+  byId("key-wanted").hidden = !facts.needs_key || settings.key !== "";
+}
+
+let shownSkill = null;
+
+/** Another skill starts with an empty result; other changes keep what is shown. */
+function onSkillOrForm() {
+  if (shownSkill !== composer.skill) {
+    shownSkill = composer.skill;
+    showIdle();
+  }
+  onFormChange();
+}
+
+function showIdle() {
+  const isChat = composer.skill.name === "chat";
+  results.clear(
+    picture || !composer.skill.needsPicture
+      ? "The answer appears here."
+      : "Choose a picture first: then the answer appears here.",
+  );
+  inspector.setResponse(null);
+  marks.offer(Boolean(composer.skill.takesMarks && picture));
+  byId("new-chat").hidden = !isChat || conversation.turns.length === 0;
+  conversation.show(isChat ? conversation.turns : []);
+  byId("result").hidden = isChat;
+}
+
+// ---------------------------------------------------------------------- the picture
+
+async function usePicture(blob, name, source = null) {
+  try {
+    const taken = await pictureOf(blob, name, { maxBytes: largestPictureBytes(facts), source });
+    clearBanners();
+    showPicture(taken);
+    conversation.set([]);
+    marks.set([]);
+    showIdle();
+    if (taken.shrunkFrom) showNotice(shrunkNotice(taken));
+  } catch (error) {
+    showError(error);
+  }
+  onFormChange();
+}
+
+function shrunkNotice({ width, height, blob, shrunkFrom }) {
+  const before = `${shrunkFrom.width} × ${shrunkFrom.height}, ${shownBytes(shrunkFrom.bytes)}`;
+  const after = `${width} × ${height}, ${shownBytes(blob.size)}`;
+  return `The picture (${before}) is over this server's limit, so a smaller copy (${after}) is sent.`;
+}
+
+function showPicture(taken) {
+  picture = taken;
+  byId("empty").hidden = taken !== null;
+  byId("canvas").hidden = byId("stage-tools").hidden = taken === null;
+  for (const button of byId("samples").children) {
+    button.setAttribute("aria-pressed", String(taken !== null && taken.source === button.dataset.source));
+  }
+  if (taken === null) return;
+  byId("picture").src = taken.url;
+  byId("picture").alt = `The picture: ${taken.name}`;
+  byId("canvas").style.setProperty("--aspect", taken.width / taken.height);
+  byId("picture-facts").textContent =
+    `${taken.name} · ${taken.width} × ${taken.height} · ${shownBytes(taken.blob.size)}`;
+  overlay.setPicture(taken.width, taken.height);
+}
+
+function removePicture() {
+  if (isBusy()) return;
+  showPicture(null);
+  composer.suggest({});
+  conversation.set([]);
+  marks.set([]);
+  showIdle();
+  onFormChange();
+}
+
+async function useSample(sample, source) {
+  if (isBusy()) return;
+  try {
+    const blob = await fetchBlob(source);
+    composer.suggest(sample.ask);
+    await usePicture(blob, sample.file, source);
+  } catch (error) {
+    showError(error);
+  }
+}
+
+function useFile(file) {
+  if (isBusy()) return;
+  composer.suggest({});
+  usePicture(file, file.name || "pasted.png");
+}
+
+/** The picture of a running call stays: what it finds is drawn there. */
+function isBusy() {
+  if (running) showNotice("An answer is on its way. Stop it first to change the picture.");
+  return running !== null;
+}
+
+// ---------------------------------------------------------------------- a call
+
+async function run() {
+  if (running) return;
+  const asked = form();
+  const problem = whatIsMissing(asked);
+  if (problem) return showError(problem);
+  clearBanners();
+  const call = callOf(asked);
+  const entry = { form: asked, call, outcome: emptyOutcome(), response: null, error: null, label: labelOf(asked) };
+  running = new AbortController();
+  composer.setRunning(true);
+  inspector.setResponse(null);
+  try {
+    await perform(entry, { key: settings.key, signal: running.signal, onProgress: () => showProgress(entry) });
+  } catch (error) {
+    if (error.name === "AbortError") entry.wasStopped = true;
+    else entry.error = error;
+  }
+  running = null;
+  composer.setRunning(false);
+  finish(entry);
+}
+
+function showProgress({ form: asked, outcome, label }) {
+  if (asked.skill === "chat") conversation.showPending(asked.text, outcome.text ?? "");
+  else results.show(outcome, { label, picture: asked.picture, isBusy: true });
+}
+
+function finish(entry) {
+  history.add(entry);
+  const { form: asked, outcome, error, wasStopped } = entry;
+  if (asked.skill === "chat") {
+    if (!error && !wasStopped) {
+      conversation.set([
+        ...asked.turns,
+        { role: "user", content: asked.text },
+        { role: "assistant", content: outcome.text },
+      ]);
+      entry.turns = conversation.turns;
+      composer.clearText();
+    } else conversation.show();
+  }
+  showEntry(entry);
+  if (results.shapes.length > 0) byId("stage").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
+}
+
+/** What a finished call looks like, now or when it is opened again. */
+function showEntry(entry) {
+  const { form: asked, call, outcome, response, error, label, seen, wasStopped } = entry;
+  showIdle();
+  if (error) {
+    const action = error.status === 401 ? ["Enter API key", () => settings.open("api-key")] : null;
+    showError(error, action);
+    inspector.setResponse(error.body);
+    if (!outcome.text && !outcome.points && !outcome.objects) return;
+  } else inspector.setResponse(response);
+  if (asked.skill === "chat") {
+    byId("result").hidden = false;
+    byId("result-empty").hidden = true;
+  }
+  const shown = asked.skill === "chat" ? { ...outcome, text: null } : outcome;
+  results.show(shown, { label, picture: asked.picture, isBusy: false, seen, wasStopped });
+  inspector.setCall(call, facts.needs_key || settings.key !== "");
+  if (asked.skill === "chat" && outcome.text) byId("live").textContent = `Answer: ${outcome.text}`;
+}
+
+function reopen(entry) {
+  if (running) return;
+  const { form: asked } = entry;
+  clearBanners();
+  showPicture(asked.picture);
+  composer.restore(asked.skill === "chat" ? { ...asked, text: "" } : asked);
+  shownSkill = composer.skill;
+  settings.values = asked.settings;
+  conversation.set(entry.turns ?? asked.turns);
+  marks.set(asked.marks);
+  showEntry(entry);
+}
+
+const labelOf = (asked) => (asked.skill === "caption" ? asked.length : asked.text);
+
+function whatIsMissing(asked) {
+  if (composer.skill.needsPicture && !asked.picture) {
+    return new CallError({
+      title: "There is no picture yet",
+      message: `${composer.skill.title} needs one.`,
+      remedy: "Drop, paste or choose a picture, or take one of the samples.",
+    });
+  }
+  if (composer.skill.field && asked.text === "") {
+    byId("prompt").focus();
+    return new CallError({
+      title: "There is nothing to ask yet",
+      message: `The field for “${composer.skill.label.toLowerCase()}” is empty.`,
+      remedy: "Type some words first.",
+    });
+  }
+  return null;
+}
+
+// ---------------------------------------------------------------------- the start
+
+function onFacts(found) {
+  facts = found;
+  composer.setAvailable(found.unavailable, found.can_reason);
+  settings.showDefaults(found.defaults);
+  onFormChange();
+}
+
+setUpTheme();
+setUpIntake({ onFile: useFile, onError: showError });
+setUpKeyboard({
+  onRun: run,
+  onStop: stop,
+  onSkill: (name) => composer.choose(name),
+  onSettings: () => settings.open(),
+});
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+byId("stop").addEventListener("click", stop);
+byId("remove-picture").addEventListener("click", removePicture);
+byId("new-chat").addEventListener("click", () => {
+  conversation.set([]);
+  showIdle();
+  onFormChange();
+});
+onSkillOrForm();
+showSamples(byId("samples"), useSample).catch(showError);
+connect(onFacts, showError);
+
+function stop() {
+  running?.abort();
+}

@@ -1,0 +1,143 @@
+/** What the page can ask for: one row per skill, and the request it makes of the form. */
+
+export const PICTURE = "\u0000picture\u0000";
+/** Stands for the picture's data URL in a body until it is sent or shown. */
+
+export const SKILLS = [
+  {
+    name: "query",
+    title: "Query",
+    path: "v1/query",
+    field: "question",
+    label: "Question",
+    hint: "Ask about the picture, or without one. Marked places are what the question is about.",
+    placeholder: "What is in this picture?",
+    action: "Ask",
+    takesMarks: true,
+    takesReasoning: true,
+    bound: "max_tokens",
+    needsPicture: false,
+  },
+  {
+    name: "caption",
+    title: "Caption",
+    path: "v1/caption",
+    field: null,
+    label: "",
+    hint: "Describe the picture in words.",
+    placeholder: "",
+    action: "Describe",
+    takesLength: true,
+    bound: "max_tokens",
+    needsPicture: true,
+  },
+  {
+    name: "point",
+    title: "Point",
+    path: "v1/point",
+    field: "object",
+    label: "What to point at",
+    hint: "Put a point on every one of something. Marked places say which you mean.",
+    placeholder: "person",
+    action: "Point",
+    takesMarks: true,
+    bound: "max_objects",
+    needsPicture: true,
+  },
+  {
+    name: "detect",
+    title: "Detect",
+    path: "v1/detect",
+    field: "object",
+    label: "What to box",
+    hint: "Draw a box around every one of something.",
+    placeholder: "car",
+    action: "Detect",
+    bound: "max_objects",
+    needsPicture: true,
+  },
+  {
+    name: "segment",
+    title: "Segment",
+    path: "v1/segment",
+    field: "object",
+    label: "What to outline",
+    hint: "Outline one object. Marked places say which one you mean.",
+    placeholder: "dog",
+    action: "Segment",
+    takesMarks: true,
+    bound: "max_tokens",
+    needsPicture: true,
+  },
+  {
+    name: "chat",
+    title: "Chat",
+    path: "v1/chat/completions",
+    field: "message",
+    label: "Message",
+    hint: "Talk about the picture: earlier turns are remembered.",
+    placeholder: "Say something about the picture",
+    action: "Send",
+    takesReasoning: false,
+    bound: "max_tokens",
+    needsPicture: false,
+  },
+];
+
+export const LENGTHS = ["short", "normal", "long"];
+export const SETTINGS = ["temperature", "top_p", "max_tokens", "max_objects", "seed"];
+
+export const skillNamed = (name) => SKILLS.find((skill) => skill.name === name);
+
+/** Settings that a skill takes: it is bounded by tokens or by objects. */
+export const settingsOf = (skill) =>
+  SETTINGS.filter((name) => !["max_tokens", "max_objects"].includes(name) || name === skill.bound);
+
+/** The call that a filled-in form stands for: where to send what. */
+export function callOf(form) {
+  const skill = skillNamed(form.skill);
+  const settings = Object.fromEntries(
+    settingsOf(skill)
+      .filter((name) => form.settings[name] !== undefined)
+      .map((name) => [name, form.settings[name]]),
+  );
+  const body = skill.name === "chat" ? chatBody(form, settings) : nativeBody(skill, form, settings);
+  return { skill: skill.name, path: skill.path, body, picture: form.picture };
+}
+
+function nativeBody(skill, form, settings) {
+  const body = {};
+  if (form.picture) body.image_url = PICTURE;
+  if (skill.field) body[skill.field] = form.text;
+  if (skill.takesLength) body.length = form.length;
+  if (skill.takesReasoning) body.reasoning = form.reasoning;
+  if (skill.takesMarks && form.marks.length > 0) body.spatial_refs = form.marks;
+  if (Object.keys(settings).length > 0) body.settings = settings;
+  if (form.streaming) body.stream = true;
+  return body;
+}
+
+/** The picture belongs to the first turn, so that every turn of the conversation shares it. */
+function chatBody(form, settings) {
+  const turns = [...form.turns, { role: "user", content: form.text }];
+  const messages = turns.map((turn, index) => ({ role: turn.role, content: turn.content, index }));
+  if (form.picture) {
+    const parts = [
+      { type: "image_url", image_url: { url: PICTURE } },
+      { type: "text", text: messages[0].content },
+    ];
+    messages[0].content = parts;
+  }
+  const body = { messages: messages.map(({ role, content }) => ({ role, content })), ...settings };
+  if (form.model) body.model = form.model;
+  if (form.streaming) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
+  return body;
+}
+
+/** The same body with every stand-in for the picture replaced. */
+export function withPicture(body, dataUrl) {
+  if (body === PICTURE) return dataUrl;
+  if (Array.isArray(body)) return body.map((item) => withPicture(item, dataUrl));
+  if (body === null || typeof body !== "object") return body;
+  return Object.fromEntries(Object.entries(body).map(([name, value]) => [name, withPicture(value, dataUrl)]));
+}

@@ -1,0 +1,107 @@
+/** The same call as JSON, as a curl command for macOS and Linux, and as Python. The picture is read from a file. */
+
+import { ROOT } from "./api.js";
+import { shownBytes } from "./picture.js";
+import { PICTURE, withPicture } from "./skills.js";
+
+const KEY_VARIABLE = "KESTREL_API_KEY";
+
+export function requestJson(call) {
+  const { picture } = call;
+  const shortened = picture && `data:${picture.mediaType};base64,… (${shownBytes(picture.blob.size)})`;
+  return prettyJson(withPicture(call.body, shortened));
+}
+
+/** Indented, with lists of plain values on one line. */
+export const prettyJson = (value) =>
+  JSON.stringify(value, null, 2).replace(/\[\n[^[\]{}]*\]/g, (list) =>
+    list.replace(/\n\s*/g, " ").replace("[ ", "[").replace(" ]", "]"),
+  );
+
+export function curlCommand(call, { usesKey }) {
+  const flags = [
+    `curl -sS${call.body.stream ? "N" : ""} ${quoted(String(new URL(call.path, ROOT)))}`,
+    "-H 'Content-Type: application/json'",
+    ...(usesKey ? [`-H "Authorization: Bearer $${KEY_VARIABLE}"`] : []),
+    "--data-binary @-",
+  ].join(" \\\n  ");
+  const [before, after] = JSON.stringify(call.body).split(JSON.stringify(PICTURE).slice(1, -1));
+  if (after === undefined) return `${keyNote(usesKey)}printf '%s' ${quoted(before)} |\n${flags}\n`;
+  const { picture } = call;
+  const lines = [
+    `  printf '%s' ${quoted(`${before}data:${picture.mediaType};base64,`)}`,
+    `  base64 < ${quoted(picture.name)} | tr -d '\\n'`,
+    `  printf '%s' ${quoted(after)}`,
+  ];
+  return `${keyNote(usesKey)}${fetchLine(picture)}${sizeNote(picture)}{\n${lines.join("\n")}\n} |\n${flags}\n`;
+}
+
+export function pythonCode(call, { usesKey }) {
+  const { picture, body } = call;
+  const imports = [picture && "import base64", body.stream && "import json", usesKey && "import os"].filter(Boolean);
+  const parts = [[...imports, ...(imports.length ? [""] : []), "import httpx", ""].join("\n")];
+  if (picture) {
+    parts.push(
+      `${fetchNote(picture)}${sizeNote(picture)}with open(${literal(picture.name)}, "rb") as file:\n` +
+        `    picture = "data:${picture.mediaType};base64," + base64.b64encode(file.read()).decode()\n`,
+    );
+  }
+  parts.push(`body = ${literal(body)}\n`);
+  if (usesKey) parts.push(`headers = {"Authorization": f"Bearer {os.environ['${KEY_VARIABLE}']}"}\n`);
+  const address = literal(String(new URL(call.path, ROOT)));
+  const options = `json=body,${usesKey ? " headers=headers," : ""} timeout=600`;
+  parts.push(body.stream ? streamingLines(address, options, call.skill) : plainLines(address, options, call.skill));
+  return parts.join("\n");
+}
+
+const RESULT_FIELDS = {
+  query: '["answer"]',
+  caption: '["caption"]',
+  point: '["points"]',
+  detect: '["objects"]',
+  segment: '["path"]',
+  chat: '["choices"][0]["message"]["content"]',
+};
+
+const plainLines = (address, options, skill) =>
+  `response = httpx.post(${address}, ${options})\nresponse.raise_for_status()\nprint(response.json()${RESULT_FIELDS[skill]})\n`;
+
+const streamingLines = (address, options, skill) =>
+  [
+    `with httpx.stream("POST", ${address}, ${options}) as response:`,
+    "    response.raise_for_status()",
+    "    for line in response.iter_lines():",
+    `        if line.startswith("data: ")${skill === "chat" ? ' and line != "data: [DONE]"' : ""}:`,
+    "            print(json.loads(line[6:]))",
+    "",
+  ].join("\n");
+
+/** For a POSIX shell. */
+const quoted = (text) => (/^[\w./:-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+/** A JSON value as Python writes it; the picture is the variable of that name. */
+function literal(value, indent = "") {
+  if (value === PICTURE) return "picture";
+  if (value === null) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const inner = `${indent}    `;
+  const items = Array.isArray(value)
+    ? value.map((item) => literal(item, inner))
+    : Object.entries(value).map(([name, item]) => `${JSON.stringify(name)}: ${literal(item, inner)}`);
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  const line = `${open}${items.join(", ")}${close}`;
+  if (line.length <= 72 && !line.includes("\n")) return line;
+  return `${open}\n${items.map((item) => `${inner}${item},\n`).join("")}${indent}${close}`;
+}
+
+/** Gets a sample first, so that the code runs as it was copied. */
+const fetchLine = ({ name, source }) => (source ? `curl -sSo ${quoted(name)} ${quoted(source)}\n` : "");
+
+const fetchNote = (picture) => (picture.source ? `# ${fetchLine(picture)}` : "");
+
+const sizeNote = ({ shrunkFrom }) =>
+  shrunkFrom ? "# The page sent a smaller copy: the file itself is over this server's limit.\n" : "";
+
+const keyNote = (usesKey) => (usesKey ? `# export ${KEY_VARIABLE}=… first\n` : "");

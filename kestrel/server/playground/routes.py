@@ -1,0 +1,116 @@
+"""Routes of the playground: the page at `/`, its files, its samples, and what it must know of this server.
+
+None of them needs a key: the page asks its visitor for one and sends it with the calls it makes.
+"""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from kestrel import __version__, default_model
+from kestrel.engine import InferenceEngine
+from kestrel.server.playground.assets import Asset, Page, read_page
+from kestrel.server.state import state_of
+
+CHAT_PATH = "/v1/chat/completions"
+SKILL_TEMPLATES = {
+    "query": "query",
+    "caption": "caption.normal",
+    "point": "point",
+    "detect": "detect",
+    "segment": "segment",
+}
+"""Each skill of the page, and the template without which a model does not know it."""
+KEEP = "public, max-age=31536000, immutable"
+ASK_AGAIN = "no-cache"
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def router(page: Page | None = None) -> APIRouter:
+    """Everything the playground needs; `page` defaults to the one in the package."""
+    shown = page or read_page()
+    routes = APIRouter(include_in_schema=False)
+
+    async def index(request: Request) -> Response:
+        return asset_response(request, shown.index, ASK_AGAIN)
+
+    async def samples(request: Request) -> Response:
+        return asset_response(request, shown.samples, ASK_AGAIN)
+
+    async def asset(request: Request, name: str) -> Response:
+        if name not in shown.files:
+            raise HTTPException(404)
+        return asset_response(request, shown.files[name], KEEP)
+
+    for path, endpoint in (
+        ("/", index),
+        ("/playground/samples.json", samples),
+        ("/playground/server.json", server),
+        ("/playground/{name:path}", asset),
+    ):
+        routes.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
+    return routes
+
+
+def asset_response(request: Request, asset: Asset, cache_control: str) -> Response:
+    """The asset, or 304 for a browser that has it."""
+    headers = {**SECURITY_HEADERS, "etag": asset.etag, "cache-control": cache_control}
+    known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    if asset.etag in known or "*" in known:
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, headers=headers, media_type=asset.media_type)
+
+
+async def server(request: Request) -> Response:
+    """What the page shows of the server, and the limits it keeps to. Facts that open routes tell anyway."""
+    state = state_of(request)
+    engine = state.engine
+    body = {
+        "version": __version__,
+        "status": state.phase.value,
+        "needs_key": bool(state.config.api_keys),
+        "max_body_bytes": state.config.max_body_bytes,
+        "model": state.model_name,
+        **({} if engine is None else _model_facts(request, engine)),
+    }
+    headers = {**SECURITY_HEADERS, "cache-control": "no-store"}
+    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+
+
+def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]:
+    profile = engine.profile
+    skills = [skill for skill, template in SKILL_TEMPLATES.items() if template in profile.templates]
+    if _is_routed(request, CHAT_PATH):
+        skills.append("chat")
+    return {
+        "skills": skills,
+        "can_reason": bool(profile.reasoning_opener),
+        "context_tokens": engine.max_model_length,
+        "is_demonstration": engine.model_name == default_model.NAME,
+        "max_image_bytes": engine.config.max_image_bytes,
+        "defaults": {
+            "temperature": profile.defaults.temperature,
+            "top_p": profile.defaults.top_p,
+            "max_tokens": profile.defaults.max_new_tokens,
+            "max_objects": profile.defaults.max_objects,
+        },
+    }
+
+
+def _is_routed(request: Request, path: str) -> bool:
+    """Whether this application takes a POST there."""
+    scope = {**request.scope, "method": "POST", "path": request.scope.get("root_path", "") + path}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)

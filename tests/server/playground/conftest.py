@@ -1,0 +1,100 @@
+"""A server with a key and a small body limit, a browser, and pages of it that are already let in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kestrel.server.config import ServerConfig
+from tests.server.conftest import RunningServer, runtime_config, start_server
+from tests.server.playground.browser import Connection, Page, find_browser, open_browser
+
+KEY = "playground-test-key"
+MAX_BODY_BYTES = 600_000
+READY = "document.querySelector('#model-dot').dataset.status === 'ready' && document.querySelector('.sample')"
+
+OpenPage = Callable[..., Awaitable[Page]]
+
+
+@pytest.fixture(scope="package")
+def locked_server(_one_thread: None) -> Iterator[RunningServer]:
+    config = ServerConfig(port=0, api_keys=(KEY,), max_body_bytes=MAX_BODY_BYTES)
+    yield from start_server(config, runtime_config())
+
+
+@pytest_asyncio.fixture(loop_scope="package", scope="package")
+async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Connection]:
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium is installed; run scripts/install-browser")
+    async with open_browser(executable, tmp_path_factory.mktemp("browser-profile")) as connection:
+        yield connection
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def open_page(browser: Connection, locked_server: RunningServer) -> AsyncIterator[OpenPage]:
+    """Opens the playground. After the test every page must have kept to its server and logged nothing."""
+    pages: list[Page] = []
+    logged_before_end: list[str] = []
+
+    async def opened(
+        width: int = 1440, height: int = 900, *, touch: bool = False, scheme: str = "light", key: str = KEY
+    ) -> Page:
+        page = await browser.new_page()
+        pages.append(page)
+        await page.resize(width, height, touch)
+        await page.prefer(prefers_color_scheme=scheme)
+        await page.open(f"{locked_server.url}/")
+        await page.wait_for(READY)
+        await enter_key(page, key)
+        return page
+
+    yield opened
+    for page in pages:
+        outside = [url for url in page.requested if not url.startswith((f"{locked_server.url}/", "blob:", "data:"))]
+        assert outside == []
+        logged_before_end += [entry for entry in page.complaints if not _is_refusal(entry)]
+        await page.close()
+    assert logged_before_end == []
+
+
+def _is_refusal(entry: str) -> bool:
+    """Browsers log every refused request; the page shows those in a banner."""
+    return entry.startswith("network: Failed to load resource: the server responded with a status of 4")
+
+
+async def enter_key(page: Page, key: str) -> None:
+    await fill(page, "#api-key", key)
+
+
+async def fill(page: Page, selector: str, text: str) -> None:
+    field = f"document.querySelector({selector!r})"
+    event = "new Event('input', {bubbles: true})"
+    await page.evaluate(f"(field => {{ field.value = {text!r}; field.dispatchEvent({event}); }})({field})")
+
+
+async def choose_sample(page: Page, name: str) -> None:
+    await page.evaluate(f"document.querySelector('.sample[data-source$=\"/{name}\"]').click()")
+    await page.wait_for(f"document.querySelector('#picture-facts').textContent.startsWith({name!r})")
+    await page.wait_for("document.querySelector('#picture').complete")
+
+
+async def choose_skill(page: Page, name: str) -> None:
+    await page.evaluate(f"document.querySelector('[data-name={name}]').click()")
+
+
+async def run(page: Page) -> None:
+    """Send, and wait for the whole answer."""
+    await page.evaluate("document.querySelector('#composer').requestSubmit()")
+    await finished(page)
+
+
+async def finished(page: Page) -> None:
+    await page.wait_for("document.querySelector('#stop').hidden", wait_s=30)
+
+
+SCREENSHOTS = Path("out/playground")
+"""Ignored by git; look at them after a change."""

@@ -1,0 +1,215 @@
+"""Every skill through the page in a real browser: what is written and drawn against the scene's truth."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from kestrel.evals.metrics import box_iou, match_points
+from tests.server.playground.browser import Page
+from tests.server.playground.conftest import OpenPage, choose_sample, choose_skill, fill, run
+from tests.server.playground.scenes import Box, boxes_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+FOXES = boxes_of("foxes.webp", "fox")
+GREEDY = {"#setting-temperature": "0"}
+
+DRAWN_BOXES = """(() => {
+  const { width, height } = document.querySelector('#overlay').viewBox.baseVal;
+  return [...document.querySelectorAll('.layer-box rect')].map(({ x, y, width: w, height: h }) => {
+    const [left, top] = [x.baseVal.value, y.baseVal.value];
+    return [left / width, top / height, (left + w.baseVal.value) / width, (top + h.baseVal.value) / height];
+  });
+})()"""
+ON_SCREEN = """(selector => {
+  const picture = document.querySelector('#picture').getBoundingClientRect();
+  return [...document.querySelectorAll(selector)].map(shape => {
+    const frame = shape.getBoundingClientRect();
+    const across = x => (x - picture.left) / picture.width, down = y => (y - picture.top) / picture.height;
+    return [across(frame.left), down(frame.top), across(frame.right), down(frame.bottom)];
+  });
+})"""
+WATCH = """(([selector, read]) => {
+  window.seen = [];
+  const note = () => window.seen.push(read(document.querySelector(selector)));
+  const everything = { childList: true, subtree: true, characterData: true };
+  new MutationObserver(note).observe(document.querySelector(selector), everything);
+})"""
+
+
+async def boxes_on_screen(page: Page, selector: str) -> list[Box]:
+    """Frames of shapes as the eye sees them, as shares of the picture."""
+    return [tuple(frame) for frame in await page.evaluate(f"{ON_SCREEN}({json.dumps(selector)})")]
+
+
+async def response_of(page: Page) -> dict[str, Any]:
+    await page.evaluate("document.querySelector('#code-tabs [data-name=response]').click()")
+    return json.loads(await page.text("#code"))
+
+
+async def foxes(open_page: OpenPage, skill: str, **sizes: Any) -> Page:
+    page = await open_page(**sizes)
+    await choose_sample(page, "foxes.webp")
+    await choose_skill(page, skill)
+    for selector, value in GREEDY.items():
+        await fill(page, selector, value)
+    return page
+
+
+async def test_a_question_is_answered_and_timed(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "query")
+    await run(page)
+    assert await page.text("#answer") == str(len(FOXES))
+    timings = await page.text("#timings")
+    for name in ("Queue", "Prefill", "First token", "Speed", "Cached", "In all"):
+        assert name in timings
+    response = await response_of(page)
+    assert response["answer"].strip() == str(len(FOXES))
+    assert f"{response['metrics']['cached_tokens']} of {response['metrics']['input_tokens']}" in timings
+    assert await page.text("#live") == f"Answer: {len(FOXES)}"
+
+
+async def test_text_grows_while_it_streams(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "caption")
+    await page.evaluate(f"{WATCH}(['#answer', node => node.textContent])")
+    await run(page)
+    texts = await page.evaluate("window.seen")
+    assert len(set(texts)) >= 4
+    for earlier, later in itertools.pairwise(texts):
+        assert later.startswith(earlier)
+    assert "fox" in await page.text("#answer")
+
+
+async def test_boxes_are_drawn_where_the_objects_are(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "detect")
+    await run(page)
+    drawn = await page.evaluate(DRAWN_BOXES)
+    assert len(drawn) == len(FOXES)
+    for truth in FOXES:
+        assert max(box_iou(tuple(box), truth) for box in drawn) > 0.6
+    for size in ((1440, 900), (700, 1000), (390, 844)):
+        await page.resize(*size)
+        seen = await boxes_on_screen(page, ".layer-box rect")
+        assert all(box_iou(a, tuple(b)) > 0.93 for a, b in zip(seen, drawn, strict=True)), size
+
+
+async def test_points_appear_one_by_one_on_the_objects(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "point")
+    await page.evaluate(f"{WATCH}(['.layer-point', layer => layer.childElementCount])")
+    await run(page)
+    assert set(range(1, len(FOXES) + 1)) <= set(await page.evaluate("window.seen"))
+    circles = await boxes_on_screen(page, ".layer-point circle")
+    found = match_points([((c[0] + c[2]) / 2, (c[1] + c[3]) / 2) for c in circles], FOXES)
+    assert found.num_matched == found.num_predicted == found.num_true
+    assert await page.evaluate("document.querySelectorAll('#found li').length") == len(FOXES)
+
+
+async def test_an_outline_fills_its_box_on_the_object(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "segment")
+    await run(page)
+    (mask,) = await boxes_on_screen(page, ".layer-mask path")
+    (box,) = await page.evaluate(DRAWN_BOXES)
+    assert box_iou(mask, tuple(box)) > 0.8
+    assert max(box_iou(mask, truth) for truth in FOXES) > 0.5
+
+
+async def test_a_point_on_the_picture_and_its_row_light_up_together(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "detect")
+    await run(page)
+    lit = "[...document.querySelectorAll('.is-lit')].map(node => node.dataset.id)"
+    row_left, row_top, _, row_height = await page.frame("#found li:nth-child(2)")
+    await page.hover((row_left + 20, row_top + row_height / 2))
+    assert set(await page.evaluate(lit)) == {"box-1"}
+    left, top, width, height = await page.frame(".layer-box [data-id=box-2] rect")
+    await page.hover((left + width / 2, top + height / 2))
+    assert set(await page.evaluate(lit)) == {"box-2"}
+    assert await page.evaluate("document.querySelector('#found .is-lit').dataset.id") == "box-2"
+    await page.hover((5, 5))
+    assert await page.evaluate(lit) == []
+
+
+async def test_layers_are_switched_off_and_on(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "segment")
+    await run(page)
+    for layer in ("mask", "box", "label"):
+        visible = f"getComputedStyle(document.querySelector('.layer-{layer}')).display !== 'none'"
+        assert await page.evaluate(visible)
+        await page.click(f"[data-layer={layer}]")
+        assert not await page.evaluate(visible)
+        await page.click(f"[data-layer={layer}]")
+        assert await page.evaluate(visible)
+
+
+async def test_thinking_is_folded_and_shows_what_it_counts(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "query")
+    await page.evaluate("document.querySelector('#reasoning').click()")
+    await run(page)
+    assert not await page.evaluate("document.querySelector('#thoughts').open")
+    assert await page.evaluate("document.querySelectorAll('.layer-point circle').length") == 0
+    await page.click("#thoughts summary")
+    await page.wait_for(f"document.querySelectorAll('.layer-point circle').length === {len(FOXES)}")
+    circles = await boxes_on_screen(page, ".layer-point circle")
+    found = match_points([((c[0] + c[2]) / 2, (c[1] + c[3]) / 2) for c in circles], FOXES)
+    assert found.num_matched == len(FOXES)
+    left, top, width, height = await page.frame("#thoughts mark")
+    await page.hover((left + width / 2, top + height / 2))
+    assert await page.evaluate("document.querySelectorAll('.layer-point .is-lit').length") == 1
+
+
+async def test_clicks_and_drags_become_references(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "query")
+    left, top, width, height = await page.frame("#canvas")
+    await page.drag((left + 0.25 * width, top + 0.5 * height))
+    await page.drag((left + 0.4 * width, top + 0.6 * height), (left + 0.2 * width, top + 0.3 * height))
+    await page.wait_for("document.querySelectorAll('.chip').length === 2")
+    point, box = json.loads(await page.text("#code"))["spatial_refs"]
+    assert point == pytest.approx([0.25, 0.5], abs=0.01)
+    assert box == pytest.approx([0.2, 0.3, 0.4, 0.6], abs=0.01)
+    await page.evaluate("document.querySelector('.chip-name').focus()")
+    await page.press("ArrowRight")
+    moved = json.loads(await page.text("#code"))["spatial_refs"][0]
+    assert moved == pytest.approx([point[0] + 0.01, point[1]], abs=0.001)
+    await page.click(".chip:nth-child(2) .chip-remove")
+    assert json.loads(await page.text("#code"))["spatial_refs"] == [moved]
+    await run(page)
+    assert (await response_of(page))["finish_reason"] == "stop"
+    await choose_skill(page, "detect")
+    assert "spatial_refs" not in await page.text("#code")
+
+
+async def test_a_chat_remembers_its_turns_where_the_server_offers_it(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "chat")
+    if await page.evaluate("document.querySelector('[data-name=chat]').disabled"):
+        assert "/v1/chat/completions" in await page.evaluate("document.querySelector('[data-name=chat]').title")
+        assert "question" in await page.text("#code")  # the skill before it stays chosen
+        return
+    for question in ("How many foxes are there?", "Is there a fox?"):
+        await fill(page, "#prompt", question)
+        await run(page)
+    turns = await page.evaluate("[...document.querySelectorAll('.turn')].map(turn => turn.lastChild.textContent)")
+    assert turns[0] == "How many foxes are there?"
+    assert turns[1] == str(len(FOXES))
+    assert len(turns) == 4
+    await page.evaluate("document.querySelector('#code-tabs [data-name=request]').click()")
+    assert len(json.loads(await page.text("#code"))["messages"]) == 3
+
+
+async def test_history_brings_back_what_was_asked_and_found(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "detect")
+    await run(page)
+    await choose_sample(page, "fish.webp")
+    await choose_skill(page, "query")
+    await run(page)
+    assert await page.evaluate("document.querySelectorAll('.past').length") == 2
+    assert await page.text("#answer") == "yes"
+    await page.click("#history li:nth-child(2) .past")
+    await asyncio.sleep(0.1)
+    assert await page.evaluate("document.querySelector('[data-name=detect]').ariaChecked") == "true"
+    assert "foxes.webp" in await page.text("#picture-facts")
+    assert len(await page.evaluate(DRAWN_BOXES)) == len(FOXES)
+    assert await page.evaluate("document.querySelector('#prompt').value") == "fox"
