@@ -164,6 +164,8 @@ class SkillOutput:
 
     fields: dict[str, Any]
     text: str
+    num_reasoning_tokens: int = 0
+    """How many of the generated tokens were thinking."""
 
 
 class TokenConsumer(Protocol):
@@ -173,6 +175,10 @@ class TokenConsumer(Protocol):
 
     def consume_prompt(self, report: PromptReport) -> None:
         """Called once, before the first token, when the request asks for outputs of its prompt; else never."""
+        ...
+
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        """The id that ended the sequence, which is no part of it. Called only when log-probabilities are asked for."""
         ...
 
     def flush(self) -> StreamDelta | None: ...

@@ -90,6 +90,7 @@ class EngineStream:
                     text=update.output.text,
                     finish_reason=update.finish_reason.value,
                     metrics=update.metrics,
+                    num_reasoning_tokens=update.output.num_reasoning_tokens,
                 )
             )
             self._chunks.put_nowait(None)
