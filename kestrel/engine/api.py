@@ -174,6 +174,7 @@ class InferenceEngine(SkillCalls):
             generation.namespace = CacheNamespace(tenant=route.tenant)
             generation.priority = route.priority
             generation.submitted_s = submitted_s
+            stream.num_prompt_tokens = generation.num_prompt_positions
             self._send(stream, generation)
         except BaseException:
             self._close_stream(stream.request_id)

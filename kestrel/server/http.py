@@ -20,6 +20,7 @@ from kestrel.server.lifecycle import EngineSource, engine_lifespan
 from kestrel.server.limits import BodyLimit, ClientLimit
 from kestrel.server.native import native_routes
 from kestrel.server.observation import Observation
+from kestrel.server.openai.routes import openai_routes
 from kestrel.server.operations import operation_routes
 from kestrel.server.remote_images import RemoteImages
 from kestrel.server.request_ids import HEADER, RequestIds
@@ -67,7 +68,7 @@ def observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    return [operation_routes(), native_routes()]
+    return [operation_routes(), native_routes(), openai_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation) -> list[Middleware]:

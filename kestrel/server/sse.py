@@ -39,7 +39,8 @@ def event(value: Any) -> bytes:
 class EventStream(Response, Generic[T]):
     """Runs engine requests and sends their events. A client that goes away ends them.
 
-    `events` makes the events of what `call` opens, last one included. `events_of_failure` makes what follows a failure in the middle: the error, and a dialect's own end mark.
+    `events` makes the events of what `call` opens, last one included. `events_of_failure` makes what follows a failure
+    in the middle: the error, and a dialect's own end mark.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class CompleteRequest(SampledRequest):
 class CompleteSkill(BuiltinSkill[CompleteRequest]):
     """Result: {"text", "token_ids"}, and with `echo` or `prompt_logprobs` {"prompt_token_ids"}.
 
-    The ids are all that were generated, also what a stop string cut away. With `logprobs` an answer that the model ended
+    The ids are all that were generated, also what a stop string cut away. With `logprobs` a text that the model ended
     itself also has {"end_logprobs"}: the entry of the id that ended it.
     `prompt_logprobs` = k adds {"prompt_logprobs"}: for each prompt token None (the first) or its log-probability, its
     rank and the k most likely ids in its place. `echo` with `logprobs` = k asks for the same. Then `max_tokens` may be
