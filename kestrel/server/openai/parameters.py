@@ -14,6 +14,7 @@ from kestrel.request import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MIN_REPETITION_PENALTY,
 )
 
 MAX_CHOICES = 128
@@ -119,7 +120,7 @@ SAMPLING = (
     Parameter("ignore_eos", BOOLEAN, "ignore_eos"),
     Parameter("presence_penalty", number_schema(-2, 2), "presence_penalty"),
     Parameter("frequency_penalty", number_schema(-2, 2), "frequency_penalty"),
-    Parameter("repetition_penalty", {"type": "number", "exclusiveMinimum": 0, "maximum": 2}, "repetition_penalty"),
+    Parameter("repetition_penalty", number_schema(MIN_REPETITION_PENALTY, 2), "repetition_penalty"),
     Parameter("logit_bias", _LOGIT_BIAS, "logit_bias"),
     Parameter("response_format", _RESPONSE_FORMAT, "response_format"),
     Parameter("priority", integer_schema(-1_000_000, 1_000_000), "priority"),
