@@ -37,6 +37,9 @@ class NullConsumer:
     def consume_prompt(self, report: PromptReport) -> None:
         return None
 
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        return None
+
     def flush(self) -> StreamDelta | None:
         return None
 

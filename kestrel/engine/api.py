@@ -97,6 +97,20 @@ class InferenceEngine(SkillCalls):
         return self._ready.runtime.limits.max_positions
 
     @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to one less."""
+        return self._ready.vocab_size
+
+    @property
+    def num_image_positions(self) -> int:
+        """Positions a picture takes in the context; 0 when the model reads text only."""
+        return self._ready.num_image_positions
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._ready.runtime.limits.max_batch_size
+
+    @property
     def fault(self) -> BaseException | None:
         """What stopped the worker, if anything did."""
         return self._worker.fault
@@ -160,6 +174,7 @@ class InferenceEngine(SkillCalls):
             generation.namespace = CacheNamespace(tenant=route.tenant)
             generation.priority = route.priority
             generation.submitted_s = submitted_s
+            stream.num_prompt_tokens = generation.num_prompt_positions
             self._send(stream, generation)
         except BaseException:
             self._close_stream(stream.request_id)

@@ -27,6 +27,9 @@ class RefinedSegment:
     def consume_prompt(self, report: PromptReport) -> None:
         self._inner.consume_prompt(report)
 
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        self._inner.consume_end(token_id, logprobs)
+
     def flush(self) -> StreamDelta | None:
         return self._inner.flush()
 

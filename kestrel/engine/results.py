@@ -19,6 +19,8 @@ class EngineResult:
     text: str
     finish_reason: str
     metrics: RequestMetrics
+    num_reasoning_tokens: int = 0
+    """How many of `metrics.output_tokens` were thinking, the mark that ends it included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class EngineStream:
     def __init__(self, request_id: str, skill: str, cancel: Callable[[str], None]) -> None:
         self.request_id = request_id
         self.skill = skill
+        self.num_prompt_tokens = 0  # positions of the laid-out prompt, set by the engine
         self._cancel = cancel
         self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         self._result: asyncio.Future[EngineResult] = asyncio.get_running_loop().create_future()
@@ -90,6 +91,7 @@ class EngineStream:
                     text=update.output.text,
                     finish_reason=update.finish_reason.value,
                     metrics=update.metrics,
+                    num_reasoning_tokens=update.output.num_reasoning_tokens,
                 )
             )
             self._chunks.put_nowait(None)

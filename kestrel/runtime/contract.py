@@ -119,6 +119,8 @@ class RowOutput:
     grammar_state: int
     phase_spent: int
     logprobs: TokenLogprobs | None = None
+    end_id: int | None = None
+    """The id that ended the row, when `token` is None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,8 @@ def _row_output(
     reason = None
     if finish != GOING_ON:
         reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
-    return RowOutput(row, token, reason, state - host.grammar_base, spent, logprobs)
+    end_id = token_id if token is None else None
+    return RowOutput(row, token, reason, state - host.grammar_base, spent, logprobs, end_id)
 
 
 def _logprobs(sampled: Sampled, hosts: list[HostRow]) -> list[TokenLogprobs | None]:

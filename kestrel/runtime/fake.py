@@ -123,7 +123,8 @@ class FakeRuntime:
         emitted, goto = grammar.advance(row.state, sampled)
         if goto == END or (state.end_ids and sampled in row.start.sampling.stop_token_ids):
             row.last = TextToken(emitted)  # a step already in flight still feeds something
-            return RowOutput(row_index, None, FinishReason.STOP, row.state, row.spent)
+            logprobs = _logprobs(row)
+            return RowOutput(row_index, None, FinishReason.STOP, row.state, row.spent, logprobs, end_id=emitted)
         token = self._typed(state, emitted, position)
         row.said.update([emitted] if isinstance(token, TextToken) else [])
         changes_phase = grammar.states[goto].phase != state.phase
@@ -132,8 +133,8 @@ class FakeRuntime:
         row.generated += 1
         spent_out = row.spent >= budget and grammar.states[goto].when_spent is None
         ended = spent_out or row.generated >= row.start.max_total_tokens
-        logprobs = TokenLogprobs(-1.0) if row.start.sampling.logprobs is not None else None
-        return RowOutput(row_index, token, FinishReason.LENGTH if ended else None, goto, row.spent, logprobs)
+        reason = FinishReason.LENGTH if ended else None
+        return RowOutput(row_index, token, reason, goto, row.spent, _logprobs(row))
 
     def _weighed(self, row: _Row, candidate: int) -> int:
         """The candidate, or the id that penalties and bias put before it."""
@@ -187,6 +188,10 @@ def early_ends(state: State, sampling: SamplingParams, spent: int) -> set[int]:
     """Ids that would end the row but may not yet."""
     ends = set(state.end_ids) if sampling.ignore_eos or spent < sampling.min_tokens else set()
     return ends | set(sampling.stop_token_ids) if state.end_ids and spent < sampling.min_tokens else ends
+
+
+def _logprobs(row: _Row) -> TokenLogprobs | None:
+    return None if row.start.sampling.logprobs is None else TokenLogprobs(-1.0)
 
 
 def _permits(mask: bytes | None, token_id: int) -> bool:

@@ -83,6 +83,8 @@ class Committer:
                     sequence.constrain(output.token)
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
+            elif output.end_id is not None and output.logprobs is not None:
+                sequence.request.consumer.consume_end(output.end_id, output.logprobs)
             if delta is not None:
                 updates += _delta_updates(sequence, delta)
                 finish = FinishReason.STOP if delta.ends else finish

@@ -20,6 +20,7 @@ from kestrel.server.lifecycle import EngineSource, engine_lifespan
 from kestrel.server.limits import BodyLimit, ClientLimit
 from kestrel.server.native import native_routes
 from kestrel.server.observation import Observation
+from kestrel.server.openai.routes import openai_routes
 from kestrel.server.operations import operation_routes
 from kestrel.server.playground import router as playground_routes
 from kestrel.server.remote_images import RemoteImages
@@ -68,7 +69,7 @@ def observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    return [operation_routes(), native_routes(), playground_routes()]
+    return [operation_routes(), native_routes(), openai_routes(), playground_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation) -> list[Middleware]:

@@ -102,7 +102,7 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         state_of(request).require_serving()
         body = await read_object(request)
-        wants_stream = _take_flag(body, "stream")
+        wants_stream = take_flag(body, "stream")
         fields = await engine_fields(state_of(request), skill, body)
         adapter, request_id = fields.get("adapter"), fields.pop("request_id", None)
         if request_id is not None and not isinstance(request_id, str):
@@ -156,7 +156,7 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
         if name in fields:
             known = ", ".join(sorted({*skill.fields, *COMMON_FIELDS}))
             raise RequestError(name, f"is not a field of {skill.name}; known fields: {known}")
-    _take_model(state, fields)
+    take_model(state, fields)
     for name, value in skill.defaults.items():
         fields.setdefault(name, value)
     if skill.counts_tokens and state.config.default_max_new_tokens is not None and not _bounds_tokens(fields):
@@ -167,14 +167,14 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
     return fields
 
 
-def _take_flag(body: dict[str, Any], name: str) -> bool:
+def take_flag(body: dict[str, Any], name: str) -> bool:
     value = body.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise RequestError(name, f"must be true or false (got {shown(value)})")
     return bool(value)
 
 
-def _take_model(state: ServerState, fields: dict[str, Any]) -> None:
+def take_model(state: ServerState, fields: dict[str, Any]) -> None:
     """Takes out `model`, which may name an adapter after a slash."""
     name = fields.pop("model", None)
     if name is None:

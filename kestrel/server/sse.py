@@ -8,13 +8,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kestrel.engine import EngineStream
 from kestrel.server.calls import until_gone
 from kestrel.server.errors import ClientGone, error_body, kind_of
 
@@ -29,24 +28,25 @@ HEADERS = {
 FIRST_EVENT_WAIT_S = 0.25
 """How long the headers wait for the first event, so that a request refused at once gets a status of its own."""
 
-Events = Callable[[EngineStream], AsyncIterator[bytes]]
-"""From a running request to the events of its stream, last one included."""
+T = TypeVar("T")
+"""What runs: one engine request or several."""
 
 
 def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-class EventStream(Response):
-    """Runs one engine request and sends its events. A client that goes away ends the request.
+class EventStream(Response, Generic[T]):
+    """Runs engine requests and sends their events. A client that goes away ends them.
 
-    `events_of_failure` makes what follows a failure in the middle: the error, and a dialect's own end mark.
+    `events` makes the events of what `call` opens, last one included. `events_of_failure` makes what follows a failure
+    in the middle: the error, and a dialect's own end mark.
     """
 
     def __init__(
         self,
-        call: AbstractAsyncContextManager[EngineStream],
-        events: Events,
+        call: AbstractAsyncContextManager[T],
+        events: Callable[[T], AsyncIterator[bytes]],
         ping_interval_s: float,
         events_of_failure: Callable[[BaseException], bytes] = lambda error: event(error_body(error)),
     ) -> None:

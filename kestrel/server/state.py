@@ -66,6 +66,8 @@ class ServerState:
     running: dict[str, RequestInfo] = field(default_factory=dict)
     """Engine requests without their answer, by id."""
     pending_body_bytes: int = 0
+    started_at_s: int = field(default_factory=lambda: int(time.time()))
+    """When the server was made, in seconds since 1970."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the server is ready, or has failed to become so."""
 

@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """The bytes one id adds to a text; none for a special id."""
         ...
 
+    def token_name(self, token_id: int) -> str | None:
+        """The vocabulary's own entry, which names special ids; None for an unknown id."""
+        ...
+
 
 class ConstraintSource(Protocol):
     def start(self, wanted: ResponseFormat) -> TokenConstraint:
@@ -140,6 +144,9 @@ class SkillState(ABC):
     def consume_prompt(self, report: PromptReport) -> None:
         """Take the outputs of the prompt; called once, before the first token, if `Prompt.outputs` asks for some."""
         raise NotImplementedError(f"{type(self).__name__} asks for outputs of the prompt but takes none")
+
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:  # noqa: B027 - most skills show no ends
+        """Take the id that ended the sequence; called before `flush`, only when log-probabilities are asked for."""
 
     def flush(self) -> StreamDelta | None:
         """What was held back from the stream; called once, before `finish`."""

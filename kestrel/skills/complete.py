@@ -9,12 +9,13 @@ from typing import Any
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import MAX_LOGPROBS, SamplingParams, SkillOutput
+from kestrel.request import MAX_LOGPROBS, SamplingParams, SkillOutput, TokenLogprobs
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
 from kestrel.skills.layout import check_pictures, laid_out, opening
+from kestrel.skills.logprobs import ShownTokens
 from kestrel.skills.prompt_scores import prompt_logprobs
 from kestrel.skills.structured import answer_constraint
 from kestrel.skills.text_state import TextState
@@ -51,7 +52,8 @@ class CompleteRequest(SampledRequest):
 class CompleteSkill(BuiltinSkill[CompleteRequest]):
     """Result: {"text", "token_ids"}, and with `echo` or `prompt_logprobs` {"prompt_token_ids"}.
 
-    The ids are all that were generated, also what a stop string cut away.
+    The ids are all that were generated, also what a stop string cut away. With `logprobs` a text that the model ended
+    itself also has {"end_logprobs"}: the entry of the id that ended it.
     `prompt_logprobs` = k adds {"prompt_logprobs"}: for each prompt token None (the first) or its log-probability, its
     rank and the k most likely ids in its place. `echo` with `logprobs` = k asks for the same. Then `max_tokens` may be
     0: the prompt is scored and nothing is generated. `text` never includes the prompt.
@@ -99,13 +101,19 @@ class CompleteState(TextState):
         super().__init__(profile, sampling, field)
         self._prompt_ids = prompt_ids
         self._report: PromptReport | None = None
+        self._end: dict[str, Any] | None = None
 
     def consume_prompt(self, report: PromptReport) -> None:
         self._report = report
 
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        self._end = ShownTokens(self.profile.tokenizer).entry(token_id, logprobs)
+
     def output(self) -> SkillOutput:
         output = super().output()
         output.fields["token_ids"] = list(self.token_ids)
+        if self._end is not None:
+            output.fields["end_logprobs"] = self._end
         if self._prompt_ids is not None:
             output.fields["prompt_token_ids"] = list(self._prompt_ids)
             if self._report is not None:

@@ -24,6 +24,7 @@ class ReasoningState(RecordingState):
         self._suffix_left = len(suffix)
         self._thoughts = _Thoughts(profile)
         self._answer = text_stream(profile.tokenizer, sampling.stop)
+        self._num_thinking = 0
 
     @property
     def _answering(self) -> bool:
@@ -43,6 +44,7 @@ class ReasoningState(RecordingState):
         emitted = token_id(self.profile.ids, token)
         if self._answering:
             return text_delta(self._answer.push(emitted), ends=self._answer.is_stopped)
+        self._num_thinking += 1
         if self._opens_answer(token):
             self._suffix_left -= 1
             return text_delta(self._thoughts.flush(), "reasoning")
@@ -62,7 +64,8 @@ class ReasoningState(RecordingState):
     def output(self) -> SkillOutput:
         text, grounding = self._thoughts.result()
         answer = self._answer.text
-        return SkillOutput({"answer": answer, "reasoning": {"text": text, "grounding": grounding}}, answer)
+        fields = {"answer": answer, "reasoning": {"text": text, "grounding": grounding}}
+        return SkillOutput(fields, answer, num_reasoning_tokens=self._num_thinking)
 
 
 class _Chunk:

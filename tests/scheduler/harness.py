@@ -33,6 +33,7 @@ class Recorder:
     fail_at: int | None = None
     reason: FinishReason | None = None
     report: PromptReport | None = None
+    end_id: int | None = None
 
     def consume_prompt(self, report: PromptReport) -> None:
         assert self.report is None, "reported twice"
@@ -44,6 +45,10 @@ class Recorder:
             raise ValueError("this consumer fails on purpose")
         self.tokens.append(token)
         return StreamDelta(text="x")
+
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        assert self.end_id is None, "ended twice"
+        self.end_id = token_id
 
     def flush(self) -> StreamDelta | None:
         return None

@@ -83,7 +83,7 @@ async def test_log_metrics_and_span_agree_about_a_real_call() -> None:
         configure_logs("json", "info", lines)
         watch = Observation(lambda: engine, lambda: "served-name", provider)
         async with client_of(application(watch, engine)) as client:
-            answer = await client.post("/v1/query", json={"questions": ["Is there a cow?", "Is there a dog?"]})
+            answer = await client.post("/v1/query", json={"questions": ["Is there a bee?", "Is there a dog?"]})
             page = Page((await client.get("/metrics")).text)
         tokens_in, tokens_out = (sum(column) for column in zip(*answer.json(), strict=True))
         line = json.loads(lines.getvalue().splitlines()[0])

@@ -70,9 +70,9 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
         ("caption", {}, "image_url"),
         ("caption", {"image_url": SCENE_URL, "length": "epic"}, "length"),
         ("point", {"image_url": SCENE_URL}, "object"),
-        ("point", {"object": "cow"}, "image_url"),
-        ("point", {"image_url": SCENE_URL, "object": "cow", "max_points": 0}, "max_points"),
-        ("detect", {"image_url": SCENE_URL, "object": "cow", "settings": {"max_tokens": 5}}, "max_tokens"),
+        ("point", {"object": "bee"}, "image_url"),
+        ("point", {"image_url": SCENE_URL, "object": "bee", "max_points": 0}, "max_points"),
+        ("detect", {"image_url": SCENE_URL, "object": "bee", "settings": {"max_tokens": 5}}, "max_tokens"),
         ("segment", {"image_url": SCENE_URL, "object": ""}, "object"),
     ],
 )

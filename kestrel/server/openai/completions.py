@@ -1,0 +1,164 @@
+"""`POST /v1/completions`: raw prompts continued, scored, or both, by the complete skill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kestrel.engine import EngineResult
+from kestrel.errors import RequestError, shown
+from kestrel.server.limits import read_object
+from kestrel.server.openai.engine_work import EngineWork
+from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
+from kestrel.server.openai.logprobs import Columns, add_prompt
+from kestrel.server.openai.parameters import (
+    MAX_TOKENS,
+    REFUSED_IN_COMPLETIONS,
+    TOP_LOGPROBS,
+    Body,
+    EngineFields,
+    Parameter,
+    given,
+    integer_schema,
+    refuse,
+    take_choices,
+    take_flag,
+    take_integer,
+    take_stream,
+)
+from kestrel.server.openai.stream import Piece
+from kestrel.server.openai.usage import PromptShare
+from kestrel.server.state import ServerState, state_of
+from kestrel.skills.base import Tokenizer
+
+BOUNDS = (
+    Parameter("max_tokens", integer_schema(0, MAX_TOKENS), "max_tokens"),
+    Parameter("max_completion_tokens", integer_schema(0, MAX_TOKENS), "max_tokens"),
+)
+DEFAULT_MAX_TOKENS = 16
+"""As in the API this follows: a raw prompt may never end by itself."""
+MAX_PROMPTS = 2048
+MAX_STREAMED = 128
+"""Choices that one stream may carry, all of which run at once."""
+
+Prompt = str | list[int]
+
+
+async def completion(request: Request) -> Response:
+    """Continue prompts."""
+    state_of(request).require_serving()
+    body = given(await read_object(request))
+    return await generation_response(request, completion_generation(state_of(request), body))
+
+
+def completion_generation(state: ServerState, body: Body) -> Generation:
+    refuse(body, REFUSED_IN_COMPLETIONS)
+    wish, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
+    if body.get("best_of", num_choices) != num_choices:
+        raise RequestError(
+            "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
+        )
+    prompts = take_prompts(body)
+    _require_few(len(prompts), num_choices, wish.stream)
+    fields = sampling_fields(state, body, BOUNDS, DEFAULT_MAX_TOKENS)
+    has_logprobs = _take_logprobs(body, fields, echoes)
+    if echoes and has_logprobs and wish.stream:
+        raise RequestError("echo", "does not go with logprobs in a stream; leave out one of the three")
+    each = [one for prompt in prompts for one in one_per_choice({**fields.values, "prompt": prompt}, num_choices)]
+    echoed = [prompt for prompt in prompts for _ in range(num_choices)] if echoes else None
+    shape = CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
+    names = {**fields.names, "prompt_logprobs": "logprobs"}
+    return Generation(EngineWork("complete", each, names), shape, wish, PromptShare(num_choices))
+
+
+def take_prompts(body: Body) -> Sequence[Prompt]:
+    """A text, token ids, or a list of either."""
+    value = body.get("prompt")
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if isinstance(value[0], int):
+            return [value]
+        for kind in (str, list):
+            if all(isinstance(one, kind) for one in value):
+                return value
+    raise RequestError(
+        "prompt", f"must be a text, a list of texts, token ids or a list of lists of token ids (got {shown(value)})"
+    )
+
+
+def _require_few(num_prompts: int, num_choices: int, stream: bool) -> None:
+    most = MAX_STREAMED if stream else MAX_PROMPTS
+    if num_prompts * num_choices > most:
+        how = "in a stream" if stream else "in a request"
+        raise RequestError("prompt", f"asks for {num_prompts} × {num_choices} (n) choices; at most {most} go {how}")
+
+
+def _take_logprobs(body: Body, fields: EngineFields, echoes: bool) -> bool:
+    """Sets the engine's wishes for log-probabilities; whether the client wants to see them."""
+    has_logprobs = "logprobs" in body
+    if echoes:
+        fields.values["echo"] = True
+    if has_logprobs:
+        fields.add("logprobs", "logprobs", take_integer(body, "logprobs", TOP_LOGPROBS, 0))
+    elif echoes and fields.values["max_tokens"] == 0:
+        fields.values["prompt_logprobs"] = 0  # the engine runs no request that asks for nothing
+    return has_logprobs
+
+
+class CompletionShape:
+    id_prefix = "cmpl"
+    object = chunk_object = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, has_logprobs: bool, echoed: Sequence[Prompt] | None) -> None:
+        self._tokenizer = tokenizer
+        self._has_logprobs = has_logprobs
+        self._echoed = echoed
+        self._opened: set[int] = set()
+
+    def choice(self, index: int, result: EngineResult) -> dict[str, Any]:
+        prompt = self._prompt_text(index)
+        logprobs = None
+        if self._has_logprobs:
+            columns = Columns(self._tokenizer)
+            if self._echoed is not None:
+                add_prompt(columns, result.output["prompt_token_ids"], result.output["prompt_logprobs"])
+            columns.add_generated(result.output["logprobs"], len(prompt))
+            self._add_end(columns, result, len(prompt))
+            logprobs = columns.body()
+        return _choice(index, prompt + result.text, logprobs, result.finish_reason)
+
+    def choices(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        if piece.index not in self._opened:
+            self._opened.add(piece.index)
+            if self._echoed is not None:
+                yield _choice(piece.index, self._prompt_text(piece.index), None, None)
+        logprobs = None
+        if self._has_logprobs:
+            columns = Columns(self._tokenizer)
+            columns.add_generated(() if piece.chunk is None else piece.chunk.logprobs, 0)
+            if piece.result is not None:
+                self._add_end(columns, piece.result, 0)
+            logprobs = columns.body()
+        finish_reason = None if piece.result is None else piece.result.finish_reason
+        text = "" if piece.chunk is None else piece.chunk.text
+        yield _choice(piece.index, text, logprobs, finish_reason)
+
+    def _prompt_text(self, index: int) -> str:
+        if self._echoed is None:
+            return ""
+        prompt = self._echoed[index]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _add_end(self, columns: Columns, result: EngineResult, base: int) -> None:
+        """The id that ended the text has no text, but a log-probability."""
+        end: Mapping[str, Any] | None = result.output.get("end_logprobs")
+        if end is not None:
+            columns.add(end["id"], end, base + len(result.text))
+
+
+def _choice(index: int, text: str, logprobs: Mapping[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,0 +1,95 @@
+"""`POST /v1/embeddings`: a unit vector for each text, list of token ids, or group of parts with a picture."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kestrel.errors import RequestError, shown
+from kestrel.server.calls import until_gone
+from kestrel.server.limits import read_object
+from kestrel.server.native import take_model
+from kestrel.server.openai.engine_work import EngineWork, all_results
+from kestrel.server.openai.generation import json_response
+from kestrel.server.openai.parameters import Body, given
+from kestrel.server.openai.parts import PartReader
+from kestrel.server.state import state_of
+
+MAX_INPUTS = 2048
+ENCODINGS = ("float", "base64")
+
+
+async def embeddings(request: Request) -> Response:
+    """Vectors of texts and pictures."""
+    state = state_of(request)
+    state.require_serving()
+    body = given(await read_object(request))
+    encoding = body.get("encoding_format", "float")
+    if encoding not in ENCODINGS:
+        raise RequestError("encoding_format", f"must be one of: {', '.join(ENCODINGS)} (got {shown(encoding)})")
+    common = {name: body[name] for name in ("model", "adapter", "priority") if name in body}
+    take_model(state, common)
+    fields = [{**common, **one} for one in await _inputs(body, PartReader(state))]
+    names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
+    results = await until_gone(request.receive, all_results(request, EngineWork("embed", fields, names)))
+    vectors = [result.output["embedding"] for result in results]
+    _require_dimensions(body, len(vectors[0]))
+    num_tokens = sum(result.metrics.input_tokens for result in results)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": encoded(vector, encoding)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": state.model_name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+def encoded(vector: Sequence[float], encoding: str) -> Any:
+    """Base64 is of little-endian 32-bit floats."""
+    if encoding == "float":
+        return vector
+    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
+
+
+async def _inputs(body: Body, parts: PartReader) -> list[dict[str, Any]]:
+    """Fields of the embed skill for each input."""
+    value = body.get("input")
+    if isinstance(value, str):
+        return [{"text": value}]
+    if not isinstance(value, list) or not value:
+        raise RequestError("input", f"must be a text, token ids, parts, or a list of one of these (got {shown(value)})")
+    if isinstance(value[0], (int, Mapping)):
+        return [await _input("input", value, parts)]
+    if len(value) > MAX_INPUTS:
+        raise RequestError("input", f"has {len(value)} entries; give at most {MAX_INPUTS}")
+    return [await _input(f"input[{index}]", one, parts) for index, one in enumerate(value)]
+
+
+async def _input(name: str, value: Any, parts: PartReader) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"text": value}
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return {"token_ids": value}
+    if not isinstance(value, list) or not value:
+        raise RequestError(name, f"must be a text, a list of token ids or a list of parts (got {shown(value)})")
+    read = [await parts.read(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    images = [part["image"] for part in read if part["type"] == "image"]
+    texts = [part["text"] for part in read if part["type"] == "text"]
+    if len(images) > 1:
+        raise RequestError(name, f"holds {len(images)} pictures; an embedding is of at most one")
+    return {"image": images[0] if images else None, "text": "\n".join(texts) if texts else None}
+
+
+def _require_dimensions(body: Body, num_dimensions: int) -> None:
+    """A shorter vector would need a model trained for it; this one puts meaning into all of them."""
+    if body.get("dimensions", num_dimensions) != num_dimensions:
+        raise RequestError("dimensions", f"must be {num_dimensions}, the model's own, or left out")

@@ -1,0 +1,92 @@
+"""Log-probabilities in the dialect's two shapes: a list of tokens (chat) and columns (completions)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrel.skills.base import Tokenizer
+from kestrel.skills.text_stream import TextStream
+
+Entry = Mapping[str, Any]
+"""One token as `kestrel.skills.logprobs` describes it."""
+
+
+def shown_token(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as text: its name if it is a special one, its bytes if they are no whole characters."""
+    octets = tokenizer.token_bytes(token_id)
+    if not octets:
+        return tokenizer.token_name(token_id) or ""
+    try:
+        return octets.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{octet:02x}" for octet in octets)
+
+
+# ---------------------------------------------------------------------- chat
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[Entry], num_top: int) -> dict[str, Any]:
+    """Of the answer's tokens; thinking has none."""
+    shown = [
+        {
+            **_chat_token(tokenizer, entry),
+            "top_logprobs": [_chat_token(tokenizer, likely) for likely in entry["top"][:num_top]],
+        }
+        for entry in entries
+        if entry["kind"] == "text"
+    ]
+    return {"content": shown, "refusal": None}
+
+
+def _chat_token(tokenizer: Tokenizer, entry: Entry) -> dict[str, Any]:
+    token = shown_token(tokenizer, entry["id"])
+    return {"token": token, "bytes": entry["bytes"] or None, "logprob": entry["logprob"]}
+
+
+# ---------------------------------------------------------------------- completions
+
+
+@dataclass
+class Columns:
+    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, one place per token."""
+
+    tokenizer: Tokenizer
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+    def add(self, token_id: int, entry: Entry | None, offset: int) -> None:
+        """A token without entry, such as a prompt's first, has no log-probability."""
+        self.tokens.append(shown_token(self.tokenizer, token_id))
+        self.token_logprobs.append(None if entry is None else entry["logprob"])
+        self.top_logprobs.append(None if entry is None else self._top(entry["top"]))
+        self.text_offset.append(offset)
+
+    def add_generated(self, entries: Iterable[Entry], base: int) -> None:
+        for entry in entries:
+            self.add(entry["id"], entry, base + entry["offset"])
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
+
+    def _top(self, likely: Sequence[Entry]) -> dict[str, float]:
+        """Best first. Two ids may look alike; then the likelier one keeps the place."""
+        top: dict[str, float] = {}
+        for entry in likely:
+            top.setdefault(shown_token(self.tokenizer, entry["id"]), entry["logprob"])
+        return top
+
+
+def add_prompt(columns: Columns, ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
+    text = TextStream(columns.tokenizer)
+    for token_id, entry in zip(ids, entries, strict=True):
+        columns.add(token_id, entry, text.num_characters)
+        text.push(token_id)

@@ -1,0 +1,45 @@
+"""`GET /v1/models`: what is served, by every name it may be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kestrel.server.errors import ModelNotFound
+from kestrel.server.native import adapter_in
+from kestrel.server.openai.generation import json_response
+from kestrel.server.state import ServerState, state_of
+
+OWNER = "kestrel"
+
+
+async def list_models(request: Request) -> Response:
+    """The model under each of its names, the one that clients are told first."""
+    state = state_of(request)
+    engine = state.require_serving()
+    names = dict.fromkeys(name for name in (state.model_name, engine.model_name) if name is not None)
+    return json_response({"object": "list", "data": [model_card(state, name) for name in names]})
+
+
+async def retrieve_model(request: Request) -> Response:
+    """One model by its name."""
+    state, name = state_of(request), request.path_params["model"]
+    state.require_serving()
+    if adapter_in(state, name) is not None:
+        raise ModelNotFound(f"model {name!r} is not served here; use {state.model_name!r}")
+    return json_response(model_card(state, name))
+
+
+def model_card(state: ServerState, name: str) -> dict[str, Any]:
+    engine = state.require_serving()
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started_at_s,
+        "owned_by": OWNER,
+        "root": engine.model_name,
+        "parent": None,
+        "max_model_len": engine.max_model_length,
+    }

@@ -1,0 +1,46 @@
+"""Content parts: text and pictures as `{"type": "text"}` and `{"type": "image_url"}`, with the pictures as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kestrel.errors import RequestError, shown
+from kestrel.server.images import image_bytes
+from kestrel.server.state import ServerState
+
+MAX_IMAGES = 8
+"""Pictures in one request."""
+SHAPES = '{"type": "text", "text": …} or {"type": "image_url", "image_url": {"url": …}}'
+
+
+class PartReader:
+    """Reads the parts of one request, and counts its pictures."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._fetcher = state.images
+        self._max_bytes = state.require_serving().config.max_image_bytes
+        self.image_places: list[str] = []
+
+    async def read(self, name: str, part: Any) -> dict[str, Any]:
+        """A part as the chat skill takes it: {"type": "text", "text"} or {"type": "image", "image": bytes}."""
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if kind != "image_url":
+            raise RequestError(name, f"must be {SHAPES} (got {shown(part)})")
+        return {"type": "image", "image": await self._image(f"{name}.image_url", part.get("image_url"))}
+
+    async def _image(self, name: str, value: Any) -> bytes:
+        """`value` is a URL or an object with one; its `detail` means nothing here."""
+        if len(self.image_places) >= MAX_IMAGES:
+            raise RequestError(name, f"is one picture too many; send at most {MAX_IMAGES} in a request")
+        self.image_places.append(name)
+        if isinstance(value, Mapping):
+            name, value = f"{name}.url", value.get("url")
+        try:
+            return await image_bytes(value, self._max_bytes, self._fetcher, name)
+        except RequestError as error:
+            if error.field == name:
+                raise
+            raise RequestError(name, str(error).removeprefix(f"{error.field}: ")) from error
