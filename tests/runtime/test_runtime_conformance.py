@@ -189,7 +189,8 @@ def test_a_rows_own_id_lists_bound_what_it_samples(runtime: Runtime[Any]) -> Non
     prompt: list[Token] = [TextToken(30), TextToken(31)]
     free = answer(runtime, start(0), prompt, 1, step=0)[0].token
     assert isinstance(free, TextToken)
-    for step, lists in enumerate(({"allowed_ids": (70, 71)}, {"suppressed_ids": (free.id, 200)}), start=1):
+    both: list[dict[str, Any]] = [{"allowed_ids": (70, 71)}, {"suppressed_ids": (free.id, 200)}]
+    for step, lists in enumerate(both, start=1):
         bound = RowStart(1, GRAMMAR, SamplingParams(max_new_tokens=50, **lists), 50)
         tokens = [row.token for row in answer(runtime, bound, prompt, 6, step=10 * step)]
         assert all(isinstance(token, TextToken) for token in tokens)
