@@ -28,6 +28,8 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
+MIN_REPETITION_PENALTY = 0.01
+"""Scores are divided by it; far smaller ones would leave the range of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(id, number added to its score), each id once."""
     min_tokens: int = 0
-    """Answer tokens before one that ends the answer may be sampled."""
+    """Answer tokens before one that ends the answer may be sampled. A text of `stop` ends it all the same."""
     ignore_eos: bool = False
     """Never sample the end id: the answer ends by its budget or by a stop."""
     stop_token_ids: tuple[int, ...] = ()

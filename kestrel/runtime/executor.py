@@ -17,6 +17,7 @@ from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
+from kestrel.runtime.upload import start_download
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 FINISH = 2
@@ -125,19 +126,17 @@ def _send_to_host(sampled: Sampled | None) -> tuple[Sampled | None, torch.cuda.E
     """Start the copy to pinned host memory; on the CPU the tensors are there already."""
     if sampled is None or not sampled.integers_B5.is_cuda:
         return sampled, None
-    on_host = Sampled(_pinned(sampled.integers_B5), _pinned(sampled.values_B2))
+    on_host = Sampled(start_download(sampled.integers_B5), start_download(sampled.values_B2))
     if sampled.chosen_logprob_B is not None:
-        on_host.chosen_logprob_B = _pinned(sampled.chosen_logprob_B)
+        on_host.chosen_logprob_B = start_download(sampled.chosen_logprob_B)
     if sampled.top_logprob_BK is not None and sampled.top_id_BK is not None:
-        on_host.top_logprob_BK, on_host.top_id_BK = _pinned(sampled.top_logprob_BK), _pinned(sampled.top_id_BK)
+        on_host.top_logprob_BK, on_host.top_id_BK = (
+            start_download(sampled.top_logprob_BK),
+            start_download(sampled.top_id_BK),
+        )
     arrived = torch.cuda.Event()
     arrived.record()
     return on_host, arrived
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return target.copy_(tensor, non_blocking=True)
 
 
 def _row_output(

@@ -3,9 +3,9 @@
 Every position has a value: a text token its id, a coordinate `round(1024·value)`, a size the sum of its two, position k
 of an image span `int(digest[:4], 16) + k`. The KV slot of a position holds the running sum of values up to it, read
 through the row's page table, so a wrong page gives a wrong token. The token sampled after position p is
-`(running sum at p + p) mod vocab_size`, then moved to an id that the grammar and the row's mask allow. Example (vocab
-10): prompt 3, 4 gives running sums 3, 7, so the first token is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and
-the next is 7.
+`(running sum at p + p) mod vocab_size`, then moved to an id that the grammar, the row's mask and its own id lists
+allow; where they leave none, the row fails. Example (vocab 10): prompt 3, 4 gives running sums 3, 7, so the first token
+is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and the next is 7.
 
 For a row with penalties or a bias ids have scores: vocab_size for that token, one less for each id after it, around the
 circle. The token is then the id with the best score after penalties and bias, the first one from that token on.
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kestrel.errors import NumericalError
 from kestrel.grammar import END, Carries, State
 from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
@@ -80,7 +81,7 @@ class FakeRuntime:
                 continue
             assert row.last is not None, "decode before prefill"
             self._write(row, decode.position, item_value(row.last))
-            output.rows.append(self._sample(decode.row, decode.position))
+            self._sample(decode.row, decode.position, output)
         return FakeStep(plan.step_id, output)
 
     def collect(self, step: FakeStep) -> StepOutput:
@@ -108,16 +109,22 @@ class FakeRuntime:
             part = fake_prompt_part(chunk, sums, self._vocab_size, self._coord_id, self._size_id)
             output.prompt_parts.append(part)
         if chunk.samples:
-            output.rows.append(self._sample(chunk.row, position - 1))
+            self._sample(chunk.row, position - 1, output)
 
-    def _sample(self, row_index: int, position: int) -> RowOutput:
+    def _sample(self, row_index: int, position: int, output: StepOutput) -> None:
+        row = self._rows[row_index]
+        candidate = self._weighed(row, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
+        sampled = self._pick(row, candidate, self._masks.get(row_index))
+        if sampled is None:
+            row.last, row.failed = TextToken(0), True
+            output.failures[row_index] = NumericalError("no token is allowed")
+        else:
+            output.rows.append(self._advance(row_index, position, sampled))
+
+    def _advance(self, row_index: int, position: int, sampled: int) -> RowOutput:
         row = self._rows[row_index]
         grammar, budget = row.start.grammar, row.start.sampling.max_new_tokens
         state = grammar.states[row.state]
-        candidate = self._weighed(row, (self._slots[self._slot(row, position)] + position) % self._vocab_size)
-        sampled = self._pick(
-            state, candidate, early_ends(state, row.start.sampling, row.spent), self._masks.get(row_index)
-        )
         if row.spent >= budget and state.when_spent is not None:
             sampled = state.when_spent
         emitted, goto = grammar.advance(row.state, sampled)
@@ -154,14 +161,21 @@ class FakeRuntime:
         circle = ((candidate + k) % self._vocab_size for k in range(self._vocab_size))
         return max(circle, key=score)
 
-    def _pick(self, state: State, candidate: int, too_early: set[int], mask: bytes | None) -> int:
-        if state.allowed is not None:
-            permitted = [token_id for token_id in state.allowed if _permits(mask, token_id)]
-            timely = [token_id for token_id in permitted if token_id not in too_early] or permitted
-            return timely[candidate % len(timely)]
+    def _pick(self, row: _Row, candidate: int, mask: bytes | None) -> int | None:
+        """The first permitted id from the candidate on, or that of a short list; None when there is none."""
+        sampling, state = row.start.sampling, row.start.grammar.states[row.state]
+        only, never = set(sampling.allowed_ids), {*sampling.suppressed_ids, *state.suppressed}
         circle = (*range(candidate, self._vocab_size), *range(candidate))
-        permitted = [token_id for token_id in circle if token_id not in state.suppressed and _permits(mask, token_id)]
-        return next((token_id for token_id in permitted if token_id not in too_early), permitted[0])
+        permitted = [
+            token_id
+            for token_id in (circle if state.allowed is None else state.allowed)
+            if token_id not in never and (not only or token_id in only) and _permits(mask, token_id)
+        ]
+        too_early = early_ends(state, sampling, row.spent)
+        timely = [token_id for token_id in permitted if token_id not in too_early] or permitted
+        if not timely:
+            return None
+        return timely[0 if state.allowed is None else candidate % len(timely)]
 
     def _typed(self, state: State, emitted: int, position: int) -> Token:
         if emitted == self._coord_id and state.carries & Carries.COORD:

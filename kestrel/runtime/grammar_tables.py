@@ -15,7 +15,7 @@ from kestrel.grammar import END, Grammar, State
 from kestrel.runtime.upload import upload
 
 NO_ID = -1
-MAX_STATES = 8192
+MAX_KEPT_STATES = 8192
 """States kept before those of grammars that no row uses are dropped."""
 
 

@@ -18,7 +18,7 @@ from kestrel.models.contract import DecoderModel
 from kestrel.prompt_outputs import ScoredToken
 from kestrel.runtime.contract import PrefillChunk, PromptPart
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
-from kestrel.runtime.upload import upload
+from kestrel.runtime.upload import start_download, upload
 
 MAX_LOGITS = 2**23
 NOT_FINITE_PROMPT = (
@@ -137,13 +137,8 @@ def _send_to_host(tensors: PromptTensors) -> PromptTensors:
         return tensors
     if scores is not None:
         columns = (scores.logprob_N, scores.rank_N, scores.top_logprob_NK, scores.top_id_NK)
-        scores = Scores(*(_pinned(column) for column in columns))
+        scores = Scores(*(start_download(column) for column in columns))
     arrived = torch.cuda.Event()
-    on_host = PromptTensors(tensors.chunks, scores, None if sums is None else _pinned(sums), arrived)
+    on_host = PromptTensors(tensors.chunks, scores, None if sums is None else start_download(sums), arrived)
     arrived.record()
     return on_host
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return target.copy_(tensor, non_blocking=True)

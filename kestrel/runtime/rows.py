@@ -10,7 +10,7 @@ from torch import Tensor
 from kestrel.grammar import Carries, Grammar
 from kestrel.runtime.contract import PageWrite, RowStart
 from kestrel.runtime.endings import EndingTable
-from kestrel.runtime.grammar_tables import MAX_STATES, GrammarTables
+from kestrel.runtime.grammar_tables import MAX_KEPT_STATES, GrammarTables
 from kestrel.runtime.logit_bias import LogitBiasTable
 from kestrel.runtime.penalties import PenaltyTable
 from kestrel.runtime.upload import upload
@@ -116,7 +116,7 @@ class RowTable:
 
     def _note_on_host(self, start: RowStart) -> None:
         sampling = start.sampling
-        if self.grammars.num_states + len(start.grammar.states) > MAX_STATES:
+        if self.grammars.num_states + len(start.grammar.states) > MAX_KEPT_STATES:
             self._forget_unused_grammars()
         self.host[start.row] = HostRow(
             grammar=start.grammar,

@@ -64,12 +64,12 @@ def sample_rows(
     return sampled
 
 
-def _masked(table: RowTable, host: list[HostRow], rows_B: Tensor, state_B: Tensor, raw_BV: Tensor) -> Tensor:
+def _masked(table: RowTable, host: list[HostRow], rows_B: Tensor, state_B: Tensor, scores_BV: Tensor) -> Tensor:
     """What both the grammar and the request's own id limits allow."""
     if table.id_limits is not None and any(row.has_id_limits for row in host):
         limited_B = upload([row.has_id_limits for row in host], rows_B.device)
-        raw_BV = raw_BV.masked_fill(limited_B[:, None] & ~table.id_limits[rows_B], -torch.inf)
-    return table.grammars.mask(raw_BV, state_B)
+        scores_BV = scores_BV.masked_fill(limited_B[:, None] & ~table.id_limits[rows_B], -torch.inf)
+    return table.grammars.mask(scores_BV, state_B)
 
 
 def _choose(table: RowTable, host: list[HostRow], rows_B: Tensor, logits_BV: Tensor, greedy_B: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kestrel.runtime.upload import upload, upload_tensor
+
 
 def apply_masks(logits_BV: Tensor, row_indices: Sequence[int], masks: Mapping[int, bytes]) -> Tensor:
     """Logits with −inf where a row's mask forbids an id; row b of the logits belongs to row_indices[b].
@@ -19,13 +21,8 @@ def apply_masks(logits_BV: Tensor, row_indices: Sequence[int], masks: Mapping[in
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     num_bytes = -(-vocab_size // 8)
     packed = bytearray().join(masks[row_indices[b]][:num_bytes].ljust(num_bytes, b"\0") for b in masked)
-    packed_MP = _to_device(torch.frombuffer(packed, dtype=torch.uint8).view(len(masked), num_bytes), device)
+    packed_MP = upload_tensor(torch.frombuffer(packed, dtype=torch.uint8).view(len(masked), num_bytes), device)
     bits_8 = torch.arange(8, dtype=torch.uint8, device=device)
     allowed_MV = (packed_MP[:, :, None] >> bits_8 & 1).view(len(masked), -1)[:, :vocab_size].bool()
-    masked_M = _to_device(torch.tensor(masked), device)
+    masked_M = upload(masked, device)
     return logits_BV.index_copy(0, masked_M, logits_BV[masked_M].masked_fill(~allowed_MV, -torch.inf))
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory, since a pageable copy would wait for the whole stream."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -48,20 +48,29 @@ def text_rules(profile: ModelProfile) -> Grammar:
 
 
 def require_choices(grammar: Grammar, sampling: SamplingParams, vocab_size: int | None = None) -> None:
-    """Refuse id lists that leave some step of the grammar without any id to sample.
+    """Refuse id lists that contradict each other or leave some step of the grammar without any id to sample.
 
     Without `vocab_size` a step that allows every id cannot be judged and passes.
     """
-    only, never = set(sampling.allowed_ids), set(sampling.suppressed_ids)
+    only, never, stops = set(sampling.allowed_ids), set(sampling.suppressed_ids), set(sampling.stop_token_ids)
+    if sampling.ignore_eos and not stops.isdisjoint(grammar.end_ids):
+        raise RequestError("stop_token_ids", "name the end id, which ignore_eos bars; leave out one of the two")
     name = "allowed_ids" if only else "suppressed_ids"
-    goes_on = sampling.ignore_eos or sampling.min_tokens > 0
     for state in grammar.states:
         limits = [choices for choices in (set(state.allowed or ()), only) if choices]
-        forbidden = never | set(state.suppressed) | (set(state.end_ids) if goes_on else set())
+        forbidden = never | set(state.suppressed) | _barred_ends(state, sampling)
         all_forbidden = vocab_size is not None and not limits and len(forbidden) >= vocab_size
         if all_forbidden or (limits and not set.intersection(*limits) - forbidden):
             needed = "another id" if state.allowed is None else f"one of the ids {list(state.allowed)}"
             raise RequestError(name, f"leaves no token for the step {state.name!r} of {grammar.name}; permit {needed}")
+
+
+def _barred_ends(state: State, sampling: SamplingParams) -> set[int]:
+    """Ids that would finish the first token's step but must not."""
+    ends = set(state.end_ids)
+    if sampling.min_tokens > 0 and ends:
+        return ends | set(sampling.stop_token_ids)
+    return ends if sampling.ignore_eos else set()
 
 
 @lru_cache(maxsize=64)

@@ -65,11 +65,11 @@ class LogprobLedger:
         self.entries.append(entry)
 
     def stream_up_to(self, kind: str, end: int) -> tuple[dict[str, Any], ...]:
-        """Entries not streamed yet whose text of this kind begins before `end`; earlier ones of no text are skipped."""
+        """Entries not streamed yet whose text of this kind lies before `end`; earlier ones of no text are skipped."""
         streamed: list[dict[str, Any]] = []
         for entry in self.entries[self._num_streamed :]:
             if entry["kind"] == kind:
-                if entry["offset"] >= end:
+                if not _is_before(entry, end):
                     break
                 streamed.append(entry)
             self._num_streamed += 1
@@ -84,5 +84,10 @@ class LogprobLedger:
         return kind, rest
 
     def cut(self, kind: str, end: int) -> None:
-        """Drop what begins at or after the end of a text."""
-        self.entries = [e for e in self.entries if e["kind"] != kind or e["offset"] < end]
+        """Drop what lies behind the end of a text."""
+        self.entries = [e for e in self.entries if e["kind"] != kind or _is_before(e, end)]
+
+
+def _is_before(entry: dict[str, Any], end: int) -> bool:
+    """Whether an entry's text begins before `end`, or is nothing and stands right there."""
+    return entry["offset"] < end or (entry["offset"] == end and not entry["bytes"])

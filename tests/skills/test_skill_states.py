@@ -181,6 +181,16 @@ def test_thinking_and_answer_have_their_own_logprobs(md3: ModelProfile) -> None:
         assert bytes(octet for entry in shown for octet in entry["bytes"]) == text
 
 
+def test_ids_without_text_are_streamed_where_they_stand(md3: ModelProfile) -> None:
+    mark = TextToken(md3.ids.end_ground)
+    deltas, entries = streamed(ReasoningState(md3, WITH_LOGPROBS), [*words(md3, "look"), mark, TextToken(3)])
+    assert [entry["id"] for delta in deltas for entry in delta.logprobs] == [e["id"] for e in entries if e["kind"]]
+    state = TextState(md3, SamplingParams(logprobs=0, stop=("STOP",)), "answer")
+    deltas, entries = streamed(state, [*words(md3, "two "), mark, *words(md3, "STOP")])
+    assert [entry for delta in deltas for entry in delta.logprobs] == entries
+    assert entries[-1]["id"] == mark.id
+
+
 def test_stop_strings_end_the_answer_but_not_the_thinking(md3: ModelProfile) -> None:
     state = ReasoningState(md3, SamplingParams(stop=("two",)))
     tokens = [*words(md3, "two or two"), TextToken(3), *words(md3, "it is two of them")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -132,3 +133,14 @@ def test_a_stopped_stream_takes_nothing_more() -> None:
     stream = StoppingTextStream(tokenizer, ["stop"])
     assert [stream.push(i) for i in (0, 1, 2, 2)] == ["", "x", "", ""]
     assert (stream.flush(), stream.text) == ("", "x")
+
+
+def test_long_stops_do_not_slow_down_a_text_without_blanks() -> None:
+    """The worker runs this for every token of every row."""
+    stream = StoppingTextStream(PieceTokenizer([b"a"]), ["b" * 999 + letter for letter in "cdef"])
+    begin = time.process_time()
+    for _ in range(2000):
+        stream.push(0)
+    assert time.process_time() - begin < 0.7
+    stream.flush()
+    assert stream.text == "a" * 2000
