@@ -19,6 +19,7 @@ MAX_BYTES = 2**20
 def read_config_file(path: Path, groups: tuple[type, ...]) -> dict[str, str | list[str]]:
     """The file's values as texts, as if they stood on the command line. Keys are names of the groups' fields."""
     known = {field.name for group in groups for field in fields(group) if flag_names(field)}
+    texts = {field.name for group in groups for field in fields(group) if "str" in str(field.type)}
     lists = {field.name for group in groups for field in fields(group) if "tuple" in str(field.type)}
     values: dict[str, str | list[str]] = {}
     for key, value in _mapping(path).items():
@@ -26,10 +27,9 @@ def read_config_file(path: Path, groups: tuple[type, ...]) -> dict[str, str | li
             raise ConfigError(f"{path}: {key}", f"is not a setting; known ones: {', '.join(sorted(known))}")
         if value is None:
             continue
-        if key in lists:
-            values[key] = [_text(path, key, item) for item in (value if isinstance(value, list) else [value])]
-        else:
-            values[key] = _text(path, key, value)
+        items = value if key in lists and isinstance(value, list) else [value]
+        written = [_text(path, key, item, needs_quotes=key in texts) for item in items]
+        values[key] = written if key in lists else written[0]
     return values
 
 
@@ -42,7 +42,10 @@ def take_defaults_from_file(context: typer.Context, path: Path | None, groups: t
 def _mapping(path: Path) -> Mapping[Any, Any]:
     try:
         with path.open("rb") as file:
-            content = yaml.safe_load(file.read(MAX_BYTES))
+            written = file.read(MAX_BYTES + 1)
+        if len(written) > MAX_BYTES:
+            raise ConfigError("--config", f"{path} has more than {MAX_BYTES} bytes; give a smaller file")
+        content = yaml.load(written, _EachKeyOnce)
     except OSError as error:
         raise ConfigError("--config", f"cannot read {path} ({error.strerror}); give a readable YAML file") from error
     except yaml.YAMLError as error:
@@ -54,7 +57,22 @@ def _mapping(path: Path) -> Mapping[Any, Any]:
     return content
 
 
-def _text(path: Path, key: str, value: Any) -> str:
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML's plain types only; of a key written twice PyYAML would take the last and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{shown(key)} is given twice", key_node.start_mark)
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
+def _text(path: Path, key: str, value: Any, *, needs_quotes: bool) -> str:
     if not isinstance(value, (str, int, float, bool)):
         raise ConfigError(f"{path}: {key}", f"must be a single value (got {shown(value)})")
+    if needs_quotes and not isinstance(value, str):
+        raise ConfigError(f"{path}: {key}", f"is read as {shown(value)}, not as text; put it in quotes")
     return str(value)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import Unauthorised
+from kestrel.server.paths import route_path
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/ready", "/version"})
 """Routes that need no key, beside everything in OPEN_FOLDER."""
@@ -20,7 +21,7 @@ OPEN_FOLDER = "/playground/"
 
 def is_open(scope: Scope) -> bool:
     """Whether the route needs no key and does not count as a client's request."""
-    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    path = route_path(scope)
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
@@ -29,7 +30,7 @@ class Authentication:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._keys = [key.encode() for key in config.api_keys]
+        self._keys = [_digest(key.encode()) for key in config.api_keys]
         self._isolates = config.isolate_prefix_cache
         self._salt = secrets.token_bytes(16)
 
@@ -45,7 +46,8 @@ class Authentication:
         return not self._keys or is_open(scope)
 
     def _require_key(self, headers: Headers) -> bytes:
-        offered = offered_keys(headers)
+        """The digest of the key. Digests are compared, so that not even a key's length shows in the time it takes."""
+        offered = [_digest(key) for key in offered_keys(headers)]
         if not offered:
             raise Unauthorised("an API key is required; send `Authorization: Bearer KEY` or `X-Moondream-Auth: KEY`")
         known = [key for key in self._keys for candidate in offered if hmac.compare_digest(key, candidate)]
@@ -59,6 +61,10 @@ def offered_keys(headers: Headers) -> list[bytes]:
     scheme, _, bearer = headers.get("authorization", "").strip().partition(" ")
     offered = [bearer if scheme.lower() == "bearer" else "", headers.get("x-moondream-auth", "")]
     return [key.strip().encode("latin-1") for key in offered if key.strip()]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def client_of(connection: HTTPConnection) -> str:

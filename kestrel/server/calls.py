@@ -17,6 +17,7 @@ from kestrel.errors import KestrelError, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, tenant_of
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
+from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
 from kestrel.server.state import RequestInfo, state_of
 
@@ -29,7 +30,7 @@ def request_info(
     """What is known of an engine request before it starts. Without `request_id` it is named as the HTTP request."""
     state = state_of(request)
     return RequestInfo(
-        request_id=request_id or request_id_of(request),
+        request_id=request_id_of(request) if request_id is None else request_id,
         skill=skill,
         route=request.url.path,
         model=state.model_name or "",
@@ -63,6 +64,7 @@ async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any
     state.tell_started(info)
     try:
         async with await engine.run(info.skill, stream=True, **fields) as stream:
+            _record_settings(fields)
             yield stream
             if stream.is_done:
                 outcome = await stream.result()
@@ -75,6 +77,12 @@ async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any
         deadlines.stop()
         state.running.pop(info.request_id, None)
         state.tell_finished(info, outcome)
+
+
+def _record_settings(fields: dict[str, Any]) -> None:
+    record = RequestRecord.current()
+    if record is not None:
+        record.add_settings(fields)
 
 
 class Deadlines:

@@ -12,6 +12,7 @@ from kestrel.errors import ConfigError, shown
 
 LOG_FORMATS = ("text", "json")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
 
 
 def _doc(text: str, **extra: Any) -> dict[str, Any]:
@@ -101,6 +102,8 @@ class ServerConfig:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             missing = "tls_key_file" if self.tls_key_file is None else "tls_cert_file"
             raise ConfigError(missing, "is needed too: HTTPS takes a certificate and its key")
+        if self.isolate_prefix_cache and not self.api_keys:
+            raise ConfigError("isolate_prefix_cache", "tells clients apart by their keys; set api_keys too")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError("root_path", f"must begin and not end with a slash (got {shown(self.root_path)})")
 
@@ -135,20 +138,31 @@ _LISTS = ("api_keys", "cors_origins", "allowed_image_hosts")
 
 
 def _check_texts(config: ServerConfig) -> None:
+    _check_kinds(config)
+    for key in config.api_keys:
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("api_keys", "must be printable ASCII without blanks: keys travel in a header")
+    for origin in config.cors_origins:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            raise ConfigError(
+                "cors_origins", f"{shown(origin)} is no origin; write https://app.example, no slash, or *"
+            )
+    if config.served_model_name is not None and not config.served_model_name.strip():
+        raise ConfigError("served_model_name", "is empty; name the model or leave it out")
+    if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError("otlp_endpoint", f"{shown(config.otlp_endpoint)} is no http(s) URL; give the whole of it")
+
+
+def _check_kinds(config: ServerConfig) -> None:
     for name in _LISTS:
         value = getattr(config, name)
         if not isinstance(value, tuple) or not all(isinstance(item, str) and item.strip() for item in value):
             raise ConfigError(name, "must be a tuple of texts, none of them empty")
-    for key in config.api_keys:
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("api_keys", "must be printable ASCII without blanks: keys travel in a header")
     for name in (*_TEXTS, *_OPTIONAL_TEXTS):
         value = getattr(config, name)
         is_optional = name in _OPTIONAL_TEXTS
         if not isinstance(value, str) and not (is_optional and value is None):
             raise ConfigError(name, f"must be text (got {shown(value)})")
-    if config.served_model_name is not None and not config.served_model_name.strip():
-        raise ConfigError("served_model_name", "is empty; name the model or leave it out")
 
 
 def _check_numbers(config: ServerConfig) -> None:

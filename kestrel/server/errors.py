@@ -24,6 +24,7 @@ from kestrel.errors import (
     RequestCancelled,
     RequestError,
 )
+from kestrel.server.records import RequestRecord
 
 logger = logging.getLogger("kestrel.server")
 
@@ -43,6 +44,18 @@ class ModelNotFound(KestrelError):
 
 class BodyTooLarge(KestrelError):
     """The request body exceeds its limit."""
+
+
+class HeadTooLarge(KestrelError):
+    """Request line and headers exceed their limit."""
+
+
+class AmbiguousLength(KestrelError):
+    """A request says in two ways where its body ends."""
+
+
+class UnsupportedEncoding(KestrelError):
+    """The body is compressed."""
 
 
 class SlowClient(KestrelError):
@@ -86,6 +99,9 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
     (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),
     (BodyTooLarge, ErrorKind(413, "invalid_request_error", "body_too_large", closes=True)),
+    (HeadTooLarge, ErrorKind(431, "invalid_request_error", "headers_too_large", closes=True)),
+    (AmbiguousLength, ErrorKind(400, "invalid_request_error", "ambiguous_length", closes=True)),
+    (UnsupportedEncoding, ErrorKind(415, "invalid_request_error", "unsupported_content_encoding")),
     (SlowClient, ErrorKind(408, "timeout_error", "request_timeout", closes=True)),
     (DeadlineExceeded, ErrorKind(408, "timeout_error", "deadline_exceeded")),
     (TooManyRequests, ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", RETRY_AFTER_S)),
@@ -180,8 +196,11 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, noting_send)
         except ClientGone:
-            scope["state"]["status"] = kind_of(ClientGone()).status
+            return  # nobody to answer
         except Exception as error:
+            record = RequestRecord.current()
+            if record is not None:
+                record.error_type = type(error).__name__
             if kind_of(error).status == 500:
                 logger.exception("request %s failed", scope["state"].get("request_id"))
             if started:

@@ -17,7 +17,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ErrorBoundary, http_exception_response, validation_response
 from kestrel.server.images import ImageFetcher, NoRemoteImages
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
-from kestrel.server.limits import BodyLimit, ClientLimit
+from kestrel.server.limits import BodyLimit, ClientLimit, HeadLimit
 from kestrel.server.native import native_routes
 from kestrel.server.observation import Observation
 from kestrel.server.openai.routes import openai_routes
@@ -90,6 +90,7 @@ def _middleware(state: ServerState, watch: Observation) -> list[Middleware]:
     return [
         *layers,
         Middleware(ErrorBoundary),
+        Middleware(HeadLimit, config=config),
         Middleware(Authentication, config=config),
         Middleware(ClientLimit, config=config),
         Middleware(BodyLimit, state=state),

@@ -1,4 +1,4 @@
-"""Bounds on what a client may send and hold: a body's size and time while it arrives, all bodies, requests each."""
+"""Bounds on what a client may send and hold: a head's size, a body's size and time, all bodies, requests each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kestrel.errors import QueueFull, RequestError
+from kestrel.errors import QueueFull, RequestError, shown
 from kestrel.server.auth import is_open
 from kestrel.server.config import ServerConfig
-from kestrel.server.errors import BodyTooLarge, ClientGone, SlowClient, TooManyRequests
+from kestrel.server.errors import (
+    AmbiguousLength,
+    BodyTooLarge,
+    ClientGone,
+    HeadTooLarge,
+    SlowClient,
+    TooManyRequests,
+    UnsupportedEncoding,
+)
 from kestrel.server.state import ServerState
 
 LINGER_S = 5.0
@@ -22,6 +30,31 @@ LINGER_S = 5.0
 LINGER_BYTES = 256 * 2**20
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are parsed off the event loop."""
+
+
+class HeadLimit:
+    """Refuses a head that is too large, or that frames its body in two ways, which a proxy may read otherwise.
+
+    The connection's own bound stops a head that is still arriving; one that came in a single piece is seen here.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._limit = config.max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if _head_bytes(scope) > self._limit:
+                raise HeadTooLarge(f"request line and headers exceed {self._limit} bytes (max_header_bytes); send less")
+            headers = Headers(scope=scope)
+            if "content-length" in headers and "transfer-encoding" in headers:
+                raise AmbiguousLength("Content-Length and Transfer-Encoding are both given; send one of them")
+        await self._app(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    line = len(scope["method"]) + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
 
 
 class ClientLimit:
@@ -139,6 +172,9 @@ def _declared_length(headers: Headers) -> int:
 
 async def read_object(request: Request) -> dict[str, object]:
     """The JSON object in the body. Whatever else it holds is a RequestError."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)}; send plain JSON")
     chunks: list[bytes] = []
     more = True
     while more:

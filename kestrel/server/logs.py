@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from typing import Any, TextIO
 
 from kestrel.errors import ConfigError, shown
+from kestrel.server.config import LOG_FORMATS
 from kestrel.server.records import RequestRecord
 
-FORMATS = ("json", "text")
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
 """Ours, and that of the HTTP server underneath."""
@@ -30,8 +30,8 @@ _logger = logging.getLogger("kestrel.server.access")
 
 def configure_logs(format: str = "json", level: str = "info", stream: TextIO | None = None) -> None:
     """Send the server's logs to `stream` (standard error). A second call replaces the first."""
-    if format not in FORMATS:
-        raise ConfigError("log_format", f"{shown(format)} is not a format; use one of: {', '.join(FORMATS)}")
+    if format not in LOG_FORMATS:
+        raise ConfigError("log_format", f"{shown(format)} is not a format; use one of: {', '.join(LOG_FORMATS)}")
     if level not in LEVELS:
         raise ConfigError("log_level", f"{shown(level)} is not a level; use one of: {', '.join(LEVELS)}")
     handler = _ServerHandler(stream or sys.stderr)

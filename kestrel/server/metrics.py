@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from starlette.responses import Response
@@ -77,12 +76,6 @@ class ServerMetrics:
         self._http_seconds.labels(self._model_name, record.route).observe(record.latency_s)
 
     # ------------------------------------------------------------------ the page
-
-    def router(self) -> APIRouter:
-        """GET /metrics."""
-        router = APIRouter(tags=["operations"])
-        router.add_api_route("/metrics", self.page, methods=["GET"], response_model=None)
-        return router
 
     async def page(self) -> Response:
         return Response(self.text(), headers={"content-type": TEXT_FORMAT})

@@ -182,10 +182,11 @@ def take_model(state: ServerState, fields: dict[str, Any]) -> None:
     if not isinstance(name, str):
         raise RequestError("model", f"must be the model's name (got {shown(name)})")
     adapter = adapter_in(state, name)
-    if adapter:
-        given = fields.setdefault("adapter", adapter)
-        if given != adapter:
-            raise RequestError("adapter", f"is {shown(given)}, but the model names {shown(adapter)}; give one of them")
+    if adapter is None:
+        return
+    given = fields.setdefault("adapter", adapter)
+    if given != adapter:
+        raise RequestError("adapter", f"is {shown(given)}, but the model names {shown(adapter)}; give one of them")
 
 
 def adapter_in(state: ServerState, name: str) -> str | None:

@@ -1,11 +1,22 @@
-"""The connection protocol: uvicorn's h11 one, with a limit on how long a request's head may take."""
+"""The connection protocol: uvicorn's h11 one, with a limit on how long a request's head may take.
+
+What is no HTTP never reaches the application; its refusal has the shape and the id of all others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kestrel.errors import RequestError
+from kestrel.server.errors import error_response
+from kestrel.server.request_ids import HEADER
+
+MALFORMED = RequestError("request", "is not well-formed HTTP/1.1, or its head is larger than max_header_bytes")
 
 
 def timed_protocol(head_timeout_s: float) -> type[H11Protocol]:
@@ -30,6 +41,11 @@ def timed_protocol(head_timeout_s: float) -> type[H11Protocol]:
             self._stop_waiting()
             super().connection_lost(exc)
 
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                self.transport.write(_malformed(self.conn))
+            self.transport.close()
+
         def _await_head(self) -> None:
             self._head_timer = self.loop.call_later(head_timeout_s, self.transport.close)
 
@@ -39,3 +55,15 @@ def timed_protocol(head_timeout_s: float) -> type[H11Protocol]:
                 self._head_timer = None
 
     return TimedProtocol
+
+
+def _malformed(connection: h11.Connection) -> bytes:
+    """The bytes of the refusal."""
+    response = error_response(MALFORMED)
+    extra = [(b"connection", b"close"), (HEADER.encode(), uuid.uuid4().hex.encode())]
+    events = (
+        h11.Response(status_code=response.status_code, headers=[*response.raw_headers, *extra], reason=b"Bad Request"),
+        h11.Data(data=bytes(response.body)),
+        h11.EndOfMessage(),
+    )
+    return b"".join(connection.send(event) or b"" for event in events)

@@ -6,25 +6,26 @@ once the last byte is out or the client is gone. A record holds numbers and name
 
 from __future__ import annotations
 
-import re
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.request import RequestMetrics
+from kestrel.server.request_ids import HEADER, sane_id
 
-REQUEST_ID_HEADER = "x-request-id"
 UNMATCHED = "unmatched"
 """The route of a request that no route took, so that unknown paths do not become labels."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
+OTHER_METHOD = "_OTHER"
+"""In place of a method that HTTP does not know: clients may invent any number of them."""
+SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
 _SCOPE_KEY = "kestrel.record"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class RequestRecord:
     error_type: str | None = None
     """The class of the error that the client was told of."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling settings as the client gave them (temperature, top_p, top_k, max_tokens, seed)."""
+    """Sampling settings as the client gave them; see SETTINGS."""
     client_gone: bool = False
     started_s: float = field(default_factory=time.monotonic)
     latency_s: float = 0.0
@@ -66,6 +67,13 @@ class RequestRecord:
         self.metrics.output_tokens += metrics.output_tokens
         self.metrics.cached_tokens += metrics.cached_tokens
 
+    def add_settings(self, fields: Mapping[str, Any]) -> None:
+        """Enter the sampling settings among an engine request's checked fields, whether inside `settings` or beside."""
+        inner = fields.get("settings")
+        given = {**fields, **(inner if isinstance(inner, Mapping) else {})}
+        given["max_tokens"] = given.get("max_tokens", given.get("max_new_tokens"))
+        self.settings = {name: given[name] for name in SETTINGS if isinstance(given.get(name), (int, float))}
+
     def find_route(self, scope: Scope) -> None:
         """Take the pattern from the route that was chosen, unless the handler named one."""
         route = scope.get("route")
@@ -88,7 +96,7 @@ class RecordedRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(scope), scope["method"])
+        record = RequestRecord(_request_id(scope), _method(scope))
         scope[_SCOPE_KEY] = record
         token = _current.set(record)
         exchange = _Exchange(record, receive, send)
@@ -131,8 +139,8 @@ class _Exchange:
             self._record.status = message["status"]
             message.setdefault("headers", [])
             headers = MutableHeaders(scope=message)
-            headers.setdefault(REQUEST_ID_HEADER, self._record.request_id)
-            self._record.request_id = headers[REQUEST_ID_HEADER]
+            headers.setdefault(HEADER, self._record.request_id)
+            self._record.request_id = headers[HEADER]
         try:
             await self._send(message)
         except OSError:
@@ -147,5 +155,8 @@ def _request_id(scope: Scope) -> str:
     chosen = scope.get("state", {}).get("request_id")
     if chosen is not None:
         return chosen
-    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return sane_id(scope)
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else OTHER_METHOD

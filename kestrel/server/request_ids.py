@@ -21,8 +21,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if _SANE.fullmatch(given) else uuid.uuid4().hex
+        request_id = sane_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
@@ -31,6 +30,12 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+def sane_id(scope: Scope) -> str:
+    """The client's own id when it is a plain one, else a new one."""
+    given = Headers(scope=scope).get(HEADER, "")
+    return given if _SANE.fullmatch(given) else uuid.uuid4().hex
 
 
 def request_id_of(connection: HTTPConnection) -> str:

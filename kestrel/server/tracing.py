@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kestrel.errors import ConfigError
 from kestrel.server.logs import QUIET_ROUTES
+from kestrel.server.paths import route_path
 from kestrel.server.records import RequestRecord
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class TracedRequests:
         self._error = trace.Status(trace.StatusCode.ERROR)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in QUIET_ROUTES:
+        if scope["type"] != "http" or route_path(scope) in QUIET_ROUTES:
             await self._app(scope, receive, send)
             return
         record = RequestRecord.of(scope)

@@ -47,6 +47,10 @@ from tests.server.conftest import runtime_config, start_server
         {"root_path": "/vision/"},
         {"served_model_name": " "},
         {"insecure": 1},
+        {"isolate_prefix_cache": True},
+        {"cors_origins": ("app.example",)},
+        {"cors_origins": ("https://app.example/",)},
+        {"otlp_endpoint": "collector:4318"},
     ],
 )
 def test_a_value_that_cannot_work_names_its_field(change: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def idle() -> EngineSnapshot:
 
 async def scrape(metrics: ServerMetrics, accept: str = "*/*") -> httpx.Response:
     app = FastAPI()
-    app.include_router(metrics.router())
+    app.add_api_route("/metrics", metrics.page, response_model=None)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.get("/metrics", headers={"accept": accept})
