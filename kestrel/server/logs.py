@@ -18,7 +18,7 @@ from kestrel.server.records import RequestRecord
 
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
-"""Ours, and that of the HTTP server underneath."""
+"""Ours, and that of the HTTP server underneath, whose own account of its start and end is left out at info level."""
 QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/metrics"})
 """Asked every few seconds by machines: logged at debug level, a 503 while starting or draining included."""
 BUSY = 503
@@ -40,7 +40,7 @@ def configure_logs(format: str = "json", level: str = "info", stream: TextIO | N
         logger = logging.getLogger(name)
         logger.handlers = [h for h in logger.handlers if not isinstance(h, _ServerHandler)]
         logger.addHandler(handler)
-        logger.setLevel(level.upper())
+        logger.setLevel("WARNING" if (name, level) == ("uvicorn", "info") else level.upper())
         logger.propagate = False
 
 

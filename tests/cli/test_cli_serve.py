@@ -95,7 +95,6 @@ def test_a_flag_outranks_the_environment_the_file_and_the_default(
         ("api_keys: [good, yes]", "api_keys: is read as True, not as text"),
         ("served_model_name: 2", "served_model_name: is read as 2"),
         ("# " + "x" * 2**20 + "\nport: 80", "has more than 1048576 bytes"),
-        ("isolate_prefix_cache: true", "isolate_prefix_cache: tells clients apart by their keys"),
         ("port: 99999", "port: must be an integer from 0 to 65535"),
     ],
 )
