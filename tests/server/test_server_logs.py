@@ -133,9 +133,17 @@ def test_an_exception_keeps_its_traceback() -> None:
     assert "ValueError: inside" in line["traceback"]
 
 
+def test_the_http_servers_own_start_is_told_at_debug_level_only() -> None:
+    for level, num_lines in (("info", 0), ("debug", 1)):
+        lines = io.StringIO()
+        configure_logs("text", level, lines)
+        logging.getLogger("uvicorn.error").info("Started server process")
+        assert len(lines.getvalue().splitlines()) == num_lines
+
+
 def test_configuring_twice_writes_once() -> None:
     first, second = log("json"), log("text")
-    logging.getLogger("uvicorn.error").info("started")
+    logging.getLogger("uvicorn.error").warning("busy")
     assert first.getvalue() == ""
     assert len(second.getvalue().splitlines()) == 1
 
