@@ -23,6 +23,8 @@ class FinishReason(str, Enum):
 
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300
+MIN_REPETITION_PENALTY = 0.01
+"""Scores are divided by it, and must stay finite."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
@@ -83,9 +85,7 @@ class SamplingParams:
             _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0)
-        if self.repetition_penalty == 0.0:
-            raise RequestError("repetition_penalty", "must be above 0 (got 0); 1 leaves the scores as they are")
+        _require_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         _require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(

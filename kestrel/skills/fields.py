@@ -19,6 +19,7 @@ from kestrel.request import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MIN_REPETITION_PENALTY,
     SamplingParams,
 )
 
@@ -154,7 +155,7 @@ SETTINGS: Mapping[str, Setting] = {
     "suppressed_ids": Setting(token_ids),
     "presence_penalty": Setting(number(-2.0, 2.0)),
     "frequency_penalty": Setting(number(-2.0, 2.0)),
-    "repetition_penalty": Setting(number(0.0, 2.0)),
+    "repetition_penalty": Setting(number(MIN_REPETITION_PENALTY, 2.0)),
     "logit_bias": Setting(logit_bias),
     "min_tokens": Setting(integer(0, MAX_TOKENS)),
     "ignore_eos": Setting(boolean),
