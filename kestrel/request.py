@@ -23,6 +23,8 @@ class FinishReason(str, Enum):
 
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300
+MIN_REPETITION_PENALTY = 0.01
+"""Scores are divided by it, and must stay finite."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000

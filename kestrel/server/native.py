@@ -19,8 +19,21 @@ from kestrel.server.calls import engine_call, request_info, until_gone
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
 from kestrel.server.limits import read_object
+from kestrel.server.native_schemas import (
+    COMMON_FIELDS,
+    PICTURE,
+    REFS,
+    RESPONSE_FORMAT,
+    Schema,
+    body_schema,
+    described,
+    integer,
+    skill_responses,
+    text,
+)
 from kestrel.server.sse import EventStream, event
 from kestrel.server.state import RequestInfo, ServerState, state_of
+from kestrel.skills.fields import MAX_OBJECTS
 
 PUBLISHER = "moondream/"
 """Clients of the hosted service may put it before a model's name."""
@@ -29,8 +42,9 @@ PUBLISHER = "moondream/"
 @dataclass(frozen=True)
 class NativeSkill:
     name: str
-    fields: Mapping[str, str]
-    """Its own fields with a sentence each, for the API description; the skill itself checks them."""
+    fields: Mapping[str, Schema]
+    """Its own fields, for the API description; the skill itself checks them."""
+    required: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What a field left out means over HTTP, where that differs from the engine."""
     counts_tokens: bool = True
@@ -43,43 +57,49 @@ NATIVE_SKILLS = (
     NativeSkill(
         "query",
         {
-            "question": "What to answer.",
-            "image_url": "A picture to ask about.",
-            "reasoning": "Think first.",
-            "spatial_refs": "Points and boxes the question talks about.",
+            "question": text("What to answer.", "What is this?"),
+            "image_url": PICTURE,
+            "reasoning": described("Think first.", {"type": "boolean"}),
+            "spatial_refs": described("Points and boxes the question talks about.", REFS),
+            "response_format": RESPONSE_FORMAT,
         },
+        required=("question",),
         defaults={"reasoning": False},
         streams_text=True,
     ),
-    NativeSkill("caption", {"image_url": "The picture.", "length": "short, normal or long."}, streams_text=True),
+    NativeSkill(
+        "caption",
+        {"image_url": PICTURE, "length": described("How much to say.", {"enum": ["short", "normal", "long"]})},
+        required=("image_url",),
+        streams_text=True,
+    ),
     NativeSkill(
         "point",
         {
-            "image_url": "The picture.",
-            "object": "What to point at.",
-            "max_points": "Most points to find.",
-            "spatial_refs": "Points and boxes the object is near to.",
+            "image_url": PICTURE,
+            "object": text("What to point at.", "cow"),
+            "max_points": described("Most points to find.", integer(1, MAX_OBJECTS)),
+            "spatial_refs": described("Points and boxes the object is near to.", REFS),
         },
+        required=("image_url", "object"),
         counts_tokens=False,
     ),
-    NativeSkill("detect", {"image_url": "The picture.", "object": "What to box."}, counts_tokens=False),
+    NativeSkill(
+        "detect",
+        {"image_url": PICTURE, "object": text("What to box.", "cow")},
+        required=("image_url", "object"),
+        counts_tokens=False,
+    ),
     NativeSkill(
         "segment",
         {
-            "image_url": "The picture.",
-            "object": "What to outline.",
-            "spatial_refs": "Points and boxes that say which one.",
+            "image_url": PICTURE,
+            "object": text("What to outline.", "cow"),
+            "spatial_refs": described("Points and boxes that say which one.", REFS),
         },
+        required=("image_url", "object"),
     ),
 )
-COMMON_FIELDS = {
-    "model": "The model's name, or name/adapter.",
-    "adapter": "Adapter to answer with; also `variant`.",
-    "settings": "temperature, top_p, top_k, max_tokens, max_objects, seed, adapter, logprobs.",
-    "stream": "Answer as Server-Sent Events.",
-    "priority": "Lower runs sooner.",
-    "request_id": "A name for this request.",
-}
 ENGINE_ONLY = ("image", "tenant", "skill", "self")
 """Names of the engine's own parameters, which no client may set."""
 
@@ -92,7 +112,8 @@ def native_routes() -> APIRouter:
             _handler(skill),
             methods=["POST"],
             name=skill.name,
-            openapi_extra={"requestBody": _body_schema(skill)},
+            responses=skill_responses(skill.name),
+            openapi_extra={"requestBody": _body(skill)},
             response_model=None,
         )
     return router
@@ -154,7 +175,7 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
     fields = {name: value for name, value in body.items() if value is not None}
     for name in ENGINE_ONLY:
         if name in fields:
-            known = ", ".join(sorted({*skill.fields, *COMMON_FIELDS}))
+            known = ", ".join(sorted({*skill.fields, *COMMON_FIELDS, "settings"}))
             raise RequestError(name, f"is not a field of {skill.name}; known fields: {known}")
     take_model(state, fields)
     for name, value in skill.defaults.items():
@@ -260,7 +281,7 @@ def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
     return {"type": chunk.kind, chunk.kind: chunk.data, **place}
 
 
-def _body_schema(skill: NativeSkill) -> dict[str, Any]:
-    fields = {**skill.fields, **COMMON_FIELDS}
-    schema = {"type": "object", "properties": {name: {"description": text} for name, text in fields.items()}}
+def _body(skill: NativeSkill) -> dict[str, Any]:
+    bound = "max_tokens" if skill.counts_tokens else "max_objects"
+    schema = body_schema(skill.fields, skill.required, bound, in_words=skill.streams_text)
     return {"required": True, "content": {"application/json": {"schema": schema}}}

@@ -7,7 +7,7 @@ With `watch = Observation(engine, model_name)` the application adds `watch` to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter
 from starlette.middleware import Middleware
@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.server.logs import access_log
 from kestrel.server.metrics import ServerMetrics
+from kestrel.server.native_schemas import refusals
 from kestrel.server.records import RecordedRequests, RequestRecord
 from kestrel.server.tracing import TracedRequests
 
@@ -87,7 +88,19 @@ class Observation:
     def router(self) -> APIRouter:
         """GET /metrics; 503 while the engine is loading."""
         router = APIRouter(tags=["operations"])
-        router.add_api_route("/metrics", self._page, methods=["GET"], response_model=None)
+        text: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+        router.add_api_route(
+            "/metrics",
+            self._page,
+            methods=["GET"],
+            response_class=PlainTextResponse,
+            response_model=None,
+            responses={
+                200: {"description": "Metrics in the Prometheus text format.", "content": text},
+                503: {"description": "The engine is loading.", "content": text},
+                **refusals(401),
+            },
+        )
         return router
 
     async def _page(self) -> Response:

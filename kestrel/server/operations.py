@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -9,13 +12,15 @@ from starlette.responses import Response
 
 from kestrel import __version__
 from kestrel.server.errors import RETRY_AFTER_S
-from kestrel.server.state import ServerState, state_of
+from kestrel.server.state import Phase, ServerState, state_of
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def operation_routes() -> APIRouter:
     router = APIRouter(tags=["operations"])
     for path, endpoint in (("/healthz", healthy), ("/health", healthy), ("/ready", ready), ("/version", version)):
-        router.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        router.add_api_route(path, endpoint, methods=["GET"], responses=RESPONSES[endpoint], response_model=None)
         router.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     return router
 
@@ -44,3 +49,27 @@ def _status(state: ServerState, is_well: bool) -> Response:
     body = orjson.dumps({"status": status, "model": state.model_name})
     headers = {} if is_well else {"retry-after": str(RETRY_AFTER_S)}
     return Response(body, 200 if is_well else 503, headers, media_type="application/json")
+
+
+_MODEL = {"type": ["string", "null"]}
+_STATUS = {
+    "type": "object",
+    "properties": {"status": {"enum": [phase.value for phase in Phase]}, "model": _MODEL},
+    "required": ["status", "model"],
+}
+_VERSION = {
+    "type": "object",
+    "properties": {"version": {"type": "string"}, "model": _MODEL},
+    "required": ["version", "model"],
+}
+
+
+def _answer(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+RESPONSES: dict[Endpoint, dict[int | str, dict[str, Any]]] = {
+    healthy: {200: _answer("It is warm and alive.", _STATUS), 503: _answer("Not yet, or no more.", _STATUS)},
+    ready: {200: _answer("New requests are taken.", _STATUS), 503: _answer("Starting or draining.", _STATUS)},
+    version: {200: _answer("The program and the model.", _VERSION)},
+}

@@ -61,11 +61,14 @@ class RequestRecord:
     def add_result(self, metrics: RequestMetrics, finish_reason: str) -> None:
         """Enter one engine request's numbers. Tokens of several add up; times and the reason are the first one's."""
         if self.metrics is None:
-            self.metrics, self.finish_reason = replace(metrics), finish_reason
+            self.metrics, self.finish_reason = metrics, finish_reason
             return
-        self.metrics.input_tokens += metrics.input_tokens
-        self.metrics.output_tokens += metrics.output_tokens
-        self.metrics.cached_tokens += metrics.cached_tokens
+        self.metrics = replace(
+            self.metrics,
+            input_tokens=self.metrics.input_tokens + metrics.input_tokens,
+            output_tokens=self.metrics.output_tokens + metrics.output_tokens,
+            cached_tokens=self.metrics.cached_tokens + metrics.cached_tokens,
+        )
 
     def add_settings(self, fields: Mapping[str, Any]) -> None:
         """Enter the sampling settings among an engine request's checked fields, whether inside `settings` or beside."""

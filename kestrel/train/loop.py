@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
-import torch._dynamo.config
 from torch import Tensor, nn
 
 from kestrel.moondream.model import MoondreamModel

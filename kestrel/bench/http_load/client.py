@@ -1,0 +1,158 @@
+"""A small HTTP/1.1 client on asyncio streams: what a load generator spends on itself is lost to the measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kestrel.errors import ConfigError, shown
+
+MAX_HEAD_BYTES = 2**18
+BROKEN = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
+"""What a connection that ends or talks nonsense raises."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go."""
+
+    host: str
+    port: int
+    path: str
+    is_https: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(url: str, headers: Mapping[str, str] | None = None) -> Target:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise ConfigError("--url", f"{shown(url)} is no address; write http://host:port/v1/query") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("--url", f"{shown(url)} is no http address; write http://host:port/v1/query")
+        is_https = parts.scheme == "https"
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return Target(parts.hostname, port or (443 if is_https else 80), path, is_https, dict(headers or {}))
+
+    def head(self, num_bytes: int) -> bytes:
+        named = f"[{self.host}]" if ":" in self.host else self.host
+        fields = {
+            "host": f"{named}:{self.port}",
+            "content-type": "application/json",
+            "content-length": str(num_bytes),
+            **self.headers,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        return f"POST {self.path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request and its whole answer; times are of `time.perf_counter`."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    started_s: float
+    first_data_s: float
+    """When the first byte of the body was there; in a stream, of its first event."""
+    ended_s: float
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+
+class Connection:
+    """One kept-alive connection, opened when it is first needed and again after it was closed."""
+
+    def __init__(self, target: Target, tls: ssl.SSLContext | None = None) -> None:
+        self._target = target
+        self._tls = tls or (ssl.create_default_context() if target.is_https else None)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def post(self, body: bytes) -> Exchange:
+        """Raises one of BROKEN when the connection breaks. A kept-alive one that was closed is opened anew."""
+        was_open = self._writer is not None
+        try:
+            return await self._post(body)
+        except BROKEN as error:
+            self.close()
+            if was_open and isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):
+                return await self._post(body)
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+    async def _post(self, body: bytes) -> Exchange:
+        started_s = time.perf_counter()
+        reader, writer = await self._streams()
+        writer.write(self._target.head(len(body)))
+        writer.write(body)
+        await writer.drain()
+        status, headers = await _read_head(reader)
+        answer = _Body(reader)
+        await answer.read(headers)
+        if headers.get("connection", "").lower() == "close" or answer.ends_connection:
+            self.close()
+        ended_s = time.perf_counter()
+        return Exchange(status, headers, bytes(answer.data), started_s, answer.first_data_s or ended_s, ended_s)
+
+    async def _streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._reader is None or self._writer is None:
+            target = self._target
+            self._reader, self._writer = await asyncio.open_connection(
+                target.host, target.port, ssl=self._tls, limit=MAX_HEAD_BYTES
+            )
+        return self._reader, self._writer
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    while True:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status_line, *lines = head.split("\r\n")
+        if not status_line.startswith("HTTP/1."):
+            raise ValueError("the answer is not HTTP/1")
+        status = int(status_line[9:12])
+        if status >= 200:
+            break
+    pairs = (line.partition(":") for line in lines if line)
+    return status, {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+class _Body:
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self.data = bytearray()
+        self.first_data_s: float | None = None
+        self.ends_connection = False
+
+    async def read(self, headers: Mapping[str, str]) -> None:
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            while num_bytes := int(await self._reader.readline(), 16):
+                self._take(await self._reader.readexactly(num_bytes))
+                await self._reader.readexactly(2)
+            await self._reader.readline()
+        elif "content-length" in headers:
+            self._take(await self._reader.readexactly(int(headers["content-length"])))
+        else:
+            self.ends_connection = True
+            self._take(await self._reader.read())
+
+    def _take(self, data: bytes) -> None:
+        """Comments that keep a stream open are no data."""
+        if self.first_data_s is None and not data.startswith(b":"):
+            self.first_data_s = time.perf_counter()
+        self.data += data

@@ -1,0 +1,137 @@
+"""docs/api.md, written from the API's own description: `python -m kestrel.server.api_docs docs/api.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kestrel.server.http import create_app
+
+Schema = Mapping[str, Any]
+MANY = 8
+"""Fields of an object that are still named in one cell."""
+HEAD = """# HTTP API
+
+Written from `/openapi.json` by `python -m kestrel.server.api_docs docs/api.md`. [server.md](server.md) explains
+streams, errors and operations in words. A field in **bold** is required, or always there; null means not given.
+"""
+
+
+def api_document(schema: Schema) -> str:
+    return "\n".join([HEAD, *_refusals(schema), *_operations(schema)])
+
+
+def _operations(schema: Schema) -> Iterator[str]:
+    for path, item in schema["paths"].items():
+        for method, operation in item.items():
+            yield f"## {method.upper()} {path}\n"
+            if operation.get("description"):
+                yield f"{operation['description']}\n"
+            yield from _parameters(operation)
+            yield from _body(operation)
+            yield from _answers(operation)
+
+
+def _parameters(operation: Schema) -> Iterator[str]:
+    for parameter in operation.get("parameters", []):
+        yield f"`{parameter['name']}` in the {parameter['in']}: {type_text(parameter['schema'])}\n"
+
+
+def _body(operation: Schema) -> Iterator[str]:
+    for kind, media in operation.get("requestBody", {}).get("content", {}).items():
+        properties = media["schema"].get("properties", {})
+        settings = properties.get("settings", {}).get("properties", {})
+        required = media["schema"].get("required", [])
+        own = {name: field for name, field in properties.items() if name not in settings}
+        yield f"Body, {kind}:\n"
+        yield from _table(own, required)
+        if settings:
+            yield "Settings, in `settings` or beside it:\n"
+            yield from _table(settings, [])
+
+
+def _answers(operation: Schema) -> Iterator[str]:
+    answer = operation["responses"].get("200", {})
+    for kind, media in answer.get("content", {}).items():
+        schema = media.get("schema", {})
+        yield f"200, {kind}: {answer.get('description', '')}\n"
+        data = schema.get("properties", {}).get("data", {})
+        if kind == "text/event-stream" and "contentSchema" in data:
+            schema = data["contentSchema"]
+        yield from _table(schema.get("properties", {}), schema.get("required", []))
+    others = [f"{status}" for status in operation["responses"] if status != "200"]
+    if others:
+        yield f"Otherwise: {', '.join(others)}.\n"
+
+
+def _refusals(schema: Schema) -> Iterator[str]:
+    """The statuses of all routes, once."""
+    meanings: dict[str, str] = {}
+    for item in schema["paths"].values():
+        for operation in item.values():
+            if "requestBody" in operation:
+                meanings |= {status: told["description"] for status, told in operation["responses"].items()}
+    yield "| status | of a route that takes a body |\n|---|---|"
+    for status in sorted(meanings):
+        yield f"| {status} | {meanings[status]} |"
+    yield ""
+
+
+def _table(properties: Mapping[str, Schema], required: list[str]) -> Iterator[str]:
+    if not properties:
+        return
+    yield "| field | type | meaning |\n|---|---|---|"
+    for name, field in properties.items():
+        shown_name = f"**`{name}`**" if name in required else f"`{name}`"
+        yield f"| {shown_name} | {type_text(field)} | {field.get('description', '')} |"
+    yield ""
+
+
+def type_text(schema: Schema) -> str:
+    """A schema in a few words."""
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(type_text(kind) for kind in schema[key] if kind.get("type") != "null")
+    kinds = schema.get("type", "any")
+    kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
+    if kind == "array":
+        return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems')}"
+    if kind == "object" and 0 < len(schema.get("properties", {})) <= MANY:
+        return "{" + ", ".join(f"`{name}`" for name in schema["properties"]) + "}"
+    return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength")
+
+
+def _range(schema: Schema, low: str, high: str) -> str:
+    ends = [schema.get(low), schema.get(high)]
+    if ends == [None, None]:
+        return ""
+    least, most = (None if end is None else _bound(float(end)) for end in ends)
+    if least is None or most is None:
+        return f" (at least {least})" if most is None else f" (at most {most})"
+    return f" ({least})" if least == most else f" ({least} to {most})"
+
+
+def _bound(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.3g}"
+
+
+async def _no_engine() -> Any:
+    raise AssertionError("a description needs no engine")
+
+
+def current_document() -> str:
+    return api_document(create_app(_no_engine).openapi())
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m kestrel.server.api_docs docs/api.md")
+    Path(sys.argv[1]).write_text(current_document(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

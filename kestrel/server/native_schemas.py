@@ -1,0 +1,265 @@
+"""The native routes as JSON Schema: what a skill takes, what it answers, and every way it may refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from kestrel.engine.intake import MAX_NAME_LENGTH, MAX_PRIORITY
+from kestrel.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MIN_REPETITION_PENALTY,
+)
+from kestrel.skills.fields import MAX_OBJECTS, MAX_TOKENS, TEXT_SETTINGS
+
+Schema: TypeAlias = dict[str, Any]
+
+NULL: Schema = {"type": "null"}
+TEXT: Schema = {"type": "string", "pattern": r"\S"}
+TINY_PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
+
+
+def described(description: str, schema: Schema) -> Schema:
+    return {**schema, "description": description}
+
+
+def text(description: str, example: str) -> Schema:
+    """Text with at least one visible character."""
+    return {**TEXT, "description": description, "examples": [example]}
+
+
+def number(low: float, high: float) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high}
+
+
+def integer(low: int, high: int) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def list_of(items: Schema, **bounds: int) -> Schema:
+    return {"type": "array", "items": items, **bounds}
+
+
+def record(properties: Mapping[str, Schema], *optional: str) -> Schema:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": dict(properties), "required": required}
+
+
+# ---------------------------------------------------------------------- what goes in
+
+SHARE = number(0, 1)
+REFS = list_of({"anyOf": [list_of(SHARE, minItems=2, maxItems=2), list_of(SHARE, minItems=4, maxItems=4)]})
+TOKEN_IDS = list_of(integer(0, 2**31 - 1))
+PICTURE = described(
+    "A picture file as a base64 data URL or raw base64: JPEG, PNG, WebP, GIF, BMP or TIFF.",
+    {"type": "string", "examples": [TINY_PICTURE]},
+)
+RESPONSE_FORMAT = described(
+    "What the answer must look like: text, json_object, json_schema, regex or choice.",
+    {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema", "regex", "choice"]},
+            "json_schema": {"type": "object"},
+            "regex": {"type": "string"},
+            "choices": list_of({"type": "string"}),
+        },
+        "required": ["type"],
+        "additionalProperties": False,
+    },
+)
+
+SETTINGS: Mapping[str, Schema] = {
+    "temperature": described("0 takes the likeliest token.", number(0, 100)),
+    "top_p": described("Share of probability to draw from.", SHARE),
+    "top_k": described("Tokens to draw from; 0 for all.", integer(0, MAX_TOKENS)),
+    "min_p": described("Least probability, as a share of the likeliest token's.", SHARE),
+    "seed": described("The same seed gives the same answer.", integer(0, MAX_SEED)),
+    "logprobs": described("Log-probabilities of this many tokens at each place.", integer(0, MAX_LOGPROBS)),
+    "adapter": described("Adapter to answer with.", TEXT),
+    "allowed_ids": described("Token ids that may be drawn.", {**TOKEN_IDS, "minItems": 1}),
+    "suppressed_ids": described("Token ids that may not be drawn.", TOKEN_IDS),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "repetition_penalty": number(MIN_REPETITION_PENALTY, 2),
+    "logit_bias": described(
+        "By token id.",
+        {
+            "type": "object",
+            "additionalProperties": number(-100, 100),
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "maxProperties": MAX_LOGIT_BIAS,
+        },
+    ),
+    "min_tokens": described("Tokens before the answer may end.", integer(0, MAX_TOKENS)),
+    "ignore_eos": described("Go on until the budget is spent.", {"type": "boolean"}),
+    "stop_token_ids": list_of(integer(0, 2**31 - 1), maxItems=MAX_STOP_TOKEN_IDS),
+    "stop": described(
+        "The answer ends before this text.",
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
+                list_of({"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}, maxItems=MAX_STOPS),
+            ]
+        },
+    ),
+}
+BOUNDS: Mapping[str, Mapping[str, Schema]] = {
+    "max_tokens": {
+        "max_tokens": described("Longest answer.", integer(1, MAX_TOKENS)),
+    },
+    "max_objects": {"max_objects": described("Most things to find.", integer(1, MAX_OBJECTS))},
+}
+OTHER_NAMES = {"adapter": "variant", "max_tokens": "max_new_tokens"}
+COMMON_FIELDS: Mapping[str, Schema] = {
+    "model": described("The model's name, or name/adapter.", {"type": "string"}),
+    "stream": described("Answer as Server-Sent Events.", {"type": "boolean"}),
+    "priority": described("Lower runs sooner.", integer(-MAX_PRIORITY, MAX_PRIORITY)),
+    "request_id": described(
+        "A name for this request, which no other running one has.",
+        {"type": "string", "minLength": 1, "maxLength": MAX_NAME_LENGTH},
+    ),
+}
+
+
+def body_schema(fields: Mapping[str, Schema], required: tuple[str, ...], bound: str, in_words: bool) -> Schema:
+    """The body of a skill: its own fields, the common ones, and each setting in `settings` or beside it."""
+    settings = {name: schema for name, schema in SETTINGS.items() if in_words or name not in TEXT_SETTINGS}
+    settings |= BOUNDS[bound]
+    for name, other in OTHER_NAMES.items():
+        if name in settings:
+            settings[other] = described(f"Another name for `{name}`.", settings[name])
+    settings = {name: nullable(schema) for name, schema in settings.items()}
+    own = {name: schema if name in required else nullable(schema) for name, schema in fields.items()}
+    common = {name: nullable(schema) for name, schema in COMMON_FIELDS.items()}
+    inner = {"type": ["object", "null"], "properties": settings, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {**settings, **own, **common, "settings": described("Each may also stand beside it.", inner)},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def nullable(schema: Schema) -> Schema:
+    """Null means not given."""
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    inner = {key: value for key, value in schema.items() if key != "description"}
+    outer = {key: value for key, value in schema.items() if key == "description"}
+    return {**outer, "anyOf": [*inner.pop("anyOf", [inner]), NULL]}
+
+
+# ---------------------------------------------------------------------- what comes out
+
+AMOUNT: Schema = {"type": "number", "minimum": 0}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+POINT = record({"x": {"type": "number"}, "y": {"type": "number"}})
+BOX = record({side: {"type": "number"} for side in ("x_min", "y_min", "x_max", "y_max")})
+GROUND = record({"start_idx": COUNT, "end_idx": COUNT, "points": list_of(list_of({"type": "number"}))})
+METRICS = record(
+    {
+        "input_tokens": described("The prompt's, pictures included.", COUNT),
+        "output_tokens": COUNT,
+        "cached_tokens": described("Those of the prompt that came from the prefix cache.", COUNT),
+        "prefill_time_ms": AMOUNT,
+        "decode_time_ms": AMOUNT,
+        "ttft_ms": described("Until the first token.", AMOUNT),
+        "queue_time_ms": AMOUNT,
+    }
+)
+RESULTS: Mapping[str, Mapping[str, Schema]] = {
+    "query": {
+        "answer": {"type": "string"},
+        "reasoning": described(
+            "When it was asked for.", record({"text": {"type": "string"}, "grounding": list_of(GROUND)})
+        ),
+    },
+    "caption": {"caption": {"type": "string"}},
+    "point": {"points": list_of(POINT)},
+    "detect": {"objects": list_of(BOX)},
+    "segment": {
+        "path": described("An SVG path, relative to the box.", {"type": "string"}),
+        "bbox": {"anyOf": [BOX, NULL]},
+        "segments": list_of(record({"svg_path": {"type": "string"}, "bbox": {"anyOf": [BOX, NULL]}})),
+    },
+}
+"""What each skill adds to the answer."""
+
+
+def result_schema(skill: str) -> Schema:
+    common = {
+        "request_id": {"type": "string"},
+        "finish_reason": {"enum": ["stop", "length"]},
+        "metrics": METRICS,
+        "processing_latency_s": AMOUNT,
+        "ttft_s": AMOUNT,
+        "decode_latency_s": AMOUNT,
+        "decode_tokens_per_s": AMOUNT,
+        "logprobs": described("When they were asked for.", list_of({"type": "object"})),
+    }
+    return record({**common, **RESULTS[skill]}, "reasoning", "logprobs")
+
+
+ERROR = record(
+    {
+        "error": record(
+            {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": described("The field at fault.", {"type": ["string", "null"]}),
+                "code": {"type": ["string", "null"]},
+            }
+        )
+    }
+)
+REFUSALS = {
+    400: "A field or the body is wrong, or the prompt is longer than the context.",
+    401: "No key, or not a known one.",
+    404: "No such model or adapter.",
+    408: "The request arrived too slowly, or took too long.",
+    413: "The body is too large.",
+    429: "This client has too many unanswered requests; see Retry-After.",
+    500: "A fault of the server.",
+    503: "Starting, draining or full; see Retry-After.",
+}
+EVENT: Schema = {
+    "type": "object",
+    "properties": {
+        "completed": described("True in the last event, which holds the whole result.", {"type": "boolean"}),
+        "chunk": described("A piece of the answer, the caption or the path.", {"type": "string"}),
+        "token_index": COUNT,
+        "type": {"enum": ["reasoning", "bbox", "path_delta", "point", "object", "final"]},
+        "error": ERROR["properties"]["error"],
+    },
+}
+
+
+def stream_schema(payload: Schema | None) -> Schema:
+    """What `text/event-stream` holds, as OpenAPI before 3.2 has it: one event, whose data is JSON of this schema."""
+    data: Schema = {"type": "string"}
+    if payload is not None:
+        data |= {"contentMediaType": "application/json", "contentSchema": payload}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
+def skill_responses(skill: str) -> dict[int | str, dict[str, Any]]:
+    content = {
+        "application/json": {"schema": result_schema(skill)},
+        "text/event-stream": {"schema": stream_schema(EVENT)},
+    }
+    return {200: {"description": "The answer.", "content": content}, **refusals(*REFUSALS)}
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {
+        status: {"description": REFUSALS[status], "content": {"application/json": {"schema": ERROR}}}
+        for status in statuses
+    }

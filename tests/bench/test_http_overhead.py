@@ -1,0 +1,54 @@
+"""The comparison of HTTP with the engine alone: its arithmetic by hand, and one short turn of the real thing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from kestrel.bench.http_overhead import WORKLOADS, Comparison, Round, cpu_seconds_of, drive, measure
+
+ONE, MANY = WORKLOADS[0], WORKLOADS[2]
+
+
+async def test_every_caller_asks_until_all_requests_are_answered() -> None:
+    asked = [0, 0]
+
+    async def ask(caller: int) -> None:
+        asked[caller] += 1
+        await asyncio.sleep(0.05)
+
+    p50_s, rate = await drive([lambda: ask(0), lambda: ask(1)], 6)
+    assert asked == [3, 3]
+    assert p50_s >= 0.05
+    assert 0 < rate <= 2 / 0.05
+
+
+def test_figures_are_medians_over_rounds_paired_by_turn() -> None:
+    """A slow moment of the machine, as in the third round, hits both sides and cancels out."""
+    direct = [Round(0.010, 100.0, 0.008), Round(0.012, 90.0, 0.008), Round(0.050, 20.0, 0.009)]
+    http = [Round(0.012, 97.0, 0.010), Round(0.014, 85.5, 0.010), Round(0.053, 19.0, 0.011)]
+    alone = Comparison(direct, http).figures(ONE)
+    assert alone["engine_p50_ms"] == pytest.approx(12)
+    assert alone["http_p50_ms"] == pytest.approx(14)
+    assert alone["http_adds_ms"] == pytest.approx(2)
+    assert (alone["engine_cpu_ms"], alone["http_cpu_ms"]) == (pytest.approx(8), pytest.approx(10))
+    crowd = Comparison(direct, http).figures(MANY)
+    assert crowd["http_share"] == pytest.approx(0.95)
+    rows = Comparison(direct, http).rows(MANY)
+    assert {row["metric"] for row in rows} == set(crowd)
+    assert all(row["concurrency"] == 16 and row["rounds"] == 3 for row in rows)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system does not tell")
+def test_cpu_seconds_are_those_of_the_process() -> None:
+    assert cpu_seconds_of(os.getpid()) == pytest.approx(time.process_time(), abs=0.5)
+
+
+def test_both_sides_run_and_compute_about_as_much() -> None:
+    found = measure([0], rounds=1)[0]
+    figures = found.figures(ONE)
+    assert 0 < figures["engine_p50_ms"] < figures["http_p50_ms"] * 3
+    assert figures["http_cpu_ms"] > 0
