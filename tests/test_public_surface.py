@@ -155,7 +155,7 @@ def test_every_configuration_field_is_documented_with_its_default() -> None:
 
 
 def test_every_field_of_the_server_is_documented_with_its_default() -> None:
-    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8").split("\n## Settings\n")[1]
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split("\n## Settings\n")[1]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
     assert rows == {f.name: "" if f.default in (None, (), "") else f"`{f.default}`" for f in fields(ServerConfig)}
 

@@ -88,7 +88,7 @@ class ServerConfig:
     log_format: str = field(default="text", metadata=_doc("How requests are logged: text or json."))
     otlp_endpoint: str | None = field(
         default=None,
-        metadata=_doc("Address that OpenTelemetry spans are sent to over HTTP; needs the extra kestrel[otel]."),
+        metadata=_doc("Address that OpenTelemetry spans are sent to over HTTP; needs the extra otel."),
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""OpenTelemetry: one SERVER span per HTTP request, with the GenAI attributes. Optional: `pip install 'kestrel[otel]'`.
+"""OpenTelemetry: one SERVER span per HTTP request, with the GenAI attributes. Optional: the extra `otel`.
 
 A `traceparent` header makes the span a child of the caller's. Attributes are names and numbers, never a prompt or a
 picture. Health checks and the metrics page make no spans.
@@ -33,7 +33,7 @@ SETTINGS = {
     "frequency_penalty": "gen_ai.request.frequency_penalty",
     "presence_penalty": "gen_ai.request.presence_penalty",
 }
-REMEDY = "needs OpenTelemetry, which is not installed; run `pip install 'kestrel[otel]'`, or leave tracing off"
+REMEDY = "needs OpenTelemetry, which is not installed; run `pip install -e '.[otel]'` in the checkout, or leave it out"
 
 
 def otlp_provider(service_name: str, endpoint: str | None = None) -> TracerProvider:
@@ -44,7 +44,7 @@ def otlp_provider(service_name: str, endpoint: str | None = None) -> TracerProvi
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigError("tracing", REMEDY) from error
+        raise ConfigError("otlp_endpoint", REMEDY) from error
     provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider
@@ -58,7 +58,7 @@ class TracedRequests:
             from opentelemetry import trace  # noqa: PLC0415
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator  # noqa: PLC0415
         except ModuleNotFoundError as error:
-            raise ConfigError("tracing", REMEDY) from error
+            raise ConfigError("otlp_endpoint", REMEDY) from error
         self._app = app
         self._model_name = model_name
         self._tracer: Tracer = provider.get_tracer("kestrel.server")

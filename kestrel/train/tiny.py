@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -50,7 +52,10 @@ def tiny_config(vocab_size: int, tokenizer: TokenizerConfig) -> MoondreamConfig:
     region = RegionConfig(
         text.dim, coord_feat_dim=128, coord_out_dim=1024, size_feat_dim=128, size_out_dim=2048, has_ln=True
     )
-    return MoondreamConfig(text, vision, region, tokenizer, derived_generation(text, tokenizer))
+    generation = derived_generation(text, tokenizer)
+    # It was taught one right answer to each question, and to think about pictures only.
+    defaults = replace(generation.defaults, temperature=0.0, max_new_tokens=256, reasoning=False)
+    return MoondreamConfig(text, vision, region, tokenizer, replace(generation, defaults=defaults))
 
 
 def initialise(model: MoondreamModel, seed: int) -> MoondreamModel:

@@ -137,7 +137,7 @@ from kestrel.errors import ConfigError
 try:
     tracing.otlp_provider("kestrel")
 except ConfigError as error:
-    assert error.field == "tracing" and "pip install 'kestrel[otel]'" in str(error), error
+    assert error.field == "otlp_endpoint" and "pip install -e '.[otel]'" in str(error), error
 else:
     raise AssertionError("not refused")
 """
