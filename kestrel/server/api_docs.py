@@ -14,7 +14,7 @@ MANY = 8
 """Fields of an object that are still named in one cell."""
 HEAD = """# HTTP API
 
-Written from `/openapi.json` by `python -m kestrel.server.api_docs docs/api.md`. [server.md](serving.md) explains
+Written from `/openapi.json` by `python -m kestrel.server.api_docs docs/api.md`. [serving.md](serving.md) explains
 streams, errors and operations in words. A field in **bold** is required, or always there; null means not given.
 """
 
