@@ -132,8 +132,10 @@ class DirectEngine:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(30)
+        self._process.stdout.close()
 
     def turn(self, number: int) -> Round:
         assert self._process.stdin is not None

@@ -164,18 +164,25 @@ class FakeRuntime:
     def _pick(self, row: _Row, candidate: int, mask: bytes | None) -> int | None:
         """The first permitted id from the candidate on, or that of a short list; None when there is none."""
         sampling, state = row.start.sampling, row.start.grammar.states[row.state]
-        only, never = set(sampling.allowed_ids), {*sampling.suppressed_ids, *state.suppressed}
-        circle = (*range(candidate, self._vocab_size), *range(candidate))
-        permitted = [
-            token_id
-            for token_id in (circle if state.allowed is None else state.allowed)
-            if token_id not in never and (not only or token_id in only) and _permits(mask, token_id)
-        ]
+        only, never = sampling.allowed_ids, (sampling.suppressed_ids, state.suppressed)
         too_early = early_ends(state, sampling, row.spent)
-        timely = [token_id for token_id in permitted if token_id not in too_early] or permitted
-        if not timely:
-            return None
-        return timely[0 if state.allowed is None else candidate % len(timely)]
+
+        def is_permitted(token_id: int) -> bool:
+            is_listed = not only or token_id in only
+            return is_listed and not any(token_id in ids for ids in never) and _permits(mask, token_id)
+
+        if state.allowed is not None:
+            permitted = [token_id for token_id in state.allowed if is_permitted(token_id)]
+            timely = [token_id for token_id in permitted if token_id not in too_early] or permitted
+            return timely[candidate % len(timely)] if timely else None
+        circle = [(candidate, self._vocab_size), (0, candidate)]
+        late = None
+        for token_id in (token_id for part in circle for token_id in range(*part)):
+            if is_permitted(token_id):
+                if token_id not in too_early:
+                    return token_id
+                late = token_id if late is None else late
+        return late
 
     def _typed(self, state: State, emitted: int, position: int) -> Token:
         if emitted == self._coord_id and state.carries & Carries.COORD:

@@ -226,7 +226,9 @@ REFUSALS = {
     404: "No such model or adapter.",
     408: "The request arrived too slowly, or took too long.",
     413: "The body is too large.",
+    415: "The body is compressed in a way that is not read here.",
     429: "This client has too many unanswered requests; see Retry-After.",
+    431: "The request line and headers are too large.",
     500: "A fault of the server.",
     503: "Starting, draining or full; see Retry-After.",
 }

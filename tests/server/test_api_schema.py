@@ -32,13 +32,16 @@ CHECKS = (
     "negative_data_rejection",
     "unsupported_method",
 )
-MAX_TIME_S = 40
+PHASES = "examples,fuzzing"
+"""Not "coverage": thousands of requests at the bounds of every field are for runs by hand."""
 METHODS = {"get", "put", "post", "delete", "patch"}
 
 
 @pytest.fixture(scope="module")
 def described() -> Iterator[RunningServer]:
-    yield from start_server(ServerConfig(port=0, default_max_new_tokens=4), runtime_config(max_batch_size=8))
+    """Answers are short, or end with 408."""
+    config = ServerConfig(port=0, default_max_new_tokens=4, request_timeout_s=10.0)
+    yield from start_server(config, runtime_config(max_batch_size=8))
 
 
 def operations(schema: dict[str, Any]) -> list[tuple[str, str]]:
@@ -47,8 +50,8 @@ def operations(schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_generated_requests_find_no_fault_in_any_route(described: RunningServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{described.url}/openapi.json"]
-    bounds = ["--max-examples", "8", "--max-time", str(MAX_TIME_S), "--request-timeout", "30", "--workers", "2"]
-    how = ["--phases", "examples,coverage,fuzzing", "--checks", ",".join(CHECKS), "--seed", "1", "--no-color"]
+    bounds = ["--max-examples", "20", "--request-timeout", "60", "--workers", "2"]
+    how = ["--phases", PHASES, "--checks", ",".join(CHECKS), "--seed", "1", "--no-color"]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.server.schema_hooks", "PYTHONPATH": str(ROOT)}
     told = subprocess.run(
         [*command, *bounds, *how], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
@@ -60,10 +63,9 @@ def test_generated_requests_find_no_fault_in_any_route(described: RunningServer,
     tested = re.search(r"Tested: (\d+)", told.stdout)
     assert tested is not None
     assert int(tested[1]) == len(listed)
-    routes = [f"/v1/{skill.name}" for skill in NATIVE_SKILLS]
-    # The clock bounds the run, so which of them get an answer depends on the machine; refusals come first.
-    assert all(page.total("kestrel_http_requests_total", route=route, status="400") > 0 for route in routes)
-    assert any(page.total("kestrel_http_requests_total", route=route, status="200") > 0 for route in routes)
+    for skill in NATIVE_SKILLS:
+        assert page.total("kestrel_http_requests_total", route=f"/v1/{skill.name}", status="200") > 0
+        assert page.total("kestrel_http_requests_total", route=f"/v1/{skill.name}", status="400") > 0
     assert described.state.running == {}
 
 

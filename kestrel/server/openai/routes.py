@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kestrel.server.native_schemas import REFUSALS
 from kestrel.server.openai import schemas
 from kestrel.server.openai.chat import chat_completion
 from kestrel.server.openai.completions import completion
@@ -17,17 +18,6 @@ from kestrel.server.openai.embeddings import embeddings
 from kestrel.server.openai.models import list_models, retrieve_model
 from kestrel.server.openai.parameters import Schema
 from kestrel.server.openai.tokenize import detokenize, tokenize, tokenizer_info
-
-ERRORS = {
-    400: "A field or the body is wrong, or the prompt is longer than the context.",
-    401: "No key, or not a known one.",
-    404: "No such model.",
-    408: "The request arrived too slowly or took too long.",
-    413: "The body is too large.",
-    429: "This client has too many unanswered requests; see Retry-After.",
-    500: "A fault of the server.",
-    503: "Starting, draining or full; see Retry-After.",
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,7 @@ def _responses(route: DialectRoute) -> dict[int | str, dict[str, Any]]:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     failures = {
         status: {"description": meaning, "content": {"application/json": {"schema": schemas.ERROR}}}
-        for status, meaning in ERRORS.items()
+        for status, meaning in REFUSALS.items()
     }
     return {200: {"description": "The answer.", "content": content}, **failures}
 
