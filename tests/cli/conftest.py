@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from kestrel.cli.app import run
 from kestrel.moondream.tiny_random import write_tiny_random_folder
+from kestrel.server.logs import LOGGERS
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMALL = str(GOLDENS / "image_small.png")
@@ -53,3 +55,14 @@ def kestrel(capsys: pytest.CaptureFixture[str]) -> Kestrel:
         return Outcome(code, printed.out, printed.err)
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def _logs_end_with_their_test() -> Iterator[None]:
+    """`serve` sends the log to the standard error of its test, which is closed after it."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
