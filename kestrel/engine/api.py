@@ -17,8 +17,8 @@ from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.engine.compiling import CompilePool
 from kestrel.engine.images import PicturePool
-from kestrel.engine.intake import num_characters, require_readable, require_runnable, take_route
-from kestrel.engine.refinement import RefinedSegment
+from kestrel.engine.intake import num_characters, require_readable, take_route
+from kestrel.engine.laying_out import generation_request
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot
@@ -26,13 +26,11 @@ from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
-from kestrel.images.rgb import RgbImage
 from kestrel.models.progress import Progress
-from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate, TokenConsumer
+from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
-from kestrel.skills.base import ModelProfile, SkillRegistry, SkillRequest, SkillSpec
-from kestrel.tokens import ImageSpan
+from kestrel.skills.base import ModelProfile, SkillRegistry
 
 
 class InferenceEngine(SkillCalls):
@@ -166,7 +164,7 @@ class InferenceEngine(SkillCalls):
         self._unsent.add(stream)
         try:
             images = await self._pictures.decode(stream.request_id, request.images)
-            lay_out = (self._lay_out, skill, request, images, stream.request_id)
+            lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
             if request.response_format is not None:
                 generation = await self._compiling.run(*lay_out)
             else:
@@ -182,26 +180,6 @@ class InferenceEngine(SkillCalls):
         finally:
             self._unsent.discard(stream)
         return stream
-
-    def _lay_out(
-        self, skill: SkillSpec[Any], request: SkillRequest, images: list[RgbImage], request_id: str
-    ) -> GenerationRequest:
-        spans = [ImageSpan(image.digest, self._ready.num_image_positions) for image in images]
-        prompt = skill.prompt(request, spans, self.profile)
-        require_runnable(prompt, spans, self._ready.vocab_size)
-        consumer: TokenConsumer = skill.start(request, self.profile)
-        if skill.yields_outline and self._ready.refiner is not None and images:
-            consumer = RefinedSegment(consumer, self._ready.refiner, images[0])
-        return GenerationRequest(
-            request_id=request_id,
-            items=prompt.items,
-            grammar=prompt.grammar,
-            sampling=prompt.sampling,
-            consumer=consumer,
-            images={image.digest: image for image in images},
-            prompt_outputs=prompt.outputs,
-            constraint=prompt.constraint,
-        )
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
         if stream.is_done:  # cancelled, or the worker failed, while its picture was decoded

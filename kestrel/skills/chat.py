@@ -13,8 +13,9 @@ from typing import Any
 from kestrel.constraints import response_format
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.checks import boolean
 from kestrel.skills.decode_rules import answer_rules, reasoning_rules
-from kestrel.skills.fields import FieldTable, boolean
+from kestrel.skills.fields import FieldTable
 from kestrel.skills.layout import block, check_pictures, laid_out, opening, opens_reasoning, template_of
 from kestrel.skills.messages import Turn, conversation
 from kestrel.skills.reasoning import ReasoningState

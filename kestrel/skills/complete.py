@@ -12,8 +12,9 @@ from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import MAX_LOGPROBS, SamplingParams, SkillOutput, TokenLogprobs
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.checks import any_text, boolean, integer, some_token_ids
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
+from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values
 from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.skills.logprobs import ShownTokens
 from kestrel.skills.prompt_scores import prompt_logprobs

@@ -12,8 +12,9 @@ from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.checks import some_token_ids, text
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import FieldTable, Values, some_token_ids, text
+from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.tokens import ImageSpan, Token, text_tokens
 

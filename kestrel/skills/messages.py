@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrel.errors import RequestError, shown
-from kestrel.skills.fields import any_text, text
+from kestrel.skills.checks import any_text, text
 
 _ROLES = ("system", "user", "assistant")
 

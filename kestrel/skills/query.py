@@ -10,8 +10,9 @@ from kestrel.constraints import response_format
 from kestrel.errors import RequestError
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.checks import boolean, text
 from kestrel.skills.decode_rules import answer_rules, reasoning_rules
-from kestrel.skills.fields import FieldTable, boolean, text
+from kestrel.skills.fields import FieldTable
 from kestrel.skills.layout import block, check_pictures, laid_out, opening, opens_reasoning, template_of
 from kestrel.skills.reasoning import ReasoningState
 from kestrel.skills.spatial import SpatialRef, spatial_refs

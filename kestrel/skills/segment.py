@@ -9,9 +9,10 @@ from typing import Any
 from kestrel.request import SkillOutput, StreamDelta
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.checks import text
 from kestrel.skills.decode_rules import segment_rules
 from kestrel.skills.detect import box_around
-from kestrel.skills.fields import TEXT_SETTINGS, FieldTable, text
+from kestrel.skills.fields import TEXT_SETTINGS, FieldTable
 from kestrel.skills.layout import block, check_pictures, laid_out, opening, template_of
 from kestrel.skills.recording import RecordingState, compact_json
 from kestrel.skills.spatial import SpatialRef, spatial_refs

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, shown
-from kestrel.skills.fields import is_number
+from kestrel.skills.checks import is_number
 from kestrel.tokens import ContextItem, CoordToken, SizeToken
 
 SpatialRef: TypeAlias = tuple[float, ...]

@@ -155,3 +155,13 @@ def by_hand(items: list[ContextItem], max_new_tokens: int, vocab_size: int) -> l
         total += emitted
         position += 1
     return answer
+
+
+def context_items(context: tuple[str, list[int], str, list[int]]) -> list[ContextItem]:
+    """A picture or none, words, another picture or none, and more words."""
+    leading, words, inner, more = context
+    items: list[ContextItem] = [] if leading == "none" else [image(leading, 9)]
+    items += text(*words)
+    if inner != "none":
+        items.append(image(inner, 7))
+    return [*items, *text(*more)]

@@ -12,7 +12,7 @@ from kestrel.prompt_outputs import PromptOutputs, PromptReport, ScoredToken
 from kestrel.request import FinishReason
 from kestrel.scheduler.sequence import Stage
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, num_positions
-from tests.scheduler.harness import Recorder, by_hand, image, make, request, run, text, tokens_of
+from tests.scheduler.harness import Recorder, by_hand, context_items, image, make, request, run, text, tokens_of
 
 VOCAB = 40
 BOTH = PromptOutputs(logprobs=2, pool_from=1)
@@ -52,15 +52,6 @@ wishes = st.sampled_from(
 calls = st.tuples(contexts, wishes, st.integers(0, 15), st.integers(-2, 2), st.integers(0, 3))
 
 
-def build(context: tuple[str, list[int], str, list[int]]) -> list[ContextItem]:
-    leading, words, inner, more = context
-    items: list[ContextItem] = [] if leading == "none" else [image(leading, 9)]
-    items += text(*words)
-    if inner != "none":
-        items.append(image(inner, 7))
-    return [*items, *text(*more)]
-
-
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     script=st.lists(calls, min_size=1, max_size=14),
@@ -87,7 +78,7 @@ def test_every_report_and_answer_is_the_one_by_hand_in_any_traffic(
     expected = {}
     final = {}
     for number, (context, asked, max_new, priority, steps) in enumerate(script):
-        items, name = build(context), f"r{number}"
+        items, name = context_items(context), f"r{number}"
         max_new = max_new if asked is not None else max_new + 1
         scheduler.add(request(name, items, max_new, priority=priority, prompt_outputs=asked))
         expected[name] = (items, asked, max_new)

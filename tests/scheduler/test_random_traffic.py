@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kestrel.errors import RequestError
 from kestrel.request import FinishReason, StreamUpdate
 from kestrel.tokens import ContextItem
-from tests.scheduler.harness import by_hand, image, make, request, run, text, tokens_of
+from tests.scheduler.harness import by_hand, context_items, make, request, run, tokens_of
 
 VOCAB = 40
 
@@ -25,15 +25,6 @@ actions = st.one_of(
     st.tuples(st.just("cancel"), st.integers(0, 30)),
     st.tuples(st.just("step"), st.integers(1, 6)),
 )
-
-
-def build(context: tuple[str, list[int], str, list[int]]) -> list[ContextItem]:
-    leading, words, inner, more = context
-    items: list[ContextItem] = [] if leading == "none" else [image(leading, 9)]
-    items += text(*words)
-    if inner != "none":
-        items.append(image(inner, 7))
-    return [*items, *text(*more)]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,7 +62,7 @@ def test_random_traffic(
     for action in script:
         match action:
             case ("add", context, max_new, priority):
-                name, items = f"r{len(expected)}", build(context)
+                name, items = f"r{len(expected)}", context_items(context)
                 if reused := [n for n in expected if n in final and final[n].finish_reason is FinishReason.CANCELLED]:
                     name = reused[0]
                     del expected[name], final[name]

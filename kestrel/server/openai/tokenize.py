@@ -16,7 +16,7 @@ from kestrel.server.openai.generation import json_response
 from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
 from kestrel.server.state import state_of
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.fields import any_text, token_ids
+from kestrel.skills.checks import any_text, token_ids
 
 REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}
 
