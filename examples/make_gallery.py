@@ -10,94 +10,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from kestrel.cli.drawing import draw_result
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
-from kestrel.evals.questions import question_about
-from kestrel.evals.results import CaptionResult, DetectResult, PointResult, SegmentResult
-from kestrel.evals.scoring import Reply, score
+from kestrel.evals.gallery import DRAWN, LEAST_OBJECTS, NUM_SCENES, GalleryScene, gallery_scenes, is_right
 from kestrel.evals.truths import Question
 from kestrel.images.decode import ImageLimits, decode_image
-from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.placement import sample_batch, scene_at
-from kestrel.train.scenes.textures import upload_atlas
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.world import task_world
+from kestrel.train.scenes.atlas import load_or_build_atlas
 
-FIRST_SEED = 2 * 10**12 + 7000
-SIZES = ((378, 378), (420, 560), (560, 420), (480, 640), (378, 756), (600, 600))
-NUM_SCENES = 12
-LEAST_OBJECTS = 3
-FAMILIES = (
-    "caption_short", "caption_normal", "count", "think_count", "presence", "what", "colour", "where", "beside",
-    "bigger", "read", "point", "detect", "segment", "here",
-)  # fmt: skip
-ANSWERS_PER_SCENE = 6
-DRAWN = ("segment", "detect", "point")
 TOP = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True, eq=False)
-class GalleryScene:
-    number: int
-    view: SceneView
-    pixels: NDArray[np.uint8]
-    questions: tuple[Question, ...]
-
-
-def gallery_scenes(atlas: SpriteAtlas) -> Iterator[GalleryScene]:
-    textures, world = upload_atlas(atlas), task_world(path_book(atlas))
-    seed = FIRST_SEED
-    for number in range(1, NUM_SCENES + 1):
-        size = SIZES[(number - 1) % len(SIZES)]
-        while True:
-            batch = sample_batch(np.array([seed]), *size, HELD_OUT)
-            view = SceneView(scene_at(batch, 0), world)
-            seed += 1
-            if len(view.objects) >= LEAST_OBJECTS:
-                break
-        yield GalleryScene(number, view, draw_batch(batch, textures)[0].numpy(), chosen_questions(view))
-
-
-def chosen_questions(view: SceneView) -> tuple[Question, ...]:
-    """One of each family that the scene offers, as many as there is room for, by the scene's own dice."""
-    offered = [question for family in FAMILIES if (question := question_about(view, family)) is not None]
-    Random(view.scene.seed).shuffle(offered)
-    first = [question for question in offered if question.skill in DRAWN][:2]
-    rest = [question for question in offered if question.skill not in DRAWN]
-    return (*first, *rest[: ANSWERS_PER_SCENE - len(first)])
 
 
 async def ask(engine: InferenceEngine, scene: GalleryScene) -> list[EngineResult]:
     calls = [engine.run(q.skill, image=scene.pixels, temperature=0.0, **q.fields) for q in scene.questions]
     return list(await asyncio.gather(*calls))
-
-
-def is_right(question: Question, result: EngineResult) -> bool:
-    """Whether the evaluation's own scoring finds nothing to object to; of an outline, an overlap of three quarters."""
-    match score([Reply(question.truth, result.output, result.output)]):
-        case PointResult(exact=exact):
-            return exact == 1.0
-        case DetectResult(f1=f1):
-            return f1 == 1.0
-        case SegmentResult(mean_iou=mean_iou, absent_accuracy=absent):
-            return absent == 1.0 if mean_iou is None else mean_iou >= 0.75
-        case CaptionResult(recall=recall, precision=precision):
-            return recall == precision == 1.0
-        case other:
-            return other.accuracy == 1.0
 
 
 def section(scene: GalleryScene, results: list[EngineResult], drawn_name: str) -> str:
@@ -111,7 +41,7 @@ def section(scene: GalleryScene, results: list[EngineResult], drawn_name: str) -
         "|---|---|---|",
     ]
     for question, result in zip(scene.questions, results, strict=True):
-        mark = "" if is_right(question, result) else "**wrong**"
+        mark = "" if is_right(question, result.output) else "**wrong**"
         lines.append(f"| {asked(question)} | {said(result)} | {mark} |")
     return "\n".join(lines)
 
@@ -172,7 +102,7 @@ async def main() -> None:
             Image.fromarray(scene.pixels).quantize(256).save(images / f"{name}.png", optimize=True)
             annotated(scene, results).save(drawings / f"{name}.webp", quality=80)
             sections.append(section(scene, results, f"gallery/{name}.webp"))
-            print(f"{name}: {sum(is_right(q, r) for q, r in zip(scene.questions, results, strict=True))}"
+            print(f"{name}: {sum(is_right(q, r.output) for q, r in zip(scene.questions, results, strict=True))}"
                   f" of {len(results)} right")  # fmt: skip
     (args.to / "docs" / "gallery.md").write_text("\n\n".join(sections) + "\n")
 
