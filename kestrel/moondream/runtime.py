@@ -10,7 +10,7 @@ from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, plan_tiling
-from kestrel.models.contract import Attend, DecoderShape
+from kestrel.models.contract import Adapt, Attend, DecoderShape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.runtime.contract import RuntimeLimits
@@ -70,8 +70,8 @@ class MoondreamDecoder:
         features_NPD = self._model.vision.encode_crops(patches_NPC)
         return self._model.vision.embed_image(features_NPD, (plan.rows, plan.cols))
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        return self._model.text(x_TD, positions_T, attend)
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
+        return self._model.text(x_TD, positions_T, attend, adapt)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
