@@ -27,7 +27,7 @@ from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
-from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate
+from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry
@@ -169,7 +169,7 @@ class InferenceEngine(SkillCalls):
                 generation = await self._compiling.run(*lay_out)
             else:
                 generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
-            generation.namespace = CacheNamespace(tenant=route.tenant)
+            generation.tenant = route.tenant
             generation.priority = route.priority
             generation.submitted_s = submitted_s
             stream.num_prompt_tokens = generation.num_prompt_positions
