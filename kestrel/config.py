@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import string
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ class RuntimeConfig:
         default=None,
         metadata=_doc("Weights of the segmentation refiner; without them segment returns the model's own outline."),
     )
+    adapter_dir: str | os.PathLike[str] | None = field(
+        default=None, metadata=_doc("A folder of adapters; files may come, change and go while the engine runs.")
+    )
+    adapter_url_template: str | None = field(
+        default=None,
+        metadata=_doc("Where to download adapters from, such as https://example.org/adapters/{id}.safetensors."),
+    )
+    adapter_cache_dir: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=_doc("Where downloaded adapters are kept. Default: kestrel/adapters in the user's cache folder."),
+    )
+    max_adapters: int = field(default=4, metadata=_doc("Adapters that are on the device at the same time."))
+    max_adapter_rank: int = field(default=64, metadata=_doc("Largest rank of an adapter; its memory is set aside."))
+    adapter_memory_bytes: int = field(
+        default=2 * 2**30, metadata=_doc("Loaded adapters kept in the memory of the host, in bytes.")
+    )
     enable_prefix_cache: bool = field(
         default=True, metadata=_doc("Reuse the KV of repeated images, prompts and earlier answers.")
     )
@@ -89,6 +106,7 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         _check_sources(self)
+        _check_url_template(self.adapter_url_template)
         _check_numbers(self)
         _check_device(self.device)
         normalise_dtype(self.dtype)
@@ -112,6 +130,14 @@ class RuntimeConfig:
         return None if self.refiner_path is None else _expanded(self.refiner_path)
 
     @property
+    def adapter_folder(self) -> Path | None:
+        return None if self.adapter_dir is None else _expanded(self.adapter_dir)
+
+    @property
+    def adapter_cache_folder(self) -> Path | None:
+        return None if self.adapter_cache_dir is None else _expanded(self.adapter_cache_dir)
+
+    @property
     def tokenizer_file(self) -> Path | None:
         return None if self.tokenizer_path is None else _expanded(self.tokenizer_path)
 
@@ -133,7 +159,7 @@ def normalise_dtype(value: Any) -> str:
 def _check_sources(config: RuntimeConfig) -> None:
     if config.model_path is not None and config.weights_path is not None:
         raise ConfigError("weights_path", "is another name for model_path; give only one of them")
-    for name in ("model_path", "weights_path", "tokenizer_path", "refiner_path"):
+    for name in ("model_path", "weights_path", "tokenizer_path", "refiner_path", "adapter_dir", "adapter_cache_dir"):
         value = getattr(config, name)
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(name, f"must be a path (got {shown(value)})")
@@ -141,9 +167,33 @@ def _check_sources(config: RuntimeConfig) -> None:
         raise ConfigError("model", f"must be a registered model name (got {shown(config.model)}); see `kestrel models`")
 
 
+ADAPTER_PLACEHOLDERS = ("id", "finetune_id", "step")
+
+
+def _check_url_template(template: Any) -> None:
+    if template is None:
+        return
+    form = "write it as https://example.org/adapters/{id}.safetensors, or with {finetune_id} and {step}"
+    if not isinstance(template, str) or not template.startswith(("https://", "http://")):
+        raise ConfigError("adapter_url_template", f"must be a URL (got {shown(template)}); {form}")
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError("adapter_url_template", f"has unbalanced braces ({error}); {form}") from None
+    names = [name for _, name, _, _ in parts if name is not None]
+    plain = all(not spec and conversion is None for _, name, spec, conversion in parts if name is not None)
+    if not plain or not set(names) <= set(ADAPTER_PLACEHOLDERS) or not {"id", "finetune_id"} & set(names):
+        raise ConfigError("adapter_url_template", f"has the placeholders {names}; {form}")
+    if "{" in template.split("/", 3)[2]:
+        raise ConfigError("adapter_url_template", f"must not have placeholders in its host; {form}")
+
+
 _RANGES: dict[str, tuple[float, float]] = {
     "max_batch_size": (1, 4096),
     "page_size": (1, 1024),
+    "max_adapters": (1, 1024),
+    "max_adapter_rank": (1, 4096),
+    "adapter_memory_bytes": (1, 2**50),
     "max_prefill_tokens": (1, 2**20),
     "max_queue_size": (1, 10**7),
     "max_queue_tokens": (1, 2**40),

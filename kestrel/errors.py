@@ -57,6 +57,30 @@ class AdapterNotFound(KestrelError):
     """No configured source knows this adapter id."""
 
 
+class AdapterGone(AdapterNotFound):
+    """A source knew this adapter once and has removed it for good."""
+
+
+class AdapterUnusable(KestrelError):
+    """An adapter was found, but its file is damaged or does not fit the model that is served."""
+
+
+class AdapterSourceError(KestrelError):
+    """A source of adapters failed; another request for the same adapter may succeed."""
+
+
+class AdapterSourceDenied(AdapterSourceError):
+    """A source of adapters refused the key of this program."""
+
+
+class AdapterSourceBusy(AdapterSourceError):
+    """A source of adapters has too much to do; retrying later can succeed."""
+
+
+class AdapterSourceTimeout(AdapterSourceError):
+    """A source of adapters did not deliver in time."""
+
+
 class CheckpointError(KestrelError):
     """A model folder or weights file is missing, damaged or does not fit its config."""
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from kestrel.cli.console import stderr_console
 from kestrel.errors import (
     AdapterNotFound,
+    AdapterUnusable,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -35,6 +36,7 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (ConfigError, MISUSED),
     (RequestError, MISUSED),
     (CheckpointError, BAD_CHECKPOINT),
+    (AdapterUnusable, BAD_CHECKPOINT),
     (CapacityError, NO_CAPACITY),
     (AdapterNotFound, NO_CAPACITY),
     (KestrelError, FAILED),

@@ -15,7 +15,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import (
+    AdapterGone,
     AdapterNotFound,
+    AdapterSourceBusy,
+    AdapterSourceDenied,
+    AdapterSourceError,
+    AdapterSourceTimeout,
+    AdapterUnusable,
     CapacityError,
     ContextTooLong,
     EngineStopped,
@@ -97,7 +103,13 @@ class ErrorKind:
 ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (Unauthorised, ErrorKind(401, "authentication_error", "invalid_api_key")),
     (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
+    (AdapterGone, ErrorKind(410, "invalid_request_error", "adapter_gone")),
     (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),
+    (AdapterUnusable, ErrorKind(400, "invalid_request_error", "adapter_unusable")),
+    (AdapterSourceDenied, ErrorKind(502, "server_error", "adapter_source_denied")),
+    (AdapterSourceBusy, ErrorKind(503, "overloaded_error", "adapter_source_busy", RETRY_AFTER_S)),
+    (AdapterSourceTimeout, ErrorKind(504, "server_error", "adapter_source_timeout")),
+    (AdapterSourceError, ErrorKind(502, "server_error", "adapter_source_failed")),
     (BodyTooLarge, ErrorKind(413, "invalid_request_error", "body_too_large", closes=True)),
     (HeadTooLarge, ErrorKind(431, "invalid_request_error", "headers_too_large", closes=True)),
     (AmbiguousLength, ErrorKind(400, "invalid_request_error", "ambiguous_length", closes=True)),

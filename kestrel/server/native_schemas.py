@@ -225,12 +225,15 @@ REFUSALS = {
     401: "No key, or not a known one.",
     404: "No such model or adapter.",
     408: "The request arrived too slowly, or took too long.",
+    410: "The adapter has been removed where it came from.",
     413: "The body is too large.",
     415: "The body is compressed in a way that is not read here.",
     429: "This client has too many unanswered requests; see Retry-After.",
     431: "The request line and headers are too large.",
     500: "A fault of the server.",
+    502: "The place where adapters come from failed.",
     503: "Starting, draining or full; see Retry-After.",
+    504: "The place where adapters come from did not deliver in time.",
 }
 EVENT: Schema = {
     "type": "object",

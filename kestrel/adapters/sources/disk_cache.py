@@ -1,0 +1,142 @@
+"""Downloaded adapters on disk, with a checksum that is verified before a file of an earlier process is used.
+
+One folder per adapter, named after a digest, so that no id is part of a path. In it the contents, named after their own
+SHA-256, and `checksum.json`, whose replacement makes a download count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, FileStamp, stamped_copy
+
+logger = logging.getLogger("kestrel.adapters")
+
+CHECKSUM_FILE = "checksum.json"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SUFFIXES = (".safetensors", ".pt")
+
+
+def default_cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "kestrel" / "adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class _Checksum:
+    """What `checksum.json` says."""
+
+    adapter: str
+    namespace: str
+    sha256: str
+    num_bytes: int
+    suffix: str
+
+    @classmethod
+    def read(cls, folder: Path) -> _Checksum | None:
+        try:
+            found = cls(**json.loads((folder / CHECKSUM_FILE).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+        sound = isinstance(found.sha256, str) and _DIGEST.fullmatch(found.sha256) and found.suffix in _SUFFIXES
+        return found if sound and isinstance(found.adapter, str) and isinstance(found.num_bytes, int) else None
+
+    @property
+    def file_name(self) -> str:
+        return self.sha256 + self.suffix
+
+
+class AdapterDiskCache:
+    """Blocking: call it from a thread. Several processes may share one folder."""
+
+    def __init__(self, folder: Path, namespace: str) -> None:
+        """`namespace` tells sources apart, which may know different adapters by the same id."""
+        self._folder = folder
+        # A digest: the namespace may hold a URL with a secret in it.
+        self._namespace = hashlib.sha256(namespace.encode()).hexdigest()
+
+    def find(self, adapter: str) -> AdapterCopy | None:
+        """A verified copy. What is damaged is removed, so that it is downloaded again."""
+        folder = self._folder_of(adapter)
+        checksum = _Checksum.read(folder)
+        if checksum is None:
+            return None
+        try:
+            copy = stamped_copy(folder / checksum.file_name)
+        except OSError:
+            copy = None
+        if copy is not None and copy.digest == checksum.sha256:
+            return copy
+        logger.warning("the cached file of adapter %s is damaged; it is downloaded again", adapter)
+        (folder / CHECKSUM_FILE).unlink(missing_ok=True)
+        (folder / checksum.file_name).unlink(missing_ok=True)
+        return None
+
+    @contextmanager
+    def partial_file(self) -> Iterator[Path]:
+        """A place to write a download to; whatever is still there at the end is removed."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".download-", dir=self._folder)
+        os.close(handle)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+    def keep(self, adapter: str, partial: Path, sha256: str, suffix: str) -> AdapterCopy:
+        """Takes a complete download over. A reader sees the old files or the new ones, never a part."""
+        folder = self._folder_of(adapter)
+        folder.mkdir(parents=True, exist_ok=True)
+        checksum = _Checksum(adapter, self._namespace, sha256, partial.stat().st_size, suffix)
+        path = folder / checksum.file_name
+        os.replace(partial, path)
+        with self.partial_file() as written:
+            written.write_text(json.dumps(asdict(checksum), indent=2) + "\n")
+            os.replace(written, folder / CHECKSUM_FILE)
+        for other in folder.iterdir():
+            if other.name not in (CHECKSUM_FILE, path.name):
+                other.unlink(missing_ok=True)
+        stamp = FileStamp.of(path)
+        if stamp is None:
+            raise FileNotFoundError(path)
+        return AdapterCopy(path, sha256, stamp)
+
+    def forget(self, adapter: str) -> None:
+        shutil.rmtree(self._folder_of(adapter), ignore_errors=True)
+
+    def list(self, source: str) -> list[AdapterListing]:
+        listings = []
+        for file in sorted(self._folder.glob(f"*/{CHECKSUM_FILE}")):
+            checksum = _Checksum.read(file.parent)
+            stamp = None if checksum is None else FileStamp.of(file.parent / checksum.file_name)
+            if checksum is not None and checksum.namespace == self._namespace and stamp is not None:
+                listings.append(
+                    AdapterListing(checksum.adapter, source, stamp.num_bytes, stamp.modified_ns / 1e9)
+                )
+        return listings
+
+    def _folder_of(self, adapter: str) -> Path:
+        return self._folder / hashlib.sha256(f"{self._namespace}\n{adapter}".encode()).hexdigest()[:40]
+
+
+def recognised_suffix(path: Path) -> str | None:
+    """The suffix that a complete adapter file should have, by its contents; None for a part or something else."""
+    if zipfile.is_zipfile(path):
+        return ".pt"
+    try:
+        with safe_open(path, framework="pt"):
+            return ".safetensors"
+    except (SafetensorError, OSError):
+        return None
