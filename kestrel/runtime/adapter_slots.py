@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
-from kestrel.adapters.adapter import MATRICES
+from kestrel.adapters.adapter import MATRICES, SIDES
 from kestrel.kernels.low_rank import SlotRows, add_low_rank
 from kestrel.models.contract import AdaptedMatrix
 from kestrel.runtime.contract import AdapterLoad
@@ -36,19 +36,14 @@ class AdapterSlots:
     def __init__(
         self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._shape = shape
-        self._device = device
         self._buffers = {
-            AdapterTarget(layer, matrix): SlotBuffers(
+            target: SlotBuffers(
                 *(
-                    torch.zeros(num_slots, *shape.tensor_shape(AdapterTarget(layer, matrix), side, max_rank))
-                    .to(dtype)
-                    .to(device)
-                    for side in ("a", "b")
+                    torch.zeros(num_slots, *shape.tensor_shape(target, side, max_rank), dtype=dtype, device=device)
+                    for side in SIDES
                 )
             )
-            for layer in range(shape.num_layers)
-            for matrix in MATRICES
+            for target in (AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES)
         }
         self._ranks: list[dict[Place, int]] = [{} for _ in range(num_slots)]
 
