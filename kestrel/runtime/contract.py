@@ -110,7 +110,6 @@ class StepPlan:
     """One launch. Applied in this order: adapter loads, starts, page writes, page copies, forward, sampling."""
 
     step_id: int
-    adapter_loads: list[AdapterLoad] = field(default_factory=list)
     starts: list[RowStart] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     page_copies: list[PageCopy] = field(default_factory=list)
@@ -118,6 +117,7 @@ class StepPlan:
     decode: list[DecodeRow] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
     """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
+    adapter_loads: list[AdapterLoad] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
