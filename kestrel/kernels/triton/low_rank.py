@@ -123,11 +123,11 @@ def add_low_rank(y_TF: Tensor, x_TD: Tensor, tiles: Tiles, a_MRD: Tensor, b_MFR:
     _shrink[(num_tiles, triton.cdiv(max_rank, BLOCK_RANK))](
         x_TD, a_MRD, h, tiles.matrix_K, tiles.rows_KN, rank_M,
         num_in, max_rank, x_TD.stride(0), a_MRD.stride(0),
-        ROWS=ROWS_PER_TILE, BLOCK_IN=BLOCK_IN, BLOCK_RANK=BLOCK_RANK,
+        ROWS=ROWS_PER_TILE, BLOCK_IN=BLOCK_IN, BLOCK_RANK=BLOCK_RANK,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     _expand[(num_tiles, triton.cdiv(num_out, BLOCK_OUT))](
         h, b_MFR, y_TF, tiles.matrix_K, tiles.rows_KN, rank_M,
         num_out, max_rank, y_TF.stride(0), b_MFR.stride(0),
-        ROWS=ROWS_PER_TILE, BLOCK_OUT=BLOCK_OUT, BLOCK_RANK=BLOCK_RANK,
+        ROWS=ROWS_PER_TILE, BLOCK_OUT=BLOCK_OUT, BLOCK_RANK=BLOCK_RANK,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return y_TF
