@@ -14,7 +14,7 @@ from kestrel.errors import RequestError, shown
 from kestrel.server.calls import until_gone
 from kestrel.server.limits import read_object
 from kestrel.server.native import take_model
-from kestrel.server.openai.engine_work import EngineWork, all_results
+from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
 from kestrel.server.openai.generation import json_response
 from kestrel.server.openai.parameters import Body, given
 from kestrel.server.openai.parts import PartReader
@@ -36,7 +36,8 @@ async def embeddings(request: Request) -> Response:
     take_model(state, common)
     fields = [{**common, **one} for one in await _inputs(body, PartReader(state))]
     names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
-    results = await until_gone(request.receive, all_results(request, EngineWork("embed", fields, names)))
+    work = EngineWork("embed", fields, names)
+    results = await until_gone(request.receive, all_results(request, work))
     vectors = [result.output["embedding"] for result in results]
     _require_dimensions(body, len(vectors[0]))
     num_tokens = sum(result.metrics.input_tokens for result in results)
@@ -47,7 +48,7 @@ async def embeddings(request: Request) -> Response:
                 {"object": "embedding", "index": index, "embedding": encoded(vector, encoding)}
                 for index, vector in enumerate(vectors)
             ],
-            "model": state.model_name,
+            "model": answering_model(request, work),
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
     )

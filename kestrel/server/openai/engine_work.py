@@ -26,6 +26,18 @@ class EngineWork:
     names: Mapping[str, str]
     """What the client called the engine's fields, for refusals."""
 
+    @property
+    def adapter(self) -> str | None:
+        """The one that all of them name."""
+        adapter = self.fields[0].get("adapter")
+        return adapter if isinstance(adapter, str) else None
+
+
+def answering_model(request: Request, work: EngineWork) -> str | None:
+    """The model's name for the answer, the adapter behind it."""
+    name = state_of(request).model_name
+    return name if work.adapter is None else f"{name}/{work.adapter}"
+
 
 async def all_results(request: Request, work: EngineWork) -> list[EngineResult]:
     """Every result, in order; the first failure ends the others. No more at once than the engine has rows for."""
@@ -70,5 +82,4 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _info(request: Request, work: EngineWork, *, stream: bool) -> RequestInfo:
-    adapter = work.fields[0].get("adapter")
-    return request_info(request, work.skill, stream=stream, adapter=adapter if isinstance(adapter, str) else None)
+    return request_info(request, work.skill, stream=stream, adapter=work.adapter)

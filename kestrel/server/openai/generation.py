@@ -15,7 +15,7 @@ from kestrel import __version__
 from kestrel.engine import EngineResult
 from kestrel.server.calls import until_gone
 from kestrel.server.native import take_model
-from kestrel.server.openai.engine_work import EngineWork, all_results
+from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
 from kestrel.server.openai.parameters import (
     SAMPLING,
     Body,
@@ -29,7 +29,7 @@ from kestrel.server.openai.stream import ChoiceShape, stream_response
 from kestrel.server.openai.usage import PromptShare, usage_of
 from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
-from kestrel.server.state import ServerState, state_of
+from kestrel.server.state import ServerState
 from kestrel.server.tracing import SETTINGS
 
 
@@ -60,7 +60,7 @@ async def generation_response(request: Request, asked: Generation) -> Response:
         "id": f"{shape.id_prefix}-{request_id_of(request)}",
         "object": shape.chunk_object if asked.wish.stream else shape.object,
         "created": int(time.time()),
-        "model": state_of(request).model_name,
+        "model": answering_model(request, asked.work),
         "system_fingerprint": f"kestrel-{__version__}",
     }
     if asked.wish.stream:
