@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kestrel import default_model
+from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError, ConfigError, shown
@@ -104,6 +105,11 @@ def find_model(name: str) -> ModelSpec:
 
 def find_family(name: str) -> ModelFamily:
     return next(family for family in FAMILIES if family.name == name)
+
+
+def adapter_shape(model: ModelSpec | LocatedModel) -> AdapterShape:
+    """What an adapter of a model must fit; weights are not read."""
+    return find_family(model.family).adapter_shape(model.config)
 
 
 def resolve(config: RuntimeConfig) -> LocatedModel:

@@ -1,4 +1,4 @@
-"""Names of adapters. They come from strangers, so only a short, plain form is an id, and none is ever part of a path."""
+"""Names of adapters. They come from strangers, so only a short, plain form is an id, and none ever touches a path."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class AdapterId:
         if found is None:
             raise RequestError(
                 FIELD,
-                f"{shown(text)} is not an adapter id; write finetune_id@step or a name "
-                f"(up to {MAX_NAME_LENGTH} letters A-Z a-z, digits, - and _; the step in up to {MAX_STEP_DIGITS} digits)",
+                f"{shown(text)} is not an adapter id; write finetune_id@step or a name (up to {MAX_NAME_LENGTH} "
+                f"letters A-Z a-z, digits, - and _; the step is a number of up to {MAX_STEP_DIGITS} digits)",
             )
         return cls(found[1], found[2])
 

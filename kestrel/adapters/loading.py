@@ -33,7 +33,11 @@ _MAX_LISTED = 8
 
 def load_adapter(path: str | Path, shape: AdapterShape) -> Adapter:
     """Reads a torch variant, a hosted fine-tune or our own form, and checks it against the base model."""
-    file = read_adapter_file(Path(path))
+    return fitted_adapter(read_adapter_file(Path(path)), shape)
+
+
+def fitted_adapter(file: AdapterFile, shape: AdapterShape) -> Adapter:
+    """The adapter that a file holds, checked against a base model."""
     if file.texts.get("format") == OWN_FORMAT:
         return _load_own(file, shape)
     if is_variant(file.tensors):

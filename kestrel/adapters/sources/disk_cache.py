@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -113,22 +112,25 @@ class AdapterDiskCache:
             raise FileNotFoundError(path)
         return AdapterCopy(path, sha256, stamp)
 
-    def forget(self, adapter: str) -> None:
-        shutil.rmtree(self._folder_of(adapter), ignore_errors=True)
-
     def list(self, source: str) -> list[AdapterListing]:
-        listings = []
-        for file in sorted(self._folder.glob(f"*/{CHECKSUM_FILE}")):
-            checksum = _Checksum.read(file.parent)
-            stamp = None if checksum is None else FileStamp.of(file.parent / checksum.file_name)
-            if checksum is not None and checksum.namespace == self._namespace and stamp is not None:
-                listings.append(
-                    AdapterListing(checksum.adapter, source, stamp.num_bytes, stamp.modified_ns / 1e9)
-                )
-        return listings
+        """What was downloaded for this namespace."""
+        return downloaded_adapters(self._folder, source, self._namespace)
 
     def _folder_of(self, adapter: str) -> Path:
         return self._folder / hashlib.sha256(f"{self._namespace}\n{adapter}".encode()).hexdigest()[:40]
+
+
+def downloaded_adapters(folder: Path, source: str, namespace: str | None = None) -> list[AdapterListing]:
+    """What a cache folder holds, of one namespace or of all."""
+    listings = []
+    for file in sorted(folder.glob(f"*/{CHECKSUM_FILE}")):
+        checksum = _Checksum.read(file.parent)
+        if checksum is None or namespace not in (None, checksum.namespace):
+            continue
+        stamp = FileStamp.of(file.parent / checksum.file_name)
+        if stamp is not None:
+            listings.append(AdapterListing(checksum.adapter, source, stamp.num_bytes, stamp.modified_ns / 1e9))
+    return listings
 
 
 def recognised_suffix(path: Path) -> str | None:

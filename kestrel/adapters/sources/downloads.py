@@ -48,8 +48,10 @@ class DownloadLimits:
 class Downloader:
     """Speaks for one source, whose name stands in the messages."""
 
-    def __init__(self, who: str, limits: DownloadLimits) -> None:
+    def __init__(self, who: str, limits: DownloadLimits, when_denied: str) -> None:
+        """`when_denied` tells the operator what to check when access is denied."""
         self._who = who
+        self._when_denied = when_denied
         self._limits = limits
         self._timeout = httpx.Timeout(limits.read_timeout_s, connect=limits.connect_timeout_s)
         self._tls = httpx.create_ssl_context()
@@ -104,7 +106,9 @@ class Downloader:
                 finally:
                     await response.aclose()
         except httpx.TimeoutException:
-            raise AdapterSourceTimeout(f"adapter '{adapter}': {self._who} did not answer in time; retry later") from None
+            raise AdapterSourceTimeout(
+                f"adapter '{adapter}': {self._who} did not answer in time; retry later"
+            ) from None
         except httpx.HTTPError as error:
             what = f"could not be reached, or broke off ({type(error).__name__}); retry later"
             raise self.failure(adapter, what) from None
@@ -150,7 +154,7 @@ class Downloader:
         if status == 410:
             raise AdapterGone(f"{start} has removed it; use another step")
         if status in (401, 403):
-            raise AdapterSourceDenied(f"{start} denied access (status {status}); check the key it was given")
+            raise AdapterSourceDenied(f"{start} denied access (status {status}); check {self._when_denied}")
         if status in (429, 503):
             raise AdapterSourceBusy(f"{start} is busy (status {status}); retry later")
         raise AdapterSourceError(f"{start} failed (status {status}); retry later")

@@ -1,7 +1,7 @@
 """Adapters in a folder, which may change while the engine runs.
 
-`NAME.safetensors`, `NAME.pt`, `NAME.pth`, or a folder `NAME` with one of FILES_IN_FOLDER; NAME may be `ID@STEP`. An id is
-looked up among the names found there, so it never becomes part of a path. A file is hashed once, and again when its
+`NAME.safetensors`, `NAME.pt`, `NAME.pth`, or a folder `NAME` with one of FILES_IN_FOLDER; NAME may be `ID@STEP`. An id
+is looked up among the names found there, so it never becomes part of a path. A file is hashed once, and again when its
 size, times or inode differ.
 """
 

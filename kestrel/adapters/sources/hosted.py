@@ -40,7 +40,7 @@ class HostedSource:
         self._base_url = base_url.rstrip("/")
         self._headers = {KEY_HEADER: api_key}
         limits = limits or DownloadLimits()
-        self._downloader = Downloader(self.title, limits)
+        self._downloader = Downloader(self.title, limits, "MOONDREAM_API_KEY")
         cache = AdapterDiskCache(cache_folder, f"hosted {self._base_url}")
         self._copies = RemoteCopies(self.title, self._downloader, limits, cache, self._download)
 

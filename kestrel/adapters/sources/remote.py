@@ -54,20 +54,12 @@ class RemoteCopies:
         await self._flights.close()
 
     async def _obtain(self, adapter_id: AdapterId) -> AdapterCopy:
-        async with self._turns:
-            copy = await asyncio.to_thread(self._cache.find, str(adapter_id))
-            if copy is None:
-                copy = await self._downloaded(adapter_id)
-        self._copies[adapter_id] = copy
-        return copy
-
-    async def _downloaded(self, adapter_id: AdapterId) -> AdapterCopy:
         try:
-            return await asyncio.wait_for(self._download_and_keep(adapter_id), self._limits.total_timeout_s)
+            async with self._turns:
+                copy = await asyncio.to_thread(self._cache.find, str(adapter_id))
+                copy = copy or await asyncio.wait_for(self._downloaded(adapter_id), self._limits.total_timeout_s)
         except AdapterNotFound as error:
-            self._unknown[adapter_id] = (time.monotonic() + UNKNOWN_FOR_S, error)
-            while len(self._unknown) > MAX_UNKNOWN:
-                self._unknown.popitem(last=False)
+            self._remember_unknown(adapter_id, error)
             raise
         except asyncio.TimeoutError:
             raise AdapterSourceTimeout(
@@ -77,14 +69,21 @@ class RemoteCopies:
             raise AdapterSourceError(
                 f"adapter '{adapter_id}': the download could not be stored ({error.strerror}); check adapter_cache_dir"
             ) from error
+        self._copies[adapter_id] = copy
+        return copy
 
-    async def _download_and_keep(self, adapter_id: AdapterId) -> AdapterCopy:
+    async def _downloaded(self, adapter_id: AdapterId) -> AdapterCopy:
         with self._cache.partial_file() as partial:
             digest = await self._download(adapter_id, partial)
             suffix = await asyncio.to_thread(recognised_suffix, partial)
             if suffix is None:
                 raise self._downloader.failure(str(adapter_id), "sent something that is no complete adapter file")
             return await asyncio.to_thread(self._cache.keep, str(adapter_id), partial, digest, suffix)
+
+    def _remember_unknown(self, adapter_id: AdapterId, error: AdapterNotFound) -> None:
+        self._unknown[adapter_id] = (time.monotonic() + UNKNOWN_FOR_S, error)
+        while len(self._unknown) > MAX_UNKNOWN:
+            self._unknown.popitem(last=False)
 
     def _refuse_unknown(self, adapter_id: AdapterId) -> None:
         """Ids that nobody knew a moment ago are not asked for again and again."""

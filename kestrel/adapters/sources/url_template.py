@@ -28,7 +28,7 @@ class UrlTemplateSource:
         if parsed_url(self._filled(AdapterId("name", "1"))) is None:
             raise ConfigError("adapter_url_template", "must be an https URL without a user (http only for loopback)")
         limits = limits or DownloadLimits()
-        self._downloader = Downloader(self.title, limits)
+        self._downloader = Downloader(self.title, limits, "adapter_url_template")
         cache = AdapterDiskCache(cache_folder, f"template {template}")
         self._copies = RemoteCopies(self.title, self._downloader, limits, cache, self._download)
 
