@@ -113,7 +113,9 @@ def _dense_rank(file: AdapterFile) -> int | None:
 
 
 def _delta_norms(places: list[tuple[str, Matrix, Side, Tensor]], scale: float) -> dict[Matrix, float]:
-    tensors = {(layer, matrix, side): tensor for layer, matrix, side, tensor in places}
+    tensors: dict[tuple[str, Matrix, Side], Tensor] = {
+        (layer, matrix, side): tensor for layer, matrix, side, tensor in places if not value_flaw(tensor)
+    }
     squares: dict[Matrix, float] = {}
     for (layer, matrix, side), a in tensors.items():
         b = tensors.get((layer, matrix, "b"))
@@ -124,7 +126,5 @@ def _delta_norms(places: list[tuple[str, Matrix, Side, Tensor]], scale: float) -
 
 def _squared_norm(a: Tensor, b: Tensor) -> float:
     """‖b·a‖² from the two small Gram matrices; the delta itself may be as large as a model's layer."""
-    if value_flaw(a) or value_flaw(b):
-        return float("nan")
     a, b = a.double(), b.double()
     return max(0.0, float(torch.sum((b.transpose(-1, -2) @ b) * (a @ a.transpose(-1, -2)))))

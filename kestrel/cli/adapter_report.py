@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kestrel.adapters.inspection import AdapterSummary
 from kestrel.adapters.sources import AdapterListing
+from kestrel.cli.console import printable
 
 _MAX_SHOWN = 5
 
@@ -25,11 +26,11 @@ def listing_table(listings: Sequence[AdapterListing]) -> Table:
     table.add_column("changed", no_wrap=True)
     table.add_column("where")
     for listing in listings:
-        where = Text(listing.source if listing.problem is None else listing.problem)
+        where = Text(printable(listing.problem or listing.source))
         where.stylize("" if listing.problem is None else "red")
         changed = "" if listing.modified_s is None else _date(listing.modified_s)
         size = "" if listing.num_bytes is None else short_bytes(listing.num_bytes)
-        table.add_row(Text(listing.name), size, changed, where)
+        table.add_row(Text(printable(listing.name)), size, changed, where)
     return table
 
 
@@ -61,7 +62,7 @@ def summary_table(path: Path, summary: AdapterSummary, fits: Mapping[str, str | 
         ("fits", ", ".join(name for name, misfit in fits.items() if misfit is None) or _closest(fits)),
     ]
     for name, text in rows:
-        table.add_row(Text(name), Text(text))
+        table.add_row(Text(printable(name)), Text(printable(text)))
     return table
 
 

@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import ssl
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -54,7 +55,7 @@ class Downloader:
         self._when_denied = when_denied
         self._limits = limits
         self._timeout = httpx.Timeout(limits.read_timeout_s, connect=limits.connect_timeout_s)
-        self._tls = httpx.create_ssl_context()
+        self._tls: ssl.SSLContext | None = None
 
     async def json(self, url: httpx.URL, headers: Mapping[str, str], adapter: str) -> Any:
         """A small JSON document. Redirects are refused: the headers may hold a key."""
@@ -99,7 +100,7 @@ class Downloader:
             "GET", url, headers={**PLAIN_HEADERS, **headers}, extensions={"timeout": self._timeout.as_dict()}
         )
         try:
-            async with httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, proxy=_proxy_for(url)) as transport:
+            async with await self._transport(url) as transport:
                 response = await transport.handle_async_request(request)
                 try:
                     yield response
@@ -112,6 +113,11 @@ class Downloader:
         except httpx.HTTPError as error:
             what = f"could not be reached, or broke off ({type(error).__name__}); retry later"
             raise self.failure(adapter, what) from None
+
+    async def _transport(self, url: httpx.URL) -> httpx.AsyncHTTPTransport:
+        if url.scheme == "https" and self._tls is None:
+            self._tls = await asyncio.to_thread(httpx.create_ssl_context)  # reads all certificates
+        return httpx.AsyncHTTPTransport(verify=self._tls or False, trust_env=False, proxy=_proxy_for(url))
 
     async def _write(self, response: httpx.Response, target: Path, adapter: str) -> str:
         declared = response.headers.get("content-length", "")
