@@ -42,23 +42,26 @@ class ReadyModel:
     vocab_size: int
     num_image_positions: int
     """Positions a picture takes in the context; 0 when the model reads text only."""
+    adapter_shape: AdapterShape
+    """What an adapter of it must fit."""
     refiner: OutlineRefiner | None = None
     """Sharpens the outlines of `segment`, when its weights were given."""
 
 
-def ready_model(config: RuntimeConfig, progress: Progress | None = None) -> ReadyModel:
+def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
     """From a configuration to a model that can run: find, load, plan its memory."""
     device = choose_device(config)
     loaded = load(resolve(config), device, choose_dtype(config, device), progress)
     match loaded:
         case LoadedMoondream():
-            runtime = MoondreamRuntime(loaded.model, config)
+            runtime = MoondreamRuntime(loaded.model, config, with_adapters)
             constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,
                 profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name, constraints),
                 vocab_size=runtime.decoder.shape.vocab_size,
                 num_image_positions=runtime.decoder.shape.num_image_positions,
+                adapter_shape=runtime.adapter_shape,
                 refiner=None
                 if config.refiner_file is None
                 else load_outline_refiner(config.refiner_file, loaded.model),

@@ -147,6 +147,18 @@ class CacheNamespace:
     tenant: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterUse:
+    """The adapter that a request goes through."""
+
+    name: str
+    """As users say it."""
+    key: str
+    """Names its content: a file that changed has another one."""
+    weights: Any
+    """For the runtime alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
     """What one token added to a stream: text, or a typed event (`kind` other than "text")."""
@@ -224,12 +236,17 @@ class GenerationRequest:
     images: Mapping[str, Any] = field(default_factory=dict)
     """Decoded pictures by digest, for the runtime; the scheduler never looks inside."""
     constraint: Constraint | None = None
-    namespace: CacheNamespace = CacheNamespace()
+    tenant: str | None = None
+    adapter: AdapterUse | None = None
     priority: int = 0
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""
     submitted_s: float = field(default_factory=time.monotonic)
     prompt_outputs: PromptOutputs | None = None
     num_prompt_positions: int = field(init=False)
+
+    @property
+    def namespace(self) -> CacheNamespace:
+        return CacheNamespace(None if self.adapter is None else self.adapter.key, self.tenant)
 
     def __post_init__(self) -> None:
         if not self.items:

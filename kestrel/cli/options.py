@@ -49,7 +49,8 @@ class Settings:
         default=None, metadata=_doc("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
     )
     adapter: str | None = field(
-        default=None, metadata=_doc("Adapter to answer with (not available yet: refused when set).")
+        default=None,
+        metadata=_doc("Adapter to answer with, such as the name of a file in --adapter-dir.", metavar="ID"),
     )
 
     def given(self) -> dict[str, Any]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 import uuid
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from kestrel.adapters.sources import AdapterListing
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
+from kestrel.engine.adapters import engine_adapters, has_adapter_source
 from kestrel.engine.compiling import CompilePool
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, take_route
@@ -24,10 +28,10 @@ from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
-from kestrel.errors import AdapterNotFound, EngineStopped, QueueFull, RequestCancelled, RequestError
+from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
-from kestrel.request import CacheNamespace, GenerationRequest, StreamUpdate
+from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry
@@ -46,7 +50,7 @@ class InferenceEngine(SkillCalls):
     ) -> None:
         self.config = config
         self.skills = skills
-        self.api_key = api_key
+        self._adapters = engine_adapters(config, ready, api_key)
         self._ready = ready
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
@@ -74,8 +78,10 @@ class InferenceEngine(SkillCalls):
         api_key: str | None = None,
         progress: Progress | None = None,
     ) -> InferenceEngine:
-        """Load the model and start. `api_key` is kept for hosted adapters; running a model needs none."""
-        ready = await asyncio.to_thread(ready_model, config, progress)
+        """Load the model and start. `api_key`, by default MOONDREAM_API_KEY, is for hosted adapters alone."""
+        api_key = api_key or os.environ.get(API_KEY_VARIABLE) or None
+        with_adapters = has_adapter_source(config, api_key)
+        ready = await asyncio.to_thread(ready_model, config, progress, with_adapters=with_adapters)
         engine = cls(config, ready, skills or default_registry(), asyncio.get_running_loop(), api_key)
         engine._worker.start()
         return engine
@@ -126,9 +132,14 @@ class InferenceEngine(SkillCalls):
         """Whether a request has had its first step, or is over; False while it waits for one."""
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
 
+    async def list_adapters(self) -> Sequence[AdapterListing]:
+        """Adapters that requests can name, as far as their sources can tell."""
+        return await self._adapters.list()
+
     def snapshot(self) -> EngineSnapshot:
         """How busy it is; for the event loop, while the worker runs."""
         cache, limits = self._cache.stats(), self._ready.runtime.limits
+        adapters, library = self._scheduler.adapters, self._adapters.snapshot()
         return EngineSnapshot(
             num_running=self._scheduler.num_running,
             num_waiting=len(self._unsent) + self._worker.num_unread + self._scheduler.num_waiting,
@@ -141,6 +152,14 @@ class InferenceEngine(SkillCalls):
             prefix_hit_tokens_total=cache.hit_positions,
             evicted_pages_total=cache.evicted_pages,
             preemptions_total=self._scheduler.num_preemptions,
+            num_adapter_slots=adapters.num_slots,
+            running_adapters=tuple(adapters.running),
+            waiting_adapters=tuple(adapters.waiting),
+            adapter_slot_loads_total=adapters.loads_total,
+            num_kept_adapters=0 if library is None else len(library.kept),
+            adapter_loads_total=0 if library is None else library.loads_total,
+            adapter_load_failures_total=0 if library is None else library.failures_total,
+            adapter_load_seconds_total=0.0 if library is None else library.load_seconds_total,
         )
 
     # ------------------------------------------------------------------ one request
@@ -156,22 +175,22 @@ class InferenceEngine(SkillCalls):
         route = take_route(fields)
         skill = self.skills.get(skill_name)
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
-        if request.adapter is not None:
-            raise AdapterNotFound(f"adapter {request.adapter!r}: this version serves base models only; leave it out")
         num_chars = num_characters(fields)
         require_readable(num_chars, self.max_model_length)
         stream = self._open_stream(route.request_id, skill_name)
         self._unsent.add(stream)
         try:
+            adapter = None if request.adapter is None else await self._adapters.use(request.adapter)
             images = await self._pictures.decode(stream.request_id, request.images)
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
             if request.response_format is not None:
                 generation = await self._compiling.run(*lay_out)
             else:
                 generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
-            generation.namespace = CacheNamespace(tenant=route.tenant)
+            generation.tenant, generation.adapter = route.tenant, adapter
             generation.priority = route.priority
             generation.submitted_s = submitted_s
+            stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions
             self._send(stream, generation)
         except BaseException:
@@ -268,6 +287,7 @@ class InferenceEngine(SkillCalls):
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
         self._compiling.close()
+        await self._adapters.close()
 
     async def _join(self, timeout_s: float) -> bool:
         """Wait for the worker in short naps, so that no helper thread outlives a time-out."""
@@ -287,6 +307,7 @@ class InferenceEngine(SkillCalls):
         await self.shutdown(drain=kind is None)
 
 
+API_KEY_VARIABLE = "MOONDREAM_API_KEY"
 LONG_TEXT = 4096
 """Characters from which a text is tokenised off the event loop."""
 GRACE_AFTER_TIMEOUT_S = 2.0

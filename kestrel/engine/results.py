@@ -21,6 +21,8 @@ class EngineResult:
     metrics: RequestMetrics
     num_reasoning_tokens: int = 0
     """How many of `metrics.output_tokens` were thinking, the mark that ends it included."""
+    adapter: str | None = None
+    """The adapter it went through."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,20 @@ class EngineSnapshot:
     """Positions found there."""
     evicted_pages_total: int
     preemptions_total: int
+    num_adapter_slots: int = 0
+    """Adapters that can be in use at the same time."""
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    """Those that wait for a slot."""
+    adapter_slot_loads_total: int = 0
+    """Adapters copied to the device."""
+    num_kept_adapters: int = 0
+    """In the host's memory, ready for a slot."""
+    adapter_loads_total: int = 0
+    """Adapters read from files."""
+    adapter_load_failures_total: int = 0
+    adapter_load_seconds_total: float = 0.0
+    """Spent on those reads, downloads included."""
 
     @property
     def kv_usage(self) -> float:

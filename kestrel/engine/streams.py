@@ -21,6 +21,7 @@ class EngineStream:
         self.request_id = request_id
         self.skill = skill
         self.num_prompt_tokens = 0  # positions of the laid-out prompt, set by the engine
+        self.adapter: str | None = None  # set by the engine once it is loaded
         self._cancel = cancel
         self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         self._result: asyncio.Future[EngineResult] = asyncio.get_running_loop().create_future()
@@ -92,6 +93,7 @@ class EngineStream:
                     finish_reason=update.finish_reason.value,
                     metrics=update.metrics,
                     num_reasoning_tokens=update.output.num_reasoning_tokens,
+                    adapter=self.adapter,
                 )
             )
             self._chunks.put_nowait(None)

@@ -11,6 +11,7 @@ result of a token does not depend on where it stands in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -26,17 +27,33 @@ def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def moe_mlp(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, fc1_EFD: Tensor, fc2_EDI: Tensor) -> Tensor:
     """y [T, D] for routed tokens; F = 2·I. Reads the number of tokens per expert on the host."""
+    assert fc1_EFD.shape[1] == 2 * fc2_EDI.shape[2]
+
+    def run_expert(expert: int, _: Tensor, x_ND: Tensor) -> Tensor:
+        return expert_mlp(x_ND, fc1_EFD[expert], fc2_EDI[expert])
+
+    return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
+
+
+def mix_experts(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    num_experts: int,
+    run_expert: Callable[[int, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of what `run_expert(expert, positions_N, x_ND)` makes of the tokens routed to each expert."""
     assert x_TD.ndim == 2
     assert weights_TK.shape == ids_TK.shape == (x_TD.shape[0], ids_TK.shape[1])
-    assert fc1_EFD.shape[1] == 2 * fc2_EDI.shape[2]
     num_tokens, k = ids_TK.shape
     if num_tokens == 0:
         return x_TD
     sorted_ids, order = ids_TK.reshape(-1).sort(stable=True)
-    bounds = torch.searchsorted(sorted_ids, torch.arange(fc1_EFD.shape[0] + 1, device=sorted_ids.device)).tolist()
-    x_sorted = x_TD[order // k]
+    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=sorted_ids.device)).tolist()
+    positions = order // k
+    x_sorted = x_TD[positions]
     outputs = [
-        expert_mlp(x_sorted[start:end], fc1_EFD[expert], fc2_EDI[expert])
+        run_expert(expert, positions[start:end], x_sorted[start:end])
         for expert, (start, end) in enumerate(pairwise(bounds))
         if end > start
     ]
@@ -46,5 +63,10 @@ def moe_mlp(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, fc1_EFD: Tensor, f
 
 def expert_mlp(x_ND: Tensor, fc1_FD: Tensor, fc2_DI: Tensor) -> Tensor:
     """One expert on the tokens routed to it."""
-    hidden, gate = functional.linear(x_ND, fc1_FD).chunk(2, dim=1)
-    return functional.linear(functional.gelu(hidden) * (gate + 1.0), fc2_DI)
+    return functional.linear(gate_hidden(functional.linear(x_ND, fc1_FD)), fc2_DI)
+
+
+def gate_hidden(z_NF: Tensor) -> Tensor:
+    """GELU(h) · (g + 1) of z = [h | g]."""
+    hidden, gate = z_NF.chunk(2, dim=1)
+    return functional.gelu(hidden) * (gate + 1.0)

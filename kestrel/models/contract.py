@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,25 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
 
 
+AdaptedMatrix = Literal["qkv", "proj", "proj_of_norm", "fc1", "fc2"]
+"""A place where a low-rank delta is added. `proj_of_norm` is a delta of proj that reads the block's norm output."""
+
+
+class Adapt(Protocol):
+    """Adds the low-rank deltas of each position's adapter to what a matrix of the base model made of x.
+
+    Both return y, which may be changed in place; positions without an adapter keep their y bit by bit.
+    """
+
+    def linear(self, layer: int, matrix: AdaptedMatrix, x_TD: Tensor, y_TF: Tensor) -> Tensor: ...
+
+    def expert(
+        self, layer: int, matrix: AdaptedMatrix, expert: int, positions_N: Tensor, x_ND: Tensor, y_NF: Tensor
+    ) -> Tensor:
+        """The same for one expert; row n belongs to the batch's position `positions_N[n]`."""
+        ...
+
+
 class DecoderModel(Protocol):
     """A decoder with typed inputs and outputs. Tensors are flat: T positions of any rows, one after another."""
 
@@ -59,7 +78,7 @@ class DecoderModel(Protocol):
         """[num_image_positions, hidden_dim]"""
         ...
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         """The last layer's residual stream, [T, hidden_dim]."""
         ...
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
+from kestrel.kernels.moe_mlp import gate_hidden, mix_experts, moe_mlp, route_top_k
+from kestrel.models.contract import Adapt
 from kestrel.moondream.config import MoeConfig
 
 
@@ -32,3 +34,17 @@ class MoeMlp(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_TK, ids_TK = route_top_k(self.router(x_TD), self.experts_per_token)
         return moe_mlp(x_TD, weights_TK, ids_TK, self.fc1.weight, self.fc2.weight)
+
+    def adapted(self, x_TD: Tensor, layer: int, adapt: Adapt) -> Tensor:
+        """The router is the base model's own; what an expert makes of a position is adapted."""
+        weights_TK, ids_TK = route_top_k(self.router(x_TD), self.experts_per_token)
+
+        def run_expert(expert: int, positions_N: Tensor, x_ND: Tensor) -> Tensor:
+            z_NF = adapt.expert(
+                layer, "fc1", expert, positions_N, x_ND, functional.linear(x_ND, self.fc1.weight[expert])
+            )
+            hidden_NI = gate_hidden(z_NF)
+            y_ND = functional.linear(hidden_NI, self.fc2.weight[expert])
+            return adapt.expert(layer, "fc2", expert, positions_N, hidden_NI, y_ND)
+
+        return mix_experts(x_TD, weights_TK, ids_TK, self.fc1.weight.shape[0], run_expert)

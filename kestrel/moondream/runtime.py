@@ -10,9 +10,11 @@ from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, plan_tiling
-from kestrel.models.contract import Attend, DecoderShape
+from kestrel.models.contract import Adapt, Attend, DecoderShape
+from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
+from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.memory import plan_pages
@@ -70,8 +72,8 @@ class MoondreamDecoder:
         features_NPD = self._model.vision.encode_crops(patches_NPC)
         return self._model.vision.embed_image(features_NPD, (plan.rows, plan.cols))
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        return self._model.text(x_TD, positions_T, attend)
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
+        return self._model.text(x_TD, positions_T, attend, adapt)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
@@ -91,13 +93,21 @@ class MoondreamDecoder:
 class MoondreamRuntime(Executor):
     """One Moondream on one device, ready for a scheduler."""
 
-    def __init__(self, model: MoondreamModel, config: RuntimeConfig) -> None:
+    def __init__(self, model: MoondreamModel, config: RuntimeConfig, with_adapters: bool = False) -> None:
         decoder = MoondreamDecoder(model)
-        super().__init__(decoder, runtime_limits(decoder, config))
         self.decoder = decoder
+        self.adapter_shape = adapter_shape(model.config.text)
+        slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
+        super().__init__(decoder, runtime_limits(decoder, config, 0 if slots is None else slots.num_slots), slots)
+
+    def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
+        experts = self.adapter_shape.moe
+        share = 1 if experts is None else experts.experts_per_token
+        max_rank = -(-config.max_adapter_rank // share) * share
+        return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
 
 
-def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig) -> RuntimeLimits:
+def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter_slots: int = 0) -> RuntimeLimits:
     shape = decoder.shape
     max_seq_length = config.max_seq_length or shape.max_context
     if max_seq_length > shape.max_context:
@@ -111,4 +121,5 @@ def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig) -> RuntimeL
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,
         steps_in_flight=1 if decoder.device.type == "cuda" else 0,
+        num_adapter_slots=num_adapter_slots,
     )

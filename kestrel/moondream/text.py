@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kestrel.kernels.rope import apply_rope, rope_tables
 from kestrel.kernels.tau import scale_heads, tau_factors
-from kestrel.models.contract import Attend
+from kestrel.models.contract import Adapt, Attend
 from kestrel.models.layers import GeluMlp
 from kestrel.moondream.config import TextConfig
 from kestrel.moondream.moe import MoeMlp
@@ -75,9 +75,17 @@ class TextAttention(nn.Module):
         self.tau = TauScaling(config.n_heads, config.qkv_dim) if config.tau_attn else None
 
     def forward(
-        self, y_TD: Tensor, positions_T: Tensor, rotation: tuple[Tensor, Tensor], layer: int, attend: Attend
+        self,
+        y_TD: Tensor,
+        positions_T: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        layer: int,
+        attend: Attend,
+        adapt: Adapt | None = None,
     ) -> Tensor:
         qkv_TF = self.qkv(y_TD)
+        if adapt is not None:
+            qkv_TF = adapt.linear(layer, "qkv", y_TD, qkv_TF)
         heads = qkv_TF.view(y_TD.shape[0], -1, self.head_dim)
         q_THD, k_THD, v_THD = heads.split(self.head_counts, dim=1)
         if self.tau is not None:
@@ -85,7 +93,20 @@ class TextAttention(nn.Module):
             q_THD, v_THD = scale_heads(q_THD, tau_q), scale_heads(v_THD, tau_v)
         cos, sin = rotation
         out_THD = attend(layer, apply_rope(q_THD, cos, sin), apply_rope(k_THD, cos, sin), v_THD)
-        return self.proj(out_THD.flatten(1))
+        out_TD = out_THD.flatten(1)
+        projected_TD = self.proj(out_TD)
+        if adapt is not None:
+            projected_TD = adapt.linear(layer, "proj", out_TD, projected_TD)
+            projected_TD = adapt.linear(layer, "proj_of_norm", y_TD, projected_TD)
+        return projected_TD
+
+
+class TextMlp(GeluMlp):
+    """The dense feed-forward part, whose matrices adapters may change."""
+
+    def adapted(self, x_TD: Tensor, layer: int, adapt: Adapt) -> Tensor:
+        hidden_TF = functional.gelu(adapt.linear(layer, "fc1", x_TD, self.fc1(x_TD)), approximate="tanh")
+        return adapt.linear(layer, "fc2", hidden_TF, self.fc2(hidden_TF))
 
 
 class TextBlock(nn.Module):
@@ -99,11 +120,20 @@ class TextBlock(nn.Module):
         if config.moe is not None and layer >= config.moe.start_layer:
             self.mlp = MoeMlp(config.dim, config.moe)
         else:
-            self.mlp = GeluMlp(config.dim, config.ff_dim, config.dim)
+            self.mlp = TextMlp(config.dim, config.ff_dim, config.dim)
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attend: Attend,
+        adapt: Adapt | None = None,
+    ) -> Tensor:
         y_TD = self.ln(x_TD)
-        return x_TD + self.attn(y_TD, positions_T, rotation, self.layer, attend) + self.mlp(y_TD)
+        mixed_TD = self.attn(y_TD, positions_T, rotation, self.layer, attend, adapt)
+        said_TD = self.mlp(y_TD) if adapt is None else self.mlp.adapted(y_TD, self.layer, adapt)
+        return x_TD + mixed_TD + said_TD
 
 
 class TextModel(nn.Module):
@@ -126,13 +156,13 @@ class TextModel(nn.Module):
     def embed(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.wte)
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         """The residual stream after the last block, not normalised (region decoders read it as it is)."""
         assert x_TD.ndim == 2
         assert positions_T.shape == x_TD.shape[:1]
         rotation = self.rope(positions_T)
         for block in self.blocks:
-            x_TD = block(x_TD, positions_T, rotation, attend)
+            x_TD = block(x_TD, positions_T, rotation, attend, adapt)
         return x_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class StepBatch:
         self.sample_at: list[int] = []
         self.sample_rows: list[int] = []
         rows, positions = self._lay_out(prefill, decode)
+        self.rows = rows
+        """Of each position."""
         self.positions_T = upload(positions, table.device)
         self.sample_at_B = upload(self.sample_at, table.device, torch.int64)
         rows_T = upload(rows, table.device)

@@ -26,6 +26,8 @@ class RuntimeLimits:
     """Prefill positions one step may hold; a single image span may exceed it."""
     steps_in_flight: int
     """1: the next step is planned while one runs. 0: each step is committed before the next is planned."""
+    num_adapter_slots: int = 0
+    """Adapters that can be in use at the same time."""
 
     @property
     def max_positions(self) -> int:
@@ -49,6 +51,18 @@ class RowStart:
     """Text ids of the prompt that a repetition penalty covers; empty for a row without penalties."""
     generated_ids: tuple[int, ...] = ()
     """Text ids emitted before a preemption, in order; empty for a row without penalties."""
+    adapter_slot: int | None = None
+    """The slot whose adapter the row's positions go through; None: the base model alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """Puts an adapter into a slot that no row uses."""
+
+    slot: int
+    key: str
+    """Names the adapter's content."""
+    weights: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +107,7 @@ class DecodeRow:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One launch. Applied in this order: starts, page writes, page copies, forward, sampling."""
+    """One launch. Applied in this order: adapter loads, starts, page writes, page copies, forward, sampling."""
 
     step_id: int
     starts: list[RowStart] = field(default_factory=list)
@@ -103,6 +117,7 @@ class StepPlan:
     decode: list[DecodeRow] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)
     """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
+    adapter_loads: list[AdapterLoad] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

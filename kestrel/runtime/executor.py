@@ -10,8 +10,9 @@ from torch import Tensor
 from kestrel.errors import NumericalError
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
-from kestrel.runtime.contract import PrefillChunk, RowOutput, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.contract import AdapterLoad, PrefillChunk, RowOutput, RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
@@ -43,8 +44,10 @@ class TorchStep:
 class Executor:
     """The torch runtime behind `kestrel.runtime.contract.Runtime`."""
 
-    def __init__(self, model: DecoderModel, limits: RuntimeLimits) -> None:
+    def __init__(self, model: DecoderModel, limits: RuntimeLimits, adapters: AdapterSlots | None = None) -> None:
+        assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
+        self._adapters = adapters
         self._limits = limits
         device = model.device
         self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
@@ -67,6 +70,7 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> TorchStep:
+        self._load_adapters(plan.adapter_loads)
         self._table.apply_starts(plan.starts)
         self._table.apply_page_writes(plan.page_writes)
         self._kv.copy_pages(plan.page_copies)
@@ -79,7 +83,7 @@ class Executor:
         embedded = embed_prefill(self._model, prefill, images)
         if plan.decode:
             embedded.append(embed_decode(self._model, self._table, plan.decode))
-        hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend)
+        hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, self._adapt(batch.rows))
         prompts = score_prompts(self._model, prefill, hidden_TD)
         sampled = None
         if batch.sample_at:
@@ -106,6 +110,18 @@ class Executor:
                 else:
                     output.rows.append(_row_output(row, step.host_rows[b], integers[b], values[b], logprobs[b]))
         return output
+
+    def _load_adapters(self, loads: list[AdapterLoad]) -> None:
+        for load in loads:
+            assert self._adapters is not None, "the runtime has no adapter slots"
+            self._adapters.load(load)
+
+    def _adapt(self, rows: list[int]) -> StepAdapt | None:
+        """The deltas of a step's positions, None when all go through the base model alone."""
+        slots = [self._table.host[row].adapter_slot for row in rows]
+        if self._adapters is None or all(slot is None for slot in slots):
+            return None
+        return StepAdapt(self._adapters, slots, self._model.device)
 
     def _embed_images(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         """Encode the pictures of this step; a picture that cannot be encoded fails its own row only."""

@@ -7,12 +7,15 @@ through the row's page table, so a wrong page gives a wrong token. The token sam
 allow; where they leave none, the row fails. Example (vocab 10): prompt 3, 4 gives running sums 3, 7, so the first token
 is (7 + 1) mod 10 = 8; fed at position 2, the sum is 15 and the next is 7.
 
+A row with an adapter adds the adapter's number (see `adapter_number`) to the value of each of its positions.
+
 For a row with penalties or a bias ids have scores: vocab_size for that token, one less for each id after it, around the
 circle. The token is then the id with the best score after penalties and bias, the first one from that token on.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,6 +54,7 @@ class FakeRuntime:
         self._size_id = size_id
         self._slots = [0] * (limits.num_pages * limits.page_size)
         self._rows: dict[int, _Row] = {}
+        self._adapter_in: dict[int, str] = {}
         self._masks: Mapping[int, bytes] = {}
         self._next_collect = 0
         self.num_positions_computed = 0
@@ -63,6 +67,9 @@ class FakeRuntime:
     def launch(self, plan: StepPlan) -> FakeStep:
         output = StepOutput(plan.step_id)
         self._masks = plan.masks
+        for load in plan.adapter_loads:
+            assert 0 <= load.slot < self._limits.num_adapter_slots, "no such adapter slot"
+            self._adapter_in[load.slot] = load.key
         for start in plan.starts:
             self._rows[start.row] = _Row(start, start.grammar_state, start.phase_spent, start.num_generated, [])
             self._rows[start.row].said.update(start.generated_ids)
@@ -193,7 +200,9 @@ class FakeRuntime:
 
     def _write(self, row: _Row, position: int, value: int) -> None:
         before = self._slots[self._slot(row, position - 1)] if position else 0
-        self._slots[self._slot(row, position)] = before + value
+        slot = row.start.adapter_slot
+        extra = 0 if slot is None else adapter_number(self._adapter_in[slot])
+        self._slots[self._slot(row, position)] = before + value + extra
         self.num_positions_computed += 1
 
     def _slot(self, row: _Row, position: int) -> int:
@@ -203,6 +212,11 @@ class FakeRuntime:
     def _copy_page(self, source: int, target: int) -> None:
         size = self._limits.page_size
         self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+
+
+def adapter_number(key: str) -> int:
+    """What the adapter with this key adds to the value of a position."""
+    return 1 + zlib.crc32(key.encode()) % 89
 
 
 def early_ends(state: State, sampling: SamplingParams, spent: int) -> set[int]:

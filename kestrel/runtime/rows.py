@@ -28,6 +28,7 @@ class HostRow:
     samples_randomly: bool = False
     logprobs: int | None = None
     has_id_limits: bool = False
+    adapter_slot: int | None = None
 
 
 @dataclass(slots=True)
@@ -125,6 +126,7 @@ class RowTable:
             samples_randomly=sampling.temperature > 0.0,
             logprobs=sampling.logprobs,
             has_id_limits=bool(sampling.allowed_ids or sampling.suppressed_ids),
+            adapter_slot=start.adapter_slot,
         )
         if self.host[start.row].has_id_limits:
             self._write_id_limits(start)

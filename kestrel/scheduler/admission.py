@@ -3,6 +3,8 @@
 Requests about a picture that another sequence is just prefilling are parked until that picture is in the prefix cache,
 so that each picture is encoded once however many ask about it at the same time. A sequence that must compute its whole
 prompt, because outputs of the prompt are asked for, neither waits for a picture nor lets others wait.
+
+Requests for an adapter that is in no slot, while all slots are in use, wait aside: those of the base model pass them.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from typing import TypeAlias
 
 from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
-from kestrel.request import CacheNamespace
+from kestrel.request import AdapterUse, CacheNamespace
+from kestrel.scheduler.adapter_slots import SlotLease, SlotPool
 from kestrel.scheduler.queues import WaitingQueue
 from kestrel.scheduler.sequence import Sequence
+from kestrel.scheduler.slot_waiters import SlotWaiters
 from kestrel.tokens import ContextItem
 
 
 class DeferReason(Enum):
     NO_ROW = "no free row"
     NO_PAGES = "no free pages"
+    NO_ADAPTER_SLOT = "no free adapter slot"
     IMAGE_IN_PROGRESS = "the same picture is being prefilled"
 
 
@@ -40,9 +45,11 @@ PictureKey: TypeAlias = tuple[CacheNamespace, tuple[ContextItem, ...]]
 
 
 class Admission:
-    def __init__(self, cache: CacheManager, queue: WaitingQueue, num_rows: int) -> None:
+    def __init__(self, cache: CacheManager, queue: WaitingQueue, num_rows: int, slots: SlotPool) -> None:
         self._cache = cache
         self._queue = queue
+        self._slots = slots
+        self._slot_waiters = SlotWaiters()
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_rows = num_rows
         self._waits_for_release = False
@@ -53,11 +60,14 @@ class Admission:
 
     @property
     def num_parked(self) -> int:
-        return self._num_parked
+        return self._num_parked + len(self._slot_waiters)
 
     def is_parked(self, sequence: Sequence) -> bool:
-        key = self._picture_key(sequence)
-        return key is not None and sequence in self._parked.get(key, ())
+        return self._waits_for_picture(sequence) or sequence in self._slot_waiters
+
+    def waiting_adapters(self) -> list[str]:
+        """Names of the adapters that wait for a slot. Other threads may ask this too."""
+        return self._slot_waiters.names()
 
     @property
     def num_free_rows(self) -> int:
@@ -66,6 +76,9 @@ class Admission:
     def admit_waiting(self) -> list[Sequence]:
         """Start waiting sequences in order until rows or pages run out."""
         admitted: list[Sequence] = []
+        for _ in range(self._slots.num_free):
+            for sequence in self._slot_waiters.pop_most_urgent():
+                self._queue.push(sequence)
         while self._free_rows and not self._waits_for_release:
             sequence = self._queue.try_pop()
             if sequence is None:
@@ -75,6 +88,8 @@ class Admission:
                     admitted.append(sequence)
                 case Deferred(reason=DeferReason.IMAGE_IN_PROGRESS):
                     self._park(sequence)
+                case Deferred(reason=DeferReason.NO_ADAPTER_SLOT):
+                    self._slot_waiters.push(sequence)
                 case Deferred():
                     self._queue.push(sequence)
                     self._waits_for_release = True
@@ -85,19 +100,31 @@ class Admission:
             return Deferred(DeferReason.NO_ROW)
         if sequence.reads_prefix_cache and self._picture_key(sequence) in self._picture_owner:
             return Deferred(DeferReason.IMAGE_IN_PROGRESS)
+        use = sequence.request.adapter
+        slot = None if use is None else self._lease_slot(sequence, use)
+        if use is not None and slot is None:
+            return Deferred(DeferReason.NO_ADAPTER_SLOT)
         try:
             lease = self._cache.acquire(sequence.request.namespace, sequence.items, reuse=sequence.reads_prefix_cache)
         except OutOfPages:
+            if slot is not None:
+                slot.release()
             return Deferred(DeferReason.NO_PAGES)
-        sequence.start(self._free_rows.pop(), lease)
+        sequence.start(self._free_rows.pop(), lease, slot)
         self._own_missing_picture(sequence)
         return Admitted(sequence)
+
+    def _lease_slot(self, sequence: Sequence, use: AdapterUse) -> SlotLease | None:
+        return self._slots.try_acquire(use) if self._slot_waiters.may_pass(sequence) else None
 
     def release(self, sequence: Sequence) -> None:
         """Take back the row and pages of a sequence that no step names any more."""
         assert sequence.lease is not None
         sequence.lease.release()
         sequence.lease = None
+        if sequence.slot_lease is not None:
+            sequence.slot_lease.release()
+            sequence.slot_lease = None
         self._free_rows.append(sequence.row)
         self._waits_for_release = False
         self.picture_done(sequence)
@@ -119,8 +146,10 @@ class Admission:
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence that never started from the queue or the parked ones."""
         self._queue.remove(sequence)
+        if sequence in self._slot_waiters:
+            self._slot_waiters.remove(sequence)
         key = self._picture_key(sequence)
-        if key is not None and self.is_parked(sequence):
+        if key is not None and self._waits_for_picture(sequence):
             self._parked[key].remove(sequence)
             self._num_parked -= 1
 
@@ -132,6 +161,10 @@ class Admission:
         for sequence, key in self._picture_of.items():
             assert self._picture_owner[key] is sequence, "a picture has two owners"
         assert len(self._picture_of) == len(self._picture_owner), "a picture has no owner"
+
+    def _waits_for_picture(self, sequence: Sequence) -> bool:
+        key = self._picture_key(sequence)
+        return key is not None and sequence in self._parked.get(key, ())
 
     def _park(self, sequence: Sequence) -> None:
         key = self._picture_key(sequence)

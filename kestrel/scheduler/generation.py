@@ -11,18 +11,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic
 
 from kestrel.cache import CacheManager
 from kestrel.errors import ContextTooLong, QueueFull, RequestCancelled, RequestError
 from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
+from kestrel.scheduler.adapter_slots import SlotPool
 from kestrel.scheduler.admission import Admission
 from kestrel.scheduler.commit import Committer
 from kestrel.scheduler.pipeline import LaunchedStep, Pipeline
 from kestrel.scheduler.plan import PlannedStep, StepPlanner, reserve_next_token
 from kestrel.scheduler.queues import WaitingQueue
 from kestrel.scheduler.sequence import Sequence, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTraffic:
+    """Adapters at one moment."""
+
+    num_slots: int
+    running: list[str]
+    waiting: list[str]
+    loads_total: int
 
 
 class GenerationScheduler(Generic[StepT]):
@@ -44,7 +56,8 @@ class GenerationScheduler(Generic[StepT]):
         self._max_queue_size = max_queue_size
         self._max_queue_tokens = max_queue_tokens
         self._queue = WaitingQueue(priority_ageing_s)
-        self._admission = Admission(cache, self._queue, limits.max_batch_size)
+        self._slots = SlotPool(limits.num_adapter_slots)
+        self._admission = Admission(cache, self._queue, limits.max_batch_size, self._slots)
         self._planner = StepPlanner(limits)
         self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight)
         self._committer = Committer(clock, self._admission.picture_done)
@@ -73,6 +86,13 @@ class GenerationScheduler(Generic[StepT]):
         """Since the start."""
         return self._num_preemptions
 
+    @property
+    def adapters(self) -> AdapterTraffic:
+        """Other threads may ask this too."""
+        return AdapterTraffic(
+            self._slots.num_slots, self._slots.running(), self._admission.waiting_adapters(), self._slots.num_loads
+        )
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a request has been part of a step. Other threads may ask this too."""
         sequence = self._sequences.get(request_id)
@@ -84,6 +104,8 @@ class GenerationScheduler(Generic[StepT]):
             raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
         if self.num_waiting >= self._max_queue_size:
             raise QueueFull(f"{self.num_waiting} requests are waiting (max_queue_size); retry later")
+        if request.adapter is not None and not self._limits.num_adapter_slots:
+            raise RequestError("adapter", "this engine has no adapter slots; raise max_adapters")
         self._require_room_for(request)
         key = self._queue.key(request.priority, self._clock())
         sequence = Sequence(request, key, max_total_tokens(request, self._limits))
@@ -130,7 +152,10 @@ class GenerationScheduler(Generic[StepT]):
     def check_integrity(self) -> None:
         """Recount rows, pages and queues; for tests and idle moments."""
         self._cache.check_integrity()
+        self._slots.check_integrity()
         holders = [s for s in self._running + self._leaving if s.lease is not None]
+        slot_holders = [s for s in holders if s.slot_lease is not None]
+        assert self._slots.num_leases == len(slot_holders), "an adapter slot belongs to no sequence"
         self._admission.check_integrity(len(holders))
         assert self._cache.num_leases == len(holders), "a lease belongs to no sequence"
         assert len({s.row for s in holders}) == len(holders), "two sequences share a row"
@@ -160,7 +185,10 @@ class GenerationScheduler(Generic[StepT]):
         if not self._make_room():
             return None
         planned = self._planner.plan(self._running)
-        return None if planned.plan.is_empty else planned
+        if planned.plan.is_empty:
+            return None
+        planned.plan.adapter_loads = self._slots.take_loads()
+        return planned
 
     def _launch(self, planned: PlannedStep) -> None:
         now = self._clock()

@@ -69,6 +69,7 @@ class StepPlanner:
                     num_generated=sequence.num_generated,
                     prompt_ids=prompt_ids,
                     generated_ids=generated_ids,
+                    adapter_slot=None if sequence.slot_lease is None else sequence.slot_lease.slot,
                 )
             )
             plan.page_writes += [PageWrite(sequence.row, i, page) for i, page in enumerate(sequence.lease.pages)]

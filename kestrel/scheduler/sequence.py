@@ -13,6 +13,7 @@ from enum import Enum
 from kestrel.cache import PageLease
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import GenerationRequest, RequestMetrics, TokenConstraint
+from kestrel.scheduler.adapter_slots import SlotLease
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
 
@@ -42,6 +43,7 @@ class Sequence:
 
         self.row = -1
         self.lease: PageLease | None = None
+        self.slot_lease: SlotLease | None = None
         self.next_item = 0
         self.num_launched = 0
         self.num_committed = 0
@@ -89,9 +91,9 @@ class Sequence:
             return None
         return constraint.tokens
 
-    def start(self, row: int, lease: PageLease) -> None:
-        """Take a row and pages; skip what the lease found in the prefix cache."""
-        self.row, self.lease = row, lease
+    def start(self, row: int, lease: PageLease, slot_lease: SlotLease | None = None) -> None:
+        """Take a row, pages and an adapter's slot; skip what the lease found in the prefix cache."""
+        self.row, self.lease, self.slot_lease = row, lease, slot_lease
         self.stage = Stage.PREFILL
         self.num_launched = self.num_committed = lease.num_cached
         self.next_item = self._item_at(lease.num_cached)

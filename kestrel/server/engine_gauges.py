@@ -23,6 +23,7 @@ class EngineGauges(Collector):
     def collect(self) -> Iterator[Metric]:
         taken = self._snapshot()
         yield from self._own(taken)
+        yield from self._of_adapters(taken)
         yield from self._as_vllm(taken)
 
     def describe(self) -> Iterator[Metric]:
@@ -42,6 +43,22 @@ class EngineGauges(Collector):
         )
         yield self._counter(
             "kestrel_preemptions", "Running requests sent back to the queue for want of pages.", taken.preemptions_total
+        )
+
+    def _of_adapters(self, taken: EngineSnapshot) -> Iterator[Metric]:
+        yield self._gauge("kestrel_adapter_slots", "Adapters that can be in use at once.", taken.num_adapter_slots)
+        yield self._gauge("kestrel_adapters_running", "Adapters in use.", len(taken.running_adapters))
+        yield self._gauge("kestrel_adapters_waiting", "Adapters that wait for a slot.", len(taken.waiting_adapters))
+        yield self._gauge("kestrel_adapters_kept", "Adapters in the host's memory.", taken.num_kept_adapters)
+        yield self._counter(
+            "kestrel_adapter_slot_loads", "Adapters copied to the device.", taken.adapter_slot_loads_total
+        )
+        yield self._counter("kestrel_adapter_loads", "Adapters read from files.", taken.adapter_loads_total)
+        yield self._counter(
+            "kestrel_adapter_load_failures", "Adapters that could not be used.", taken.adapter_load_failures_total
+        )
+        yield self._counter(
+            "kestrel_adapter_load_seconds", "Seconds spent on reads and downloads.", taken.adapter_load_seconds_total
         )
 
     def _as_vllm(self, taken: EngineSnapshot) -> Iterator[Metric]:
@@ -64,7 +81,11 @@ class EngineGauges(Collector):
         yield self._labelled(
             "vllm:lora_requests_info",
             "Adapters in use; the value is the time of the reading.",
-            {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""},
+            {
+                "max_lora": str(taken.num_adapter_slots),
+                "running_lora_adapters": ",".join(taken.running_adapters),
+                "waiting_lora_adapters": ",".join(taken.waiting_adapters),
+            },
             time.time(),
         )
 

@@ -45,9 +45,11 @@ class ServerMetrics:
         self._started.labels(self._model_name, skill).inc()
         self._in_progress.labels(self._model_name, skill).inc()
 
-    def finished(self, skill: str, metrics: RequestMetrics, finish_reason: str) -> None:
-        """A request has its result."""
+    def finished(self, skill: str, metrics: RequestMetrics, finish_reason: str, adapter: str | None = None) -> None:
+        """A request has its result. `adapter` is one that was loaded, so that clients cannot invent labels."""
         name = self._model_name
+        if adapter is not None:
+            self._by_adapter.labels(name, adapter).inc()
         self._in_progress.labels(name, skill).dec()
         self._finished.labels(name, skill, finish_reason).inc()
         self._vllm_success.labels(name, finish_reason).inc()
@@ -89,6 +91,9 @@ class ServerMetrics:
         self._started = self._counter("kestrel_requests_started", "Requests given to the engine.", "skill")
         self._finished = self._counter("kestrel_requests_finished", "Requests with a result.", "skill", "finish_reason")
         self._failed = self._counter("kestrel_requests_failed", "Requests without a result.", "skill", "error")
+        self._by_adapter = self._counter(
+            "kestrel_adapter_requests_finished", "Requests with a result that went through an adapter.", "adapter"
+        )
         self._vllm_success = self._counter("vllm:request_success", "Requests with a result.", "finished_reason")
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._vllm_success.labels(self._model_name, reason.value)

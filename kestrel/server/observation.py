@@ -67,7 +67,7 @@ class Observation:
             if record is not None:
                 record.add_result(outcome.metrics, outcome.finish_reason)
             if metrics is not None:
-                metrics.finished(request.skill, outcome.metrics, outcome.finish_reason)
+                metrics.finished(request.skill, outcome.metrics, outcome.finish_reason, outcome.adapter)
             return
         if record is not None:
             record.error_type = type(outcome).__name__

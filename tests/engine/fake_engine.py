@@ -12,6 +12,7 @@ from kestrel.engine import InferenceEngine
 from kestrel.families import ReadyModel
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MoondreamConfig
+from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.fake import FakeRuntime
@@ -31,6 +32,7 @@ def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> Inference
         ),
         vocab_size=320,
         num_image_positions=config.vision.num_patches,
+        adapter_shape=adapter_shape(config.text),
     )
     engine = InferenceEngine(RuntimeConfig(**changes), ready, default_registry(), asyncio.get_running_loop())
     engine._worker.start()

@@ -15,7 +15,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kestrel.adapters import Adapter, load_adapter
+from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.config import MoondreamConfig, derived_generation
+from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 
 from .naive import NaiveMoondream
@@ -74,7 +77,7 @@ def _load(family: str, with_region_ln: bool) -> Golden:
     model = MoondreamModel(config).eval()
     model.load_state_dict({key.removeprefix("model."): value.float() for key, value in weights.items()}, strict=True)
     data = json.loads((ROOT / family / "cases.json").read_text())
-    cases = {name: data["cases"][name] for name in case_names(family)}
+    cases = data["cases"]
     tokenizer = GoldenTokenizer(ROOT / family / "tokenizer.json")
     image_cache = golden(family).naive.image_cache if with_region_ln else None  # the vision tower is the same
     naive = NaiveMoondream(model, config, tokenizer, image_cache)
@@ -82,8 +85,11 @@ def _load(family: str, with_region_ln: bool) -> Golden:
 
 
 def case_naive(family: str, case: dict[str, Any]) -> NaiveMoondream:
-    """The model a case was made with: region LayerNorm and overridden ids included."""
+    """The model a case was made with: region LayerNorm, overridden ids and adapter included."""
     base = golden(family, case.get("region_layernorm", False))
+    if "lora" in case:
+        adapt = SingleAdapter(golden_adapter(family))
+        return NaiveMoondream(base.model, base.config, base.tokenizer, base.naive.image_cache, adapt)
     overrides = case.get("tokenizer_overrides")
     if overrides is None:
         return base.naive
@@ -92,6 +98,12 @@ def case_naive(family: str, case: dict[str, Any]) -> NaiveMoondream:
     return NaiveMoondream(base.model, config, base.tokenizer, base.naive.image_cache)
 
 
-def case_names(family: str) -> list[str]:
+@cache
+def golden_adapter(family: str) -> Adapter:
+    name = {"md2": "lora_variant", "md3": "lora_adapter"}[family]
+    return load_adapter(ROOT / family / f"{name}.safetensors", adapter_shape(golden(family).config.text))
+
+
+def case_names(family: str, with_adapters: bool = False) -> list[str]:
     cases = json.loads((ROOT / family / "cases.json").read_text())["cases"]
-    return [name for name, case in cases.items() if "lora" not in case]
+    return [name for name, case in cases.items() if with_adapters or "lora" not in case]

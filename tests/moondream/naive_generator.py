@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import END, Carries, Grammar, State
+from kestrel.models.contract import Adapt
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
@@ -112,10 +113,12 @@ class NaiveGenerator:
         config: MoondreamConfig,
         tokenizer: Tokenizer,
         image_cache: dict[str, Tensor] | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.tokenizer = tokenizer
+        self.adapt = adapt
         self.device = model.text.wte.device
         self.dtype = model.text.wte.dtype
         self.image_cache: dict[str, Tensor] = {} if image_cache is None else image_cache
@@ -179,7 +182,7 @@ class NaiveGenerator:
         start = len(run.attention.block_of)
         run.attention.block_of += blocks
         positions = torch.arange(start, start + len(blocks), device=self.device)
-        hidden_TD = self.model.text(x_TD, positions, run.attention)
+        hidden_TD = self.model.text(x_TD, positions, run.attention, self.adapt)
         run.steps.append(Step(start, hidden_TD[-1], self.model.text.logits(hidden_TD[-1:])[0]))
 
     def embed_item(self, item: ContextItem, images: Mapping[str, np.ndarray]) -> Tensor:

@@ -20,7 +20,7 @@ from .goldens import FAMILIES, case_naive, case_names, golden, pixels, tensors
 from .naive import NaiveMoondream, Run, forced, greedy, image_digest
 from .naive_generator import NO_BLOCK, DenseAttention
 
-CASES = [(family, name) for family in FAMILIES for name in case_names(family)]
+CASES = [(family, name) for family in FAMILIES for name in case_names(family, with_adapters=True)]
 LOGITS_TOLERANCE = 1e-4
 DETECT_LOGITS_TOLERANCE = 5e-4  # the size embedding amplifies rounding
 REGION_LOGITS_TOLERANCE = 5e-4
@@ -49,7 +49,7 @@ def run_loops(family: str, name: str) -> Run:
     assert image is not None
     if "length" in case:
         return naive.caption(image, case["length"], max_tokens=settings["max_tokens"])
-    skill = naive.detect if name.startswith("detect") else naive.point
+    skill = naive.detect if "detect" in name else naive.point
     return skill(image, case["object"], max_objects=settings["max_objects"])
 
 
@@ -64,7 +64,7 @@ def case_prompt(case: dict[str, Any], name: str, naive: NaiveMoondream) -> tuple
     if "length" in case:
         prefix = naive.config.tokenizer.templates[f"caption.{case['length']}"].prefix
         return text_tokens(prefix), grammars.text_grammar(naive.config), settings["max_tokens"]
-    skill = name.partition("_")[0]
+    skill = name.removeprefix("lora_").partition("_")[0]
     grammar = grammars.objects_grammar(naive.config, with_size=skill == "detect")
     tokens_per_object = 3 if skill == "detect" else 2
     return naive.object_items(skill, case["object"]), grammar, tokens_per_object * settings["max_objects"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kestrel.errors import NumericalError
 from kestrel.grammar import free_text
+from kestrel.moondream.lora import adapter_shape
 from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import FinishReason, SamplingParams
+from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import (
+    AdapterLoad,
     DecodeRow,
     PageCopy,
     PageWrite,
@@ -24,11 +29,17 @@ from kestrel.runtime.contract import (
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.fake import FakeRuntime
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
-from tests.moondream.goldens import golden
+from tests.moondream.goldens import golden, golden_adapter
 from tests.runtime.paged import RecordingDecoder
 
 LIMITS = RuntimeLimits(
-    max_batch_size=3, max_seq_length=64, num_pages=40, page_size=4, max_prefill_tokens=32, steps_in_flight=1
+    max_batch_size=3,
+    max_seq_length=64,
+    num_pages=40,
+    page_size=4,
+    max_prefill_tokens=32,
+    steps_in_flight=1,
+    num_adapter_slots=2,
 )
 NEVER_SAMPLED = 319
 GRAMMAR = free_text(NEVER_SAMPLED)
@@ -38,7 +49,8 @@ GRAMMAR = free_text(NEVER_SAMPLED)
 def runtime(request: pytest.FixtureRequest) -> Runtime[Any]:
     if request.param == "fake":
         return FakeRuntime(LIMITS, vocab_size=320)
-    return Executor(RecordingDecoder(golden("md2").model), LIMITS)
+    slots = AdapterSlots(adapter_shape(golden("md2").config.text), 2, 8, torch.device("cpu"), torch.float32)
+    return Executor(RecordingDecoder(golden("md2").model), LIMITS, slots)
 
 
 def start(row: int, budget: int = 50) -> RowStart:
@@ -329,3 +341,27 @@ def test_a_mask_with_the_end_alone_ends_its_row(runtime: Runtime[Any]) -> None:
     row = run(runtime, plan).rows[0]
     assert row.token is None
     assert row.finish is FinishReason.STOP
+
+
+def test_a_row_goes_through_the_adapter_in_its_slot_and_its_neighbour_through_none(runtime: Runtime[Any]) -> None:
+    prompt = [30, 31, 32, 33]
+
+    def tokens(step: int, slots: list[int | None], loads: list[AdapterLoad]) -> list[Token | None]:
+        starts = [replace(start(row), adapter_slot=slot) for row, slot in enumerate(slots)]
+        pages = [write for row in range(len(slots)) for write in writes(row, row, 10 + row)]
+        chunks = [prefill(row, prompt) for row in range(len(slots))]
+        output = run(runtime, StepPlan(step, starts, pages, prefill=chunks, adapter_loads=loads))
+        return [row.token for row in sorted(output.rows, key=lambda row: row.row)]
+
+    adapter = golden_adapter("md2")
+    scaled = replace(adapter, alpha=-3.0 * adapter.rank)
+    base = tokens(0, [None], [])[0]
+    first = AdapterLoad(1, "first", adapter)
+    beside = tokens(1, [1, None, 1], [first])
+    assert beside[1] == base
+    assert beside[0] == beside[2] != base
+    assert tokens(2, [1], []) == [beside[0]], "a slot keeps its adapter"
+    other = tokens(3, [0, 1, None], [AdapterLoad(0, "other", scaled)])
+    assert other[1:] == [beside[0], base]
+    assert tokens(4, [1], [AdapterLoad(1, "other", scaled)]) == other[:1], "a load takes the slot over"
+    assert other[0] != beside[0]

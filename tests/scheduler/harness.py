@@ -8,7 +8,7 @@ from kestrel.cache import CacheManager
 from kestrel.grammar import END, Grammar, free_text
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import (
-    CacheNamespace,
+    AdapterUse,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -18,7 +18,7 @@ from kestrel.request import (
     TokenLogprobs,
 )
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.fake import FakeRuntime, item_value
+from kestrel.runtime.fake import FakeRuntime, adapter_number, item_value
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token
 
@@ -91,7 +91,8 @@ def request(
     max_new_tokens: int = 8,
     grammar: Grammar | None = None,
     priority: int = 0,
-    namespace: CacheNamespace | None = None,
+    tenant: str | None = None,
+    adapter: str | None = None,
     prompt_outputs: PromptOutputs | None = None,
     **options: object,
 ) -> GenerationRequest:
@@ -102,7 +103,8 @@ def request(
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         consumer=Recorder(**options),  # type: ignore[arg-type]
         priority=priority,
-        namespace=namespace or CacheNamespace(),
+        tenant=tenant,
+        adapter=None if adapter is None else AdapterUse(adapter, adapter, None),
         prompt_outputs=prompt_outputs,
     )
 
@@ -135,15 +137,16 @@ def tokens_of(update: StreamUpdate) -> list[Token]:
     return update.output.fields["tokens"]
 
 
-def by_hand(items: list[ContextItem], max_new_tokens: int, vocab_size: int) -> list[Token]:
+def by_hand(items: list[ContextItem], max_new_tokens: int, vocab_size: int, adapter: str | None = None) -> list[Token]:
     """The free-text answer of the fake runtime, from its definition."""
     total = position = 0
+    extra = 0 if adapter is None else adapter_number(adapter)
     for item in items:
         if isinstance(item, ImageSpan):
-            total += sum(int(item.digest[:4], 16) + k for k in range(item.num_positions))
+            total += sum(int(item.digest[:4], 16) + k + extra for k in range(item.num_positions))
             position += item.num_positions
         else:
-            total += item_value(item)
+            total += item_value(item) + extra
             position += 1
     answer: list[Token] = []
     grammar = free_text(EOS)
@@ -152,7 +155,7 @@ def by_hand(items: list[ContextItem], max_new_tokens: int, vocab_size: int) -> l
         if goto == END:
             break
         answer.append(TextToken(emitted))
-        total += emitted
+        total += emitted + extra
         position += 1
     return answer
 

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.errors import QueueFull, RequestCancelled, RequestError
 from kestrel.grammar import END, Carries, Edge, Grammar, State
-from kestrel.request import CacheNamespace, FinishReason, StreamUpdate
+from kestrel.request import FinishReason, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import CoordToken, SizeToken, TextToken
 from tests.scheduler.harness import by_hand, image, make, request, run, text, tokens_of
@@ -87,7 +87,7 @@ def test_a_finished_answer_is_cached_for_a_follow_up() -> None:
 def test_namespaces_do_not_share_pictures() -> None:
     scheduler, _ = make()
     for tenant in ("a", "b"):
-        scheduler.add(request(tenant, [image("x"), *text(4)], namespace=CacheNamespace(tenant=tenant)))
+        scheduler.add(request(tenant, [image("x"), *text(4)], tenant=tenant))
         update = run(scheduler)[tenant]
         assert update.metrics is not None
         assert update.metrics.cached_tokens == 0

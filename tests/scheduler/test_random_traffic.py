@@ -18,7 +18,8 @@ contexts = st.tuples(
     st.sampled_from(["none", "none", "late"]),
     st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=6),
 )
-additions = st.tuples(st.just("add"), contexts, st.integers(1, 20), st.integers(-2, 2))
+adapters = st.sampled_from([None, None, "red", "green", "blue", "grey"])
+additions = st.tuples(st.just("add"), contexts, st.integers(1, 20), st.integers(-2, 2), adapters)
 actions = st.one_of(
     additions,
     additions,
@@ -36,9 +37,10 @@ actions = st.one_of(
     budget=st.integers(1, 40),
     depth=st.integers(0, 1),
     prefix_cache=st.booleans(),
+    slots=st.integers(1, 3),
 )
 def test_random_traffic(
-    script: list[tuple], page_size: int, pool: int, rows: int, budget: int, depth: int, prefix_cache: bool
+    script: list[tuple], page_size: int, pool: int, rows: int, budget: int, depth: int, prefix_cache: bool, slots: int
 ) -> None:
     scheduler, _ = make(
         vocab_size=VOCAB,
@@ -49,8 +51,9 @@ def test_random_traffic(
         max_prefill_tokens=budget,
         steps_in_flight=depth,
         max_seq_length=80,
+        num_adapter_slots=slots,
     )
-    expected: dict[str, tuple[list[ContextItem], int]] = {}
+    expected: dict[str, tuple[list[ContextItem], int, str | None]] = {}
     final: dict[str, StreamUpdate] = {}
 
     def take(updates: list[StreamUpdate]) -> None:
@@ -61,16 +64,16 @@ def test_random_traffic(
 
     for action in script:
         match action:
-            case ("add", context, max_new, priority):
+            case ("add", context, max_new, priority, adapter):
                 name, items = f"r{len(expected)}", context_items(context)
                 if reused := [n for n in expected if n in final and final[n].finish_reason is FinishReason.CANCELLED]:
                     name = reused[0]
                     del expected[name], final[name]
                 try:
-                    scheduler.add(request(name, items, max_new_tokens=max_new, priority=priority))
+                    scheduler.add(request(name, items, max_new_tokens=max_new, priority=priority, adapter=adapter))
                 except RequestError:
                     continue
-                expected[name] = (items, max_new)
+                expected[name] = (items, max_new, adapter)
             case ("cancel", index):
                 scheduler.cancel(f"r{index}")
             case ("step", count):
@@ -82,10 +85,10 @@ def test_random_traffic(
         final[name] = update
 
     assert set(final) == set(expected)
-    for name, (items, max_new) in expected.items():
+    for name, (items, max_new, adapter) in expected.items():
         if final[name].finish_reason is FinishReason.CANCELLED:
             continue
         room = scheduler._limits.max_positions - sum(getattr(i, "num_positions", 1) for i in items)
-        assert tokens_of(final[name]) == by_hand(items, min(max_new, room), VOCAB), name
-    assert scheduler._cache.num_leases == 0
+        assert tokens_of(final[name]) == by_hand(items, min(max_new, room), VOCAB, adapter), name
+    assert scheduler._cache.num_leases == scheduler._slots.num_leases == 0
     assert scheduler.num_running == scheduler.num_waiting == 0
