@@ -110,6 +110,11 @@ def find_family(name: str) -> ModelFamily:
     return next(family for family in FAMILIES if family.name == name)
 
 
+def adapter_shape(model: ModelSpec | LocatedModel) -> AdapterShape:
+    """What an adapter of a model must fit; weights are not read."""
+    return find_family(model.family).adapter_shape(model.config)
+
+
 def resolve(config: RuntimeConfig) -> LocatedModel:
     """Finds the model that a configuration asks for, fetching it if it is only named.
 

@@ -42,6 +42,23 @@ from kestrel.errors import ConfigError
         ("max_queue_size", 0),
         ("image_threads", 0),
         ("max_image_pixels", 0),
+        ("adapter_dir", 7),
+        ("adapter_cache_dir", 7),
+        ("max_adapters", 0),
+        ("max_adapter_rank", 0),
+        ("adapter_memory_bytes", 0),
+        ("adapter_url_template", 7),
+        ("adapter_url_template", "example.org/{id}"),
+        ("adapter_url_template", "ftp://example.org/{id}"),
+        ("adapter_url_template", "https://example.org/adapter"),
+        ("adapter_url_template", "https://example.org/{step}"),
+        ("adapter_url_template", "https://example.org/{id}/{colour}"),
+        ("adapter_url_template", "https://example.org/{id.__class__}"),
+        ("adapter_url_template", "https://example.org/{id!r}"),
+        ("adapter_url_template", "https://example.org/{id:>9}"),
+        ("adapter_url_template", "https://example.org/{}"),
+        ("adapter_url_template", "https://example.org/{id"),
+        ("adapter_url_template", "https://{id}.example.org/{id}"),
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any) -> None:
@@ -56,6 +73,12 @@ def test_weights_path_is_another_name_for_model_path() -> None:
     assert RuntimeConfig(model_path="/x").weights == Path("/x")
     with pytest.raises(ConfigError, match="weights_path"):
         RuntimeConfig(model_path="/x", weights_path="/y")
+
+
+def test_templates_of_adapter_urls_have_an_id_or_a_fine_tune_in_their_path() -> None:
+    for path in ("{id}", "{finetune_id}.pt", "{finetune_id}/{step}?x={{1}}"):
+        template = f"https://example.org/{path}"
+        assert RuntimeConfig(adapter_url_template=template).adapter_url_template == template
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from kestrel.cli.adapters import add_adapters_group
 from kestrel.cli.caption import caption
 from kestrel.cli.config_flags import environment_hint
 from kestrel.cli.console import note, write
@@ -57,6 +58,7 @@ def make_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_kestrel)
     for verb in VERBS:
         app.command(verb.__name__, epilog=environment_hint(verb))(verb)
+    add_adapters_group(app)
     add_train_group(app)
     return app
 

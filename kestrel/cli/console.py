@@ -17,9 +17,14 @@ def stderr_console() -> Console:
     return Console(file=sys.stderr, highlight=False)
 
 
+def printable(text: str) -> str:
+    """Without control characters: neither a model nor a file may steer the terminal."""
+    return text.translate(_CONTROLS)
+
+
 def write(text: str) -> None:
-    """Part of a result, at once. A terminal gets no control characters: a model must not be able to steer it."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    """Part of a result, at once. A terminal gets no control characters."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from kestrel.adapters import AdapterShape
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.hub import HubSource
 from kestrel.models.locate import LocatedModel
@@ -62,6 +63,10 @@ class ModelFamily(Protocol):
 
     def recognise(self, checkpoint: Checkpoint) -> str | None:
         """The registered name whose weights these look like, by names and shapes."""
+        ...
+
+    def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
+        """What an adapter of the model with this config.json must fit."""
         ...
 
     def load(

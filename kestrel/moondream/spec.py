@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kestrel.adapters import AdapterShape
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.family import LoadedModel, ModelSpec
@@ -17,6 +18,7 @@ from kestrel.models.progress import Progress
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.models.weight_files import open_checkpoint
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoondreamConfig
+from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.quantised_weights import KvScale, read_kv_scales, refuse_mlx_int4
 from kestrel.moondream.weight_names import to_hub_name
@@ -101,6 +103,9 @@ class MoondreamFamily:
             if wte is not None and wte.shape == (text.vocab_size, text.dim) and has_tau == text.tau_attn:
                 return spec.name
         return None
+
+    def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
+        return adapter_shape(MoondreamConfig.from_dict(config).text)
 
     def load(
         self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None

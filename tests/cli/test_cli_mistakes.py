@@ -11,6 +11,8 @@ from kestrel.cli import exit_codes
 from kestrel.cli.exit_codes import exit_code_of, one_line, report
 from kestrel.errors import (
     AdapterNotFound,
+    AdapterSourceError,
+    AdapterUnusable,
     CheckpointError,
     ConfigError,
     EngineStopped,
@@ -78,6 +80,8 @@ def test_a_mistake_is_one_line_and_an_exit_code(
         (OutOfPages("no"), 4),
         (QueueFull("no"), 4),
         (AdapterNotFound("no"), 4),
+        (AdapterUnusable("no"), 3),
+        (AdapterSourceError("no"), 1),
         (RequestCancelled("no"), 1),
         (EngineStopped("no"), 1),
         (RuntimeError("no"), 1),

@@ -10,7 +10,13 @@ import pytest
 
 from kestrel.engine import InferenceEngine
 from kestrel.errors import (
+    AdapterGone,
     AdapterNotFound,
+    AdapterSourceBusy,
+    AdapterSourceDenied,
+    AdapterSourceError,
+    AdapterSourceTimeout,
+    AdapterUnusable,
     CheckpointError,
     ContextTooLong,
     EngineStopped,
@@ -151,6 +157,12 @@ def test_an_unexpected_failure_says_nothing_and_harms_nobody(
         (RequestError("top_p", "is odd"), 400, None, False),
         (ContextTooLong("prompt", "is long"), 400, "context_length_exceeded", False),
         (AdapterNotFound("adapter x"), 404, "adapter_not_found", False),
+        (AdapterGone("adapter x"), 410, "adapter_gone", False),
+        (AdapterUnusable("adapter x"), 400, "adapter_unusable", False),
+        (AdapterSourceError("adapter x"), 502, "adapter_source_failed", False),
+        (AdapterSourceDenied("adapter x"), 502, "adapter_source_denied", False),
+        (AdapterSourceBusy("adapter x"), 503, "adapter_source_busy", True),
+        (AdapterSourceTimeout("adapter x"), 504, "adapter_source_timeout", False),
         (QueueFull("full"), 503, "overloaded", True),
         (OutOfPages("none left"), 503, "overloaded", True),
         (EngineStopped("RuntimeError: CUDA at 0x7f0012345678"), 503, "engine_stopped", True),

@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import ssl
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -54,7 +55,7 @@ class Downloader:
         self._when_denied = when_denied
         self._limits = limits
         self._timeout = httpx.Timeout(limits.read_timeout_s, connect=limits.connect_timeout_s)
-        self._tls = httpx.create_ssl_context()
+        self._tls: ssl.SSLContext | None = None
 
     async def json(self, url: httpx.URL, headers: Mapping[str, str], adapter: str) -> Any:
         """A small JSON document. Redirects are refused: the headers may hold a key."""
@@ -85,10 +86,10 @@ class Downloader:
     def failure(self, adapter: str, what: str) -> AdapterSourceError:
         return AdapterSourceError(f"adapter '{adapter}': {self._who} {what}")
 
-    def checked_url(self, text: object, adapter: str) -> httpx.URL:
-        """An https URL that a service named."""
+    def checked_url(self, text: object, named_by: httpx.URL, adapter: str) -> httpx.URL:
+        """A URL that an answer named. What came over https never leads to http, not even on the own machine."""
         url = parsed_url(text)
-        if url is None:
+        if url is None or (named_by.scheme == "https" and url.scheme != "https"):
             raise self.failure(adapter, "named an address that is not https")
         return url
 
@@ -99,7 +100,7 @@ class Downloader:
             "GET", url, headers={**PLAIN_HEADERS, **headers}, extensions={"timeout": self._timeout.as_dict()}
         )
         try:
-            async with httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, proxy=_proxy_for(url)) as transport:
+            async with await self._transport(url, adapter) as transport:
                 response = await transport.handle_async_request(request)
                 try:
                     yield response
@@ -112,6 +113,14 @@ class Downloader:
         except httpx.HTTPError as error:
             what = f"could not be reached, or broke off ({type(error).__name__}); retry later"
             raise self.failure(adapter, what) from None
+
+    async def _transport(self, url: httpx.URL, adapter: str) -> httpx.AsyncHTTPTransport:
+        if url.scheme == "https" and self._tls is None:
+            self._tls = await asyncio.to_thread(httpx.create_ssl_context)  # reads all certificates
+        try:
+            return httpx.AsyncHTTPTransport(verify=self._tls or False, trust_env=False, proxy=_proxy_for(url))
+        except (ImportError, ValueError):  # ImportError: a SOCKS proxy without the package for it
+            raise self.failure(adapter, f"cannot be reached through the proxy of {url.scheme}_proxy") from None
 
     async def _write(self, response: httpx.Response, target: Path, adapter: str) -> str:
         declared = response.headers.get("content-length", "")
@@ -138,9 +147,7 @@ class Downloader:
             target = url.join(response.headers.get("location", ""))
         except httpx.InvalidURL:
             raise self.failure(adapter, "redirected to something that is not a URL") from None
-        if url.scheme == "https" and target.scheme != "https":
-            raise self.failure(adapter, "redirected from https to something else")
-        return self.checked_url(str(target), adapter)
+        return self.checked_url(str(target), url, adapter)
 
     def _require_ok(self, response: httpx.Response, adapter: str) -> None:
         status = response.status_code

@@ -41,10 +41,11 @@ class FolderSource:
         self._hashing: Flights[AdapterCopy] = Flights()
 
     async def fetch(self, adapter_id: AdapterId) -> AdapterCopy:
-        known = self._known.get(adapter_id)
-        if known is not None and FileStamp.of(known.entry) == known.copy.stamp:
-            return known.copy
+        if (known := self._hashed(adapter_id)) is not None:
+            return known
         entry = await asyncio.to_thread(self._find, adapter_id)
+        if (known := self._hashed(adapter_id)) is not None:
+            return known
         # The stamp is part of the key: whoever comes after a change must not get what was there before.
         return await self._hashing.join(f"{entry}\n{FileStamp.of(entry)}", lambda: self._hash(adapter_id, entry))
 
@@ -53,6 +54,11 @@ class FolderSource:
 
     async def close(self) -> None:
         await self._hashing.close()
+
+    def _hashed(self, adapter_id: AdapterId) -> AdapterCopy | None:
+        """What was hashed before, if it is still the same."""
+        known = self._known.get(adapter_id)
+        return known.copy if known is not None and FileStamp.of(known.entry) == known.copy.stamp else None
 
     def _find(self, adapter_id: AdapterId) -> Path:
         entries = self._scan().get(str(adapter_id))
@@ -84,7 +90,7 @@ class FolderSource:
                     path = self._folder / entry.name
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_dir():
+                    if os.path.isdir(path):  # entry.is_dir() raises for links in a circle
                         inner = [path / name for name in FILES_IN_FOLDER if os.path.lexists(path / name)]
                         if inner:
                             found.setdefault(entry.name, []).extend(inner)

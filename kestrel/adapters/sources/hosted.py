@@ -57,9 +57,9 @@ class HostedSource:
 
     async def _download(self, adapter_id: AdapterId, target: Path) -> str:
         name, step = quote(adapter_id.name, safe=""), quote(adapter_id.step or "", safe="")
-        address = f"{self._base_url}/v1/tuning/finetunes/{name}/checkpoints/{step}/download"
-        answer = await self._downloader.json(httpx.URL(address), self._headers, str(adapter_id))
+        address = httpx.URL(f"{self._base_url}/v1/tuning/finetunes/{name}/checkpoints/{step}/download")
+        answer = await self._downloader.json(address, self._headers, str(adapter_id))
         if not isinstance(answer, dict) or "url" not in answer:
             raise self._downloader.failure(str(adapter_id), "answered without the address of the file")
-        presigned = self._downloader.checked_url(answer["url"], str(adapter_id))
+        presigned = self._downloader.checked_url(answer["url"], address, str(adapter_id))
         return await self._downloader.file(presigned, target, str(adapter_id))

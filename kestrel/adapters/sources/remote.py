@@ -4,6 +4,7 @@ that nobody knows."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +16,8 @@ from kestrel.adapters.sources.disk_cache import AdapterDiskCache, recognised_suf
 from kestrel.adapters.sources.downloads import Downloader, DownloadLimits
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing
 from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterSourceTimeout
+
+logger = logging.getLogger("kestrel.adapters")
 
 MAX_DOWNLOADS_AT_ONCE = 4
 UNKNOWN_FOR_S = 5.0
@@ -60,6 +63,9 @@ class RemoteCopies:
                 copy = copy or await asyncio.wait_for(self._downloaded(adapter_id), self._limits.total_timeout_s)
         except AdapterNotFound as error:
             self._remember_unknown(adapter_id, error)
+            raise
+        except AdapterSourceError as error:
+            logger.warning("%s", error)
             raise
         except asyncio.TimeoutError:
             raise AdapterSourceTimeout(

@@ -1,0 +1,166 @@
+"""kestrel adapters: which ones there are, what is in a file, and files from one form into another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kestrel.adapters import Adapter, save_adapter
+from kestrel.adapters.files import AdapterFile, read_adapter_file
+from kestrel.adapters.inspection import summarise
+from kestrel.adapters.loading import fitted_adapter
+from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
+from kestrel.adapters.sources.folder import FolderSource
+from kestrel.cli.adapter_report import listing_as_json, listing_table, summary_as_json, summary_table
+from kestrel.cli.console import note, stdout_console, write
+from kestrel.cli.event_loop import run_to_end
+from kestrel.config import RuntimeConfig
+from kestrel.errors import CheckpointError, ConfigError
+from kestrel.families import adapter_shape, find_model, known_models, resolve
+from kestrel.models.family import ModelSpec
+from kestrel.models.locate import LocatedModel
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Registered name of the base model; nothing is downloaded.")
+]
+ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Folder of the base model.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
+
+
+def add_adapters_group(app: typer.Typer) -> None:
+    group = typer.Typer(help="List, inspect and convert adapters.", add_completion=False, rich_markup_mode=None)
+    group.callback(invoke_without_command=True)(_adapters)
+    group.command("list")(list_adapters)
+    group.command("inspect")(inspect)
+    group.command("convert")(convert)
+    app.add_typer(group, name="adapters")
+
+
+def _adapters(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        write(context.get_help() + "\n")
+
+
+def list_adapters(
+    adapter_dir: Annotated[
+        Path | None, typer.Option("--adapter-dir", envvar="KESTREL_ADAPTER_DIR", help="A folder of adapters.")
+    ] = None,
+    adapter_cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter-cache-dir", envvar="KESTREL_ADAPTER_CACHE_DIR", help="Where downloaded adapters are kept."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the adapters of a folder and those that were downloaded, by the ids that requests name."""
+    config = RuntimeConfig(adapter_dir=adapter_dir, adapter_cache_dir=adapter_cache_dir)
+    listings = []
+    if config.adapter_folder is not None:
+        listings += run_to_end(FolderSource(config.adapter_folder).list())
+    listings += downloaded_adapters(config.adapter_cache_folder or default_cache_folder(), "downloaded")
+    if as_json:
+        write(json.dumps([listing_as_json(listing) for listing in listings], indent=2, ensure_ascii=False) + "\n")
+    elif listings:
+        stdout_console().print(listing_table(listings))
+    else:
+        note("there are no adapters; name a folder of them with --adapter-dir")
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors, .pt or .pth file.")],
+    model: ModelOption = None,
+    model_path: ModelPathOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is in an adapter file: format, rank, targets, sizes, strength, and the models it fits.
+
+    Every model of `kestrel models` is tried, or the one that --model or --model-path names.
+    """
+    content = _read(file)
+    summary = summarise(content)
+    fits = {base.name: _misfit(content, base) for base in _bases(model, model_path)}
+    if as_json:
+        write(json.dumps(summary_as_json(file, summary, fits), indent=2, ensure_ascii=False) + "\n")
+    else:
+        stdout_console().print(summary_table(file, summary, fits))
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors, .pt or .pth file of any format.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")],
+    model: ModelOption = None,
+    model_path: ModelPathOption = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists.", show_default=False)
+    ] = False,
+) -> None:
+    """Write an adapter in Kestrel's own form, with rank, targets and base model in its header.
+
+    kestrel adapters convert final.pt mine.safetensors --model moondream2
+
+    Without --model and --model-path every known model is tried.
+    """
+    _check_target(target, overwrite)
+    adapter = _fitting(_read(source), _bases(model, model_path))
+    try:
+        save_adapter(adapter, target)
+    except OSError as error:
+        raise ConfigError("OUT", f"{target} cannot be written ({error.strerror})") from error
+    base = f" of {adapter.base_model}" if adapter.base_model else "; its base model is not named, give --model"
+    note(f"{target}: rank {adapter.rank}, {len(adapter.targets)} matrices{base}")
+
+
+def _read(path: Path) -> AdapterFile:
+    try:
+        return read_adapter_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check the path of the adapter") from error
+
+
+def _bases(model: str | None, model_path: Path | None) -> tuple[ModelSpec | LocatedModel, ...]:
+    """The models to hold an adapter against."""
+    if model_path is not None:
+        return (resolve(RuntimeConfig(model=model, model_path=model_path)),)
+    return known_models() if model is None else (find_model(model),)
+
+
+def _misfit(file: AdapterFile, base: ModelSpec | LocatedModel) -> str | None:
+    """Why a file does not fit a model, None when it does."""
+    try:
+        fitted_adapter(file, adapter_shape(base))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _fitting(file: AdapterFile, bases: tuple[ModelSpec | LocatedModel, ...]) -> Adapter:
+    """The adapter, with the name of its base model where that is certain."""
+    if len(bases) == 1:
+        adapter, names = fitted_adapter(file, adapter_shape(bases[0])), [bases[0].name]
+    else:
+        fitting = [base for base in bases if _misfit(file, base) is None]
+        if not fitting:
+            known = ", ".join(base.name for base in bases)
+            raise CheckpointError(
+                f"{file.path} fits none of {known}; give its base model with --model-path, "
+                f"or see `kestrel adapters inspect {file.path}`"
+            )
+        adapter, names = fitted_adapter(file, adapter_shape(fitting[0])), [base.name for base in fitting]
+    named = adapter.base_model
+    if named is not None and named not in names and len(bases) == 1:
+        raise CheckpointError(f"{file.path} was made for {named!r}, not for {names[0]}; give the model it names")
+    return replace(adapter, base_model=named or (names[0] if len(names) == 1 else None))
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.suffix != ".safetensors":
+        raise ConfigError("OUT", f"{target} must end in .safetensors")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError("OUT", f"{target.parent} is not a folder; create it first")
+    if target.exists() and not overwrite:
+        raise ConfigError("OUT", f"{target} exists already; choose another name, or add --overwrite")
