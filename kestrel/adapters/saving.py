@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from kestrel.adapters.adapter import Adapter, LowRankPair
 from kestrel.adapters.formats import own_roles, parse_header, write_header
@@ -33,10 +34,19 @@ def save_adapter(adapter: Adapter, path: str | Path) -> None:
         tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata=texts)
+        partial.write_bytes(_in_order(save(tensors, metadata=texts)))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _in_order(file: bytes) -> bytes:
+    """The same file with its header sorted, so that equal adapters are equal bytes; the library's order varies."""
+    size = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + size])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= size
+    return file[:8] + text.ljust(size) + file[8 + size :]
 
 
 def _rank_flaw(pair: LowRankPair, rank: int) -> str | None:

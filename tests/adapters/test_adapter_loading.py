@@ -146,3 +146,12 @@ def test_pairs_cannot_be_replaced_after_the_check() -> None:
     adapter = load_adapter(VARIANT, MD2)
     with pytest.raises(TypeError):
         adapter.targets[AdapterTarget(0, "qkv")] = adapter.targets[AdapterTarget(1, "qkv")]  # pyright: ignore
+
+
+def test_the_same_adapter_is_the_same_bytes(tmp_path: Path) -> None:
+    adapter = replace(load_adapter(HOSTED, MD3), metadata={str(n): "ä" * n for n in range(20)}, base_model="house")
+    files = [tmp_path / f"{number}.safetensors" for number in range(4)]
+    for file in files:
+        save_adapter(adapter, file)
+    assert len({file.read_bytes() for file in files}) == 1
+    assert load_adapter(files[0], MD3).metadata == adapter.metadata
