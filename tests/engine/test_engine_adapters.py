@@ -12,7 +12,8 @@ import pytest
 
 from kestrel.adapters import save_adapter
 from kestrel.engine import InferenceEngine
-from kestrel.errors import AdapterNotFound, AdapterUnusable, RequestError
+from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable, RequestError
+from tests.adapters.adapter_hosts import host, slow
 from tests.engine.conftest import GOLDENS, MakeEngine, ask, assert_same_output, cases, picture
 from tests.engine.random_adapters import random_adapter, write_adapters
 
@@ -163,3 +164,31 @@ async def test_cancelled_and_streamed_requests_leave_no_slot_behind(make_engine:
     while engine.snapshot().num_running:
         await asyncio.sleep(0.01)
     assert engine.snapshot().running_adapters == ()
+
+
+async def test_a_source_that_dies_in_the_middle_of_a_download_fails_those_requests_only(
+    make_engine: MakeEngine, folder: Path, tmp_path: Path
+) -> None:
+    write_adapters(folder, "md3", 1)
+    file = (folder / "a0.safetensors").read_bytes()
+    async with host() as far:
+        engine = await make_engine(
+            "md3",
+            adapter_dir=folder,
+            adapter_url_template=f"{far.url}/{{id}}.safetensors",
+            adapter_cache_dir=tmp_path / "cache",
+        )
+        expected = await text_of(engine, "a0"), await text_of(engine, None)
+        far.answers["/far.safetensors"] = slow(file, before=asyncio.Event())
+        downloading = [asyncio.create_task(said(engine, "far")) for _ in range(3)]
+        while not far.count("/far.safetensors"):
+            await asyncio.sleep(0.005)
+        meanwhile = await text_of(engine, "a0"), await text_of(engine, None)
+        assert meanwhile == expected
+        assert not any(task.done() for task in downloading)
+    outcomes = await asyncio.gather(*downloading, return_exceptions=True)
+    assert far.count("/far.safetensors") == 1, "downloaded once for all who wait"
+    assert all(isinstance(outcome, AdapterSourceError) for outcome in outcomes)
+    assert (await text_of(engine, "a0"), await text_of(engine, None)) == expected
+    assert engine.num_requests == 0
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
