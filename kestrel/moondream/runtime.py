@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, plan_tiling
-from kestrel.models.contract import Adapt, Attend, DecoderShape
+from kestrel.models.contract import Adapt, Attend, DecoderShape, PreparedImage
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
@@ -65,12 +67,17 @@ class MoondreamDecoder:
     def embed_sizes(self, values_N2: Tensor) -> Tensor:
         return self._model.region.encode_size(values_N2)
 
-    def embed_image(self, image: RgbImage) -> Tensor:
+    def prepare_image(self, image: RgbImage) -> PreparedImage:
         plan = plan_tiling(image.height, image.width, self._tiling)
         crops_NHWC = make_crops(image_tensor(image, self.device), plan)
         patches_NPC = normalise_and_patchify(crops_NHWC, self._tiling.patch_size, self.dtype)
-        features_NPD = self._model.vision.encode_crops(patches_NPC)
-        return self._model.vision.embed_image(features_NPD, (plan.rows, plan.cols))
+        return PreparedImage(patches_NPC, (plan.rows, plan.cols))
+
+    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        vision = self._model.vision
+        features_NPD = vision.encode_crops(torch.cat([image.patches_NPC for image in images]))
+        of_each = features_NPD.split([image.num_crops for image in images])
+        return vision.embed_images(of_each, [image.tiles_hw for image in images])
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         return self._model.text(x_TD, positions_T, attend, adapt)
@@ -98,13 +105,19 @@ class MoondreamRuntime(Executor):
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
-        super().__init__(decoder, runtime_limits(decoder, config, 0 if slots is None else slots.num_slots), slots)
+        limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
+        super().__init__(decoder, limits, slots, batch_crops(config, decoder.device))
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
         share = 1 if experts is None else experts.experts_per_token
         max_rank = -(-config.max_adapter_rank // share) * share
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
+
+
+def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
+    """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
+    return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
 
 
 def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter_slots: int = 0) -> RuntimeLimits:

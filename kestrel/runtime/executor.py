@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kestrel.errors import NumericalError
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
-from kestrel.runtime.contract import AdapterLoad, PrefillChunk, RowOutput, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.contract import AdapterLoad, RowOutput, RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
 from kestrel.runtime.upload import start_download
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
+from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 FINISH = 2
 """Column of `Sampled.integers_B5` that says whether and how a row ended."""
@@ -44,10 +44,17 @@ class TorchStep:
 class Executor:
     """The torch runtime behind `kestrel.runtime.contract.Runtime`."""
 
-    def __init__(self, model: DecoderModel, limits: RuntimeLimits, adapters: AdapterSlots | None = None) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        limits: RuntimeLimits,
+        adapters: AdapterSlots | None = None,
+        vision_batch_crops: int = 1,
+    ) -> None:
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
         self._adapters = adapters
+        self._pictures = PictureEncoder(model, vision_batch_crops)
         self._limits = limits
         device = model.device
         self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
@@ -74,7 +81,7 @@ class Executor:
         self._table.apply_starts(plan.starts)
         self._table.apply_page_writes(plan.page_writes)
         self._kv.copy_pages(plan.page_copies)
-        images, failures = self._embed_images(plan.prefill)
+        images, failures = self._pictures.encode(plan.prefill)
         prefill = [chunk for chunk in plan.prefill if chunk.row not in failures]
         if not prefill and not plan.decode:
             return TorchStep(plan.step_id, [], [], None, failures, None)
@@ -122,20 +129,6 @@ class Executor:
         if self._adapters is None or all(slot is None for slot in slots):
             return None
         return StepAdapt(self._adapters, slots, self._model.device)
-
-    def _embed_images(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
-        """Encode the pictures of this step; a picture that cannot be encoded fails its own row only."""
-        images: dict[str, Tensor] = {}
-        failures: dict[int, Exception] = {}
-        for chunk in prefill:
-            for item in chunk.items:
-                if not isinstance(item, ImageSpan) or item.digest in images:
-                    continue
-                try:
-                    images[item.digest] = self._model.embed_image(chunk.images[item.digest])
-                except Exception as error:  # whatever a picture provokes stays with its request
-                    failures[chunk.row] = error
-        return images, failures
 
 
 def _send_to_host(sampled: Sampled | None) -> tuple[Sampled | None, torch.cuda.Event | None]:
