@@ -37,6 +37,22 @@ def attend_segment(
     return out_HQD.transpose(0, 1)
 
 
+def attend_padded(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_NK: Tensor, mask_NQK: Tensor) -> Tensor:
+    """Queries of several rows, padded to the same number; `mask_NQK` is true where a query sees a position."""
+    assert q_NQHD.ndim == 4
+    assert mask_NQK.shape == (*q_NQHD.shape[:2], kv_slots_NK.shape[1])
+    k_NHKD = k_cache[kv_slots_NK].transpose(1, 2)
+    v_NHKD = v_cache[kv_slots_NK].transpose(1, 2)
+    out_NHQD = F.scaled_dot_product_attention(
+        q_NQHD.transpose(1, 2),
+        k_NHKD,
+        v_NHKD,
+        attn_mask=mask_NQK[:, None],
+        enable_gqa=q_NQHD.shape[2] != k_NHKD.shape[1],
+    )
+    return out_NHQD.transpose(1, 2)
+
+
 def attend_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_BK: Tensor, mask_BK: Tensor) -> Tensor:
     """One query per row; `mask_BK` is true where a row has a position."""
     assert q_BHD.ndim == 3

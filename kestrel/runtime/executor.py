@@ -15,6 +15,7 @@ from kestrel.runtime.contract import AdapterLoad, RowOutput, RuntimeLimits, Step
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.pictures import PictureEncoder
+from kestrel.runtime.prefill_attention import in_packed_order
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
@@ -82,7 +83,7 @@ class Executor:
         self._table.apply_page_writes(plan.page_writes)
         self._kv.copy_pages(plan.page_copies)
         images, failures = self._pictures.encode(plan.prefill)
-        prefill = [chunk for chunk in plan.prefill if chunk.row not in failures]
+        prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         if not prefill and not plan.decode:
             return TorchStep(plan.step_id, [], [], None, failures, None)
 
