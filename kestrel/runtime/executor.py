@@ -62,6 +62,7 @@ class Executor:
         self._table = RowTable(
             num_rows=limits.max_batch_size,
             max_pages_per_row=-(-limits.max_positions // limits.page_size),
+            spare_page=self._kv.spare_page,
             vocab_size=model.shape.vocab_size,
             grammars=GrammarTables(model.shape.vocab_size, device),
             device=device,
