@@ -18,7 +18,7 @@ from kestrel.request import RequestMetrics
 from kestrel.server.calls import engine_call, request_info, until_gone
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
-from kestrel.server.limits import read_object
+from kestrel.server.json_body import read_object
 from kestrel.server.native_schemas import (
     COMMON_FIELDS,
     PICTURE,
