@@ -152,7 +152,7 @@ def _stream(request: Request, skill: NativeSkill, info: RequestInfo, fields: dic
     def events(stream: EngineStream) -> AsyncIterator[bytes]:
         return stream_events(stream, "chunk" if skill.streams_text else "type")
 
-    return EventStream(native_call(request, info, fields), events, state_of(request).config.ping_interval_s)
+    return EventStream(native_call(request, info, fields), events, state_of(request).config)
 
 
 @asynccontextmanager
