@@ -87,7 +87,7 @@ class Observation:
         return layers
 
     def router(self) -> APIRouter:
-        """GET /metrics; 503 while the engine is loading."""
+        """GET and HEAD /metrics; 503 while the engine is loading."""
         router = APIRouter(tags=["operations"])
         text: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
         router.add_api_route(
@@ -102,6 +102,7 @@ class Observation:
                 **refusals(401),
             },
         )
+        router.add_api_route("/metrics", self._page, methods=["HEAD"], response_model=None, include_in_schema=False)
         return router
 
     async def _page(self) -> Response:
