@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel.errors import RequestError, shown
-from kestrel.request import MAX_LOGPROBS, MAX_SEED, MIN_REPETITION_PENALTY, SamplingParams
+from kestrel.request import MAX_LOGPROBS, MAX_SEED, MAX_TEMPERATURE, MIN_REPETITION_PENALTY, SamplingParams
 from kestrel.skills.checks import (
     Check,
     boolean,
@@ -45,7 +45,7 @@ class Setting:
 SETTINGS: Mapping[str, Setting] = {
     "max_tokens": Setting(integer(1, MAX_TOKENS), ("max_new_tokens",)),
     "max_objects": Setting(integer(1, MAX_OBJECTS)),
-    "temperature": Setting(number(0.0, 100.0)),
+    "temperature": Setting(number(0.0, MAX_TEMPERATURE)),
     "top_p": Setting(number(0.0, 1.0)),
     "top_k": Setting(integer(0, MAX_TOKENS)),
     "min_p": Setting(number(0.0, 1.0)),

@@ -48,6 +48,7 @@ BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", -1),
     ("temperature", "0.5"),
     ("temperature", -0.1),
+    ("temperature", 2.01),
     ("temperature", float("nan")),
     ("temperature", float("inf")),
     ("temperature", 10**400),
