@@ -15,6 +15,7 @@ from kestrel.cli.console import note, stderr_console
 from kestrel.cli.loading import LoadingBars
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.server.allocator import keep_freed_memory
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
@@ -55,6 +56,7 @@ def serve(
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
+    keep_freed_memory()
     configure_logs(server.log_format)
     if config.model is None and config.weights is None:
         note(default_model.NOTICE)
