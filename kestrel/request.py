@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -168,6 +168,8 @@ class SkillOutput:
     text: str
     num_reasoning_tokens: int = 0
     """How many of the generated tokens were thinking."""
+    late: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    """Further fields, lists so long that making them would hold up the batch: whoever takes the result makes them."""
 
 
 class TokenConsumer(Protocol):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from typing import Any, cast
 
 import h11
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kestrel.errors import RequestError
@@ -42,7 +43,7 @@ def timed_protocol(head_timeout_s: float) -> type[H11Protocol]:
             before: Any = self.cycle
             super().handle_events()
             if self.cycle is not before:
-                enable_hang_up(self.cycle.scope, self.transport.abort)
+                enable_hang_up(cast(Scope, self.cycle.scope), self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

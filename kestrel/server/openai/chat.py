@@ -107,6 +107,7 @@ class ChatShape:
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    scores_prompts = False
 
     def __init__(self, tokenizer: Tokenizer, num_top: int | None, shows_thinking: bool) -> None:
         self._tokenizer = tokenizer

@@ -119,6 +119,10 @@ class CompletionShape:
         self._echoed = echoed
         self._opened: set[int] = set()
 
+    @property
+    def scores_prompts(self) -> bool:
+        return self._has_logprobs and self._echoed is not None
+
     def choice(self, index: int, result: EngineResult) -> dict[str, Any]:
         prompt = self._prompt_text(index)
         logprobs = None
