@@ -50,6 +50,10 @@ class ConstraintSource(Protocol):
         """A constraint for one answer, compiled if need be. Raises RequestError for formats that cannot be kept."""
         ...
 
+    def is_kept(self, wanted: ResponseFormat) -> bool:
+        """Whether `start` would find it compiled."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialIds:
