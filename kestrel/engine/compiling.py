@@ -1,7 +1,7 @@
 """Threads of their own for laying out requests with an answer format, with a limit on their time.
 
-One compiles, and may be busy for seconds. Another serves the formats that are compiled already, so that these never wait
-behind one that is not.
+One compiles, and may be busy for seconds. Another serves the formats that are compiled already, so that these never
+wait behind one that is not.
 """
 
 from __future__ import annotations
