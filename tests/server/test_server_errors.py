@@ -169,3 +169,9 @@ def test_the_table_of_errors(error: Exception, status: int, code: str | None, re
 def test_a_library_s_print_of_an_object_does_not_reach_a_client() -> None:
     error = RequestError("image", "cannot identify image file <_io.BytesIO object at 0x7f28ee93d6c0>")
     assert error_body(error)["error"]["message"] == "image: cannot identify image file the data"
+
+
+def test_a_misspelt_model_gets_a_suggestion(client: httpx.Client) -> None:
+    response = client.post("/v1/query", json={"question": "Who?", "model": "kestrel-tyni"})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith("did you mean 'kestrel-tiny'?")
