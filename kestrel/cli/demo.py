@@ -30,7 +30,7 @@ SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 4669, (420, 560)
 SAVED = Path("kestrel-demo.png")
 NEXT_COMMANDS = (
     f"kestrel query {SCENE} 'How many yellow crosses are there?'",
-    "kestrel query photo.jpg 'What is this?' --model moondream2",
+    f"kestrel query {SCENE} 'What is this?' --model moondream2",
 )
 PICTURE_COLUMNS = 64
 FINE_COLOURS = ("256", "truecolor")

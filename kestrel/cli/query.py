@@ -36,7 +36,7 @@ def query(
 ) -> None:
     """Answer a question, about a picture or without one.
 
-    kestrel query photo.jpg "What is this?" --model moondream2
+    kestrel query examples/images/01.png "What is this?" --model moondream2
 
     kestrel query "Why is the sky blue?" --model moondream2
 
