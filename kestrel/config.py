@@ -115,9 +115,9 @@ class RuntimeConfig:
         _check_device(self.device)
         normalise_dtype(self.dtype)
         if self.enable_cuda_graphs:
-            raise ConfigError("enable_cuda_graphs", "CUDA graphs are not available in this version; leave it False")
+            raise ConfigError("enable_cuda_graphs", "CUDA graphs are not available in this version; leave it out")
         if self.compile:
-            raise ConfigError("compile", "torch.compile is not available in this version; leave it False")
+            raise ConfigError("compile", "torch.compile is not available in this version; leave it out")
 
     @property
     def weights(self) -> Path | None:

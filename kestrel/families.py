@@ -15,7 +15,7 @@ from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
-from kestrel.errors import CheckpointError, ConfigError, shown
+from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
 from kestrel.models.hub import fetch_file, fetch_weights
@@ -102,8 +102,9 @@ def find_model(name: str) -> ModelSpec:
     for spec in registered_models():
         if spec.name == name:
             return spec
-    known = ", ".join([default_model.NAME, *(spec.name for spec in registered_models())])
-    raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {known}")
+    known = [default_model.NAME, *(spec.name for spec in registered_models())]
+    close = did_you_mean(name, known)
+    raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {', '.join(known)}{close}")
 
 
 def find_family(name: str) -> ModelFamily:

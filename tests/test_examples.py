@@ -114,6 +114,15 @@ def test_inspect_kv_shows_norms_and_what_a_second_question_shares(
     assert re.search(r"second answer: .* 733 cached\)", told)
 
 
+def test_inspect_kv_shows_the_embedded_model_when_no_weights_are_named(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = ROOT / "examples" / "images" / "01.png"
+    flags = ("--image", picture, "--prompt", "Is there a dog?", "--device", "cpu", "--max-new-tokens", 3)
+    assert run("inspect_kv", *flags) == 0
+    assert re.search(r"a second question finds 7\d\d of 7\d\d positions", capsys.readouterr().out)
+
+
 def test_probe_tau_prints_every_layer_and_head(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("probe_tau", "--weights", GOLDENS / "md3", "--prompt", QUESTION, "--device", "cpu") == 0
     rows = re.findall(r"^ +(\d+) +(\d+)((?: +-?\d\.\d{4}){6})$", capsys.readouterr().out, re.MULTILINE)

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from kestrel import default_model
 from kestrel.cli.config_file import take_defaults_from_file
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, stderr_console
-from kestrel.cli.loading import LoadingBars
+from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.server.allocator import keep_freed_memory
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
@@ -55,12 +55,11 @@ def serve(
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
+    keep_freed_memory()
     configure_logs(server.log_format)
-    if config.model is None and config.weights is None:
-        note(default_model.NOTICE)
     if not server.is_loopback and not server.api_keys:
         note(f"anybody who can reach {server.host} can use this server: no API key is set")
-    asyncio.run(serve_app(create_app(lambda: _load(config), server), _announce))
+    asyncio.run(serve_app(create_app(lambda: _load(config), server), lambda address: _announce(address, config)))
 
 
 async def _load(config: RuntimeConfig) -> InferenceEngine:
@@ -72,5 +71,6 @@ async def _load(config: RuntimeConfig) -> InferenceEngine:
             raise
 
 
-def _announce(address: str) -> None:
+def _announce(address: str, config: RuntimeConfig) -> None:
+    note_default_model(config)
     note(f"Application startup complete. Playground and API: {address}")

@@ -72,7 +72,8 @@ def tiny(
     with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
-    note(f"{options.folder}: {done.scenes:,} scenes in {done.runs} runs and {done.seconds:,.0f} s of training")
+    runs = "1 run" if done.runs == 1 else f"{done.runs} runs"
+    note(f"{options.folder}: {done.scenes:,} scenes in {runs} and {done.seconds:,.0f} s of training")
     if was_interrupted:
         raise Interrupted
 

@@ -18,8 +18,9 @@ from typing import Any
 from kestrel.adapters.sources import AdapterListing
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
+from kestrel.constraints import ResponseFormat
 from kestrel.engine.adapters import engine_adapters, has_adapter_source
-from kestrel.engine.compiling import CompilePool
+from kestrel.engine.compiling import FormatThreads
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, take_route
 from kestrel.engine.laying_out import generation_request
@@ -56,7 +57,7 @@ class InferenceEngine(SkillCalls):
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
-        self._compiling = CompilePool()
+        self._formats = FormatThreads()
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -184,7 +185,7 @@ class InferenceEngine(SkillCalls):
             images = await self._pictures.decode(stream.request_id, request.images)
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
             if request.response_format is not None:
-                generation = await self._compiling.run(*lay_out)
+                generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
             else:
                 generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
             generation.tenant, generation.adapter = route.tenant, adapter
@@ -199,6 +200,10 @@ class InferenceEngine(SkillCalls):
         finally:
             self._unsent.discard(stream)
         return stream
+
+    def _is_kept(self, wanted: ResponseFormat) -> bool:
+        constraints = self.profile.constraints
+        return constraints is not None and constraints.is_kept(wanted)
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
         if stream.is_done:  # cancelled, or the worker failed, while its picture was decoded
@@ -286,7 +291,7 @@ class InferenceEngine(SkillCalls):
         await asyncio.sleep(0)  # let updates already handed to the loop arrive first
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
-        self._compiling.close()
+        self._formats.close()
         await self._adapters.close()
 
     async def _join(self, timeout_s: float) -> bool:

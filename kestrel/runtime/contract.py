@@ -144,7 +144,7 @@ class PromptPart:
     the sum of the hidden states of those that count."""
 
     row: int
-    scores: tuple[ScoredToken, ...]
+    scores: Sequence[ScoredToken]
     hidden_sum: tuple[float, ...]
     num_pooled: int
 
