@@ -69,6 +69,19 @@ def attend_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_BK: 
     return out_BH1D[:, :, 0]
 
 
+def attend_rows(
+    q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, pages_BP: Tensor, num_keys_B: Tensor, page_size: int
+) -> Tensor:
+    """One query per row over its first `num_keys` positions, found through its page table; none of them give zeros."""
+    keys_1K = torch.arange(pages_BP.shape[1] * page_size, device=q_BHD.device)[None]
+    mask_BK = keys_1K < num_keys_B[:, None]
+    # Past a row's end its page table is stale: read its first position there, whose values are finite.
+    known_BK = torch.where(mask_BK, keys_1K, 0)
+    slots_BK = pages_BP.gather(1, known_BK // page_size) * page_size + known_BK % page_size
+    out_BHD = attend_decode(q_BHD, k_cache, v_cache, slots_BK, mask_BK)
+    return out_BHD.masked_fill((num_keys_B == 0)[:, None, None], 0.0)
+
+
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     """Queries are the last `num_queries` of `num_keys` positions; each sees itself and what came before."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
