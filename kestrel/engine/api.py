@@ -26,7 +26,7 @@ from kestrel.engine.intake import num_characters, require_readable, take_route
 from kestrel.engine.laying_out import generation_request
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
-from kestrel.engine.snapshot import EngineSnapshot
+from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
@@ -139,29 +139,8 @@ class InferenceEngine(SkillCalls):
 
     def snapshot(self) -> EngineSnapshot:
         """How busy it is; for the event loop, while the worker runs."""
-        cache, limits = self._cache.stats(), self._ready.runtime.limits
-        adapters, library = self._scheduler.adapters, self._adapters.snapshot()
-        return EngineSnapshot(
-            num_running=self._scheduler.num_running,
-            num_waiting=len(self._unsent) + self._worker.num_unread + self._scheduler.num_waiting,
-            num_pages=cache.num_pages,
-            num_used_pages=max(0, cache.num_pages - cache.free_pages - cache.evictable_pages),
-            num_cached_pages=cache.cached_pages,
-            page_size=self._cache.page_size,
-            max_batch_size=limits.max_batch_size,
-            prefix_query_tokens_total=cache.query_positions,
-            prefix_hit_tokens_total=cache.hit_positions,
-            evicted_pages_total=cache.evicted_pages,
-            preemptions_total=self._scheduler.num_preemptions,
-            num_adapter_slots=adapters.num_slots,
-            running_adapters=tuple(adapters.running),
-            waiting_adapters=tuple(adapters.waiting),
-            adapter_slot_loads_total=adapters.loads_total,
-            num_kept_adapters=0 if library is None else len(library.kept),
-            adapter_loads_total=0 if library is None else library.loads_total,
-            adapter_load_failures_total=0 if library is None else library.failures_total,
-            adapter_load_seconds_total=0.0 if library is None else library.load_seconds_total,
-        )
+        num_unsent = len(self._unsent) + self._worker.num_unread
+        return take_snapshot(self._scheduler, self._cache, self.max_batch_size, num_unsent, self._adapters.snapshot())
 
     # ------------------------------------------------------------------ one request
 
