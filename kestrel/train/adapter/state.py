@@ -58,6 +58,6 @@ def read_state(path: Path, made_with: Mapping[str, Any]) -> TrainingState:
         if stored.get(name) != value:
             raise ConfigError(
                 name,
-                f"is {value!r}, the run to resume has {stored.get(name)!r}; give the same, or --overwrite for a new run",
+                f"is {value!r}, the run to resume has {stored.get(name)!r}; give the same, or --overwrite this run",
             )
     return state
