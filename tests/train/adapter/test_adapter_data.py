@@ -83,7 +83,7 @@ def test_pixels_are_taken_as_pixels_when_the_row_says_so(tmp_path: Path) -> None
         ({"question": "q", "answer": "  "}, "answer: must be text"),
         ({"question": "q", "answer": 7}, "answer: must be text (got 7)"),
         ({"question": "q", "answer": "a" * 20_001}, "answer: has 20001 characters, the limit is 20000"),
-        ({"object": "c", "points": [[60, 20]]}, 'points[0]: (60, 20) lies outside 0 to 1; divide by the width'),
+        ({"object": "c", "points": [[60, 20]]}, "points[0]: (60, 20) lies outside 0 to 1; divide by the width"),
         ({"object": "c", "points": [[60, 20]]}, '"units": "pixels"'),
         ({"object": "c", "points": [[130, 20]], "units": "pixels"}, "outside the picture of 120 x 80 pixels"),
         ({"object": "c", "points": [[0.5, 0.5]], "units": "inches"}, "units: must be relative or pixels"),
