@@ -93,7 +93,6 @@ def adapter(*, options: AdapterRun) -> None:
     The best adapter by validation loss is written; curves (CSV and PNG) and the state for --resume go to
     NAME.training. Ctrl-C ends a run early and saves it.
     """
-    options = replace(options, skills=tuple(_listed(list(options.skills))))
     if options.model is None and options.model_path is None:
         note(default_model.NOTICE)
     with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:

@@ -66,7 +66,13 @@ class AdapterRun:
     steps: int | None = field(default=None, metadata=_doc("Batches to train on, instead of passes over the data."))
     batch_size: int = field(default=4, metadata=_doc("Pictures in a batch, each with its tasks."))
     length: int = field(default=256, metadata=_doc("Positions for tasks behind a picture; more tasks make more rows."))
-    lr: float = field(default=1e-3, metadata=_doc("Learning rate after the warm-up; it falls along a half cosine."))
+    lr: float | None = field(
+        default=None,
+        metadata=_doc(
+            "Learning rate after the warm-up; it falls along a half cosine. Default: half over the model's width, "
+            "0.002 for kestrel-tiny and 0.00024 for Moondream 2."
+        ),
+    )
     final_lr: float = field(default=0.0, metadata=_doc("Learning rate at the end."))
     warmup_steps: int = field(default=20, metadata=_doc("Steps in which the learning rate rises."))
     weight_decay: float = field(default=0.01, metadata=_doc("Weight decay of the factors."))
@@ -119,9 +125,13 @@ class AdapterRun:
             raise ConfigError("overwrite", "is given together with resume; give one of them")
         if self.output.suffix != ".safetensors":
             raise ConfigError("output", f"{self.output} must end in .safetensors")
-        check_skills(self.skills)
+        check_skills(self.skill_names)
         _check_targets(self.targets)
         self.runtime_config()
+
+    @property
+    def skill_names(self) -> tuple[str, ...]:
+        return tuple(_listed(",".join(self.skills)))
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -147,6 +157,9 @@ class AdapterRun:
             device=self.device,
             dtype=self.dtype,
         )
+
+    def lr_for(self, width: int) -> float:
+        return 0.5 / width if self.lr is None else self.lr
 
     def num_steps(self, num_rows: int) -> int:
         if self.steps is not None:

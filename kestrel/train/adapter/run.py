@@ -69,7 +69,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     config = options.runtime_config()
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
     folder = PictureFolder(options.data, limits)
-    choice = DataChoice(options.skills, options.val_share, options.negatives, options.seed)
+    choice = DataChoice(options.skill_names, options.val_share, options.negatives, options.seed)
     dataset = read_dataset(options.data, folder, choice)
     loaded = load_base(options)
     train, val = encoded(dataset, loaded, options)
@@ -81,7 +81,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     factors = Factors(
         adapter_shape(loaded.config.text), options.matrices, options.rank, options.scale_alpha, options.seed, device
     )
-    plan = loop_plan(options, len(train))
+    plan = loop_plan(options, len(train), loaded.config.text.dim)
     report.beginning(
         Beginning(
             loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
@@ -139,12 +139,12 @@ def made_with(options: AdapterRun, dataset: Dataset, base_model: str) -> dict[st
     return {**options.what_must_not_change(), "base_model": base_model, "data": dataset.digest()}
 
 
-def loop_plan(options: AdapterRun, num_rows: int) -> LoopPlan:
+def loop_plan(options: AdapterRun, num_rows: int, width: int) -> LoopPlan:
     return LoopPlan(
         steps=options.num_steps(num_rows),
         steps_between_looks=options.steps_between_looks(num_rows),
         batch_size=options.batch_size,
-        lr=options.lr,
+        lr=options.lr_for(width),
         final_lr=options.final_lr,
         warmup_steps=options.warmup_steps,
         weight_decay=options.weight_decay,
@@ -208,7 +208,6 @@ class _Keeper:
             "data_digest": self._digest,
             "train_tasks": str(len(dataset.train)),
             "val_tasks": str(len(dataset.val)),
-            "lr": f"{options.lr:g}",
             "seed": str(options.seed),
         }
         save_adapter(self._factors.adapter(self._base_model, metadata), options.output)
