@@ -33,6 +33,8 @@ NEAR = 0.03
 AT_ONCE = 16
 
 Row = dict[str, Any]
+Scores = dict[tuple[str, str], PrecisionRecall]
+"""By file and kind of task."""
 
 
 def read_rows(data: Path, name: str) -> list[Row]:
@@ -68,16 +70,16 @@ def judged(row: Row, said: dict[str, Any]) -> Matches:
     return Matches(sum(overlap > 0 for overlap in overlaps), len(found), len(row["boxes"]))
 
 
-async def scores(config: RuntimeConfig, rows: Sequence[Row], data: Path) -> dict[str, PrecisionRecall]:
-    found: dict[str, PrecisionRecall] = defaultdict(PrecisionRecall)
+async def scores(config: RuntimeConfig, rows: Sequence[tuple[str, Row]], data: Path) -> Scores:
+    found: Scores = defaultdict(PrecisionRecall)
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def judge(engine: InferenceEngine, row: Row) -> None:
+    async def judge(engine: InferenceEngine, name: str, row: Row) -> None:
         async with gate:
-            found[kind_of(row)].add(judged(row, await ask(engine, row, data)))
+            found[name, kind_of(row)].add(judged(row, await ask(engine, row, data)))
 
     async with await InferenceEngine.create(config) as engine:
-        await asyncio.gather(*(judge(engine, row) for row in rows))
+        await asyncio.gather(*(judge(engine, name, row) for name, row in rows))
     return found
 
 
@@ -90,17 +92,16 @@ def merged_folder(base: RuntimeConfig, adapter: Path, folder: Path) -> Path:
 
 async def compare(args: argparse.Namespace) -> None:
     base = RuntimeConfig(model_path=args.model_path)
+    files = {name: read_rows(args.data, name)[: args.limit] for name in ("test", "known")}
+    rows = [(name, row) for name, of_file in files.items() for row in of_file]
     with tempfile.TemporaryDirectory() as temporary:
         merged = RuntimeConfig(model_path=merged_folder(base, args.adapter, Path(temporary) / "merged"))
-        for name in ("test", "known"):
-            rows = read_rows(args.data, name)[: args.limit]
-            if not rows:
-                continue
-            before, after = await scores(base, rows, args.data), await scores(merged, rows, args.data)
-            print(f"{name}.jsonl: {len(rows)} tasks about {len({row['image'] for row in rows})} pictures")
-            for kind in sorted(before):
-                figures = f"base {before[kind].f1:.3f}   adapter {after[kind].f1:.3f}"
-                print(f"  {kind:24s} of {before[kind].true:4d}   {figures}")
+        before, after = await scores(base, rows, args.data), await scores(merged, rows, args.data)
+    for name, of_file in files.items():
+        print(f"{name}.jsonl: {len(of_file)} tasks about {len({row['image'] for row in of_file})} pictures")
+        for key in sorted(key for key in before if key[0] == name):
+            figures = f"base {before[key].f1:.3f}   adapter {after[key].f1:.3f}"
+            print(f"  {key[1]:24s} of {before[key].true:4d}   {figures}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
