@@ -99,7 +99,10 @@ def adapter(*, options: AdapterRun) -> None:
         done = run_adapter(options, report, should_stop)
         was_interrupted = done.ending == "interrupted"
     loss = "" if done.val_loss is None else f", validation loss {done.val_loss:.4f}"
-    note(f"{done.output}: step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{loss}; {done.ending}")
+    written = (
+        f"step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{loss}" if done.step else "not written yet"
+    )
+    note(f"{done.output}: {written}; {done.ending}")
     if was_interrupted:
         raise Interrupted
 

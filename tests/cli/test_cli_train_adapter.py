@@ -101,6 +101,7 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
         (("--max-seconds", "0"), "max_seconds: must be above 0 (got 0); leave it out for no limit"),
         (("--device", "tpu"), "device: 'tpu' is not supported; use auto, cpu, cuda or cuda:N"),
         (("--dtype", "int4"), "dtype: 'int4' is not supported; use one of: auto, float32, bfloat16, float16"),
+        (("--dtype", "float16"), "dtype: float16 is too narrow for gradients; use bfloat16 or float32"),
         (("--length", "295"), "length: must be 294 or less to fit the model's context (got 295)"),
         (("--output", "x.pt"), "output: x.pt must end in .safetensors"),
         (("--output", "none/x.safetensors"), "output: none is not a folder; create it first"),

@@ -7,18 +7,18 @@ saved state holds; so a resumed run does exactly what an uninterrupted one would
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kestrel.adapters import Adapter
+from kestrel.errors import NumericalError
 from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import Adapt
 from kestrel.moondream.model import MoondreamModel
@@ -112,7 +112,7 @@ class AdapterTask:
         """The loss over rows, a label counting the same in every batch."""
         adapt = self.adapt(adapter)
         total, num_labels = 0.0, 0
-        with repeatable(self.device):
+        with repeatable():
             for first in range(0, len(rows), batch_size):
                 found, count = self.losses(rows[first : first + batch_size], adapt)
                 total += found.total.item() * count
@@ -137,7 +137,7 @@ def train_adapter(
         optimiser.load_state_dict(state.optimiser)
     order = RowOrder(len(train), plan.batch_size, plan.seed)
     window = _Window(state.seconds)
-    with repeatable(task.device):
+    with repeatable():
         while True:
             ending = _ending(state, plan, window, should_stop)
             if ending is not None:
@@ -186,12 +186,18 @@ def _look(
     state: TrainingState,
     watcher: LoopWatcher,
 ) -> float:
-    loss = task.judge(val, factors.adapter(), plan.batch_size)
+    loss = _finite(task.judge(val, factors.adapter(), plan.batch_size), state.step)
     if state.best_loss is None or loss < state.best_loss:
         state.best_loss, state.best_step, state.looks_since_best = loss, state.step, 0
         watcher.on_better(state)
     else:
         state.looks_since_best += 1
+    return loss
+
+
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise NumericalError(f"the loss at step {step} is not a finite number; start anew with a lower --lr")
     return loss
 
 
@@ -230,19 +236,22 @@ class _Window:
         rate = self._pictures / max(1e-9, time.perf_counter() - self._since)
         self._found, self._pictures, self._since = [], 0, time.perf_counter()
         loss, text, coord, size, accuracy = means
+        _finite(loss, step)
         return StepLine(step, step * batch_size, rate, self.seconds, lr, loss, text, coord, size, accuracy, val_loss)
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
+def repeatable() -> Iterator[None]:
     """Inside, equal inputs give equal bits on one machine: no sums in the order in which threads happen to finish."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # time for nothing: nobody reads such memory here
     try:
         # The other attention kernels have no deterministic backward pass.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             yield
     finally:
         torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = fills

@@ -110,6 +110,10 @@ class AdapterRun:
         default=2048,
         metadata=_doc("Memory for what the vision tower made of pictures; the rest is computed each time."),
     )
+    max_image_pixels: int = field(
+        default=RuntimeConfig.max_image_pixels, metadata=_doc("Largest picture in pixels, read from its header.")
+    )
+    max_image_bytes: int = field(default=RuntimeConfig.max_image_bytes, metadata=_doc("Largest picture file in bytes."))
     log_every: int = field(default=10, metadata=_doc("Steps between two rows of the curves."))
 
     def __post_init__(self) -> None:
@@ -127,7 +131,8 @@ class AdapterRun:
             raise ConfigError("output", f"{self.output} must end in .safetensors")
         check_skills(self.skill_names)
         _check_targets(self.targets)
-        self.runtime_config()
+        if self.runtime_config().dtype_name == "float16":
+            raise ConfigError("dtype", "float16 is too narrow for gradients; use bfloat16 or float32")
 
     @property
     def skill_names(self) -> tuple[str, ...]:
@@ -156,6 +161,8 @@ class AdapterRun:
             tokenizer_path=self.tokenizer_path,
             device=self.device,
             dtype=self.dtype,
+            max_image_pixels=self.max_image_pixels,
+            max_image_bytes=self.max_image_bytes,
         )
 
     def lr_for(self, width: int) -> float:

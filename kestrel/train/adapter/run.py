@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Beginning:
 class Trained:
     output: Path
     step: int
-    """Of the adapter that was written."""
+    """Of the adapter that was written; 0 when the run was stopped before its first step, and none was."""
     val_loss: float | None
     steps_done: int
     seconds: float
@@ -109,6 +110,8 @@ def check_output(options: AdapterRun) -> None:
 def load_base(options: AdapterRun) -> LoadedMoondream:
     config = options.runtime_config()
     device = choose_device(config)
+    if device.type == "cuda":  # read once, at the first matrix product; without it none repeats bit by bit
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     loaded = load(resolve(config), device, choose_dtype(config, device))
     if not isinstance(loaded, LoadedMoondream):
         raise CheckpointError(f"{loaded.name} is no Moondream; adapters can be trained for Moondream models only")
@@ -192,7 +195,7 @@ class _Keeper:
     ) -> Trained:
         """Without a look at the validation loss so far, the factors as they are now are written."""
         step, loss = state.best_step, state.best_loss
-        if loss is None:
+        if loss is None and state.step:
             step, loss = state.step, task.judge(val, self._factors.adapter(), plan.batch_size) if val else None
             self._write_adapter(step, loss)
         if self._curves_path.exists():

@@ -58,11 +58,6 @@ def run(run_options: AdapterRun, should_stop: Callable[[], bool] = lambda: False
     return run_adapter(run_options, report, should_stop), report
 
 
-def after_lines(report: QuietReport, count: int) -> Callable[[], bool]:
-    """Asks to stop once so many lines were reported."""
-    return lambda: len(report.lines) >= count
-
-
 def task_of(run_options: AdapterRun) -> tuple[AdapterTask, list[TrainingRow], list[TrainingRow], LoadedMoondream]:
     """What a run with these options trains on."""
     data: Dataset = read(run_options.data, val_share=run_options.val_share, seed=run_options.seed)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, NumericalError
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.lora import adapter_shape
 from kestrel.train.adapter.encoding import RowOrder
@@ -199,6 +199,26 @@ def test_resuming_with_other_options_data_or_nothing_is_refused(data: Path, tmp_
     with pytest.raises(ConfigError, match=r"a.safetensors exists; give --resume to go on, --overwrite"):
         run(chosen)
     assert run(replace(chosen, overwrite=True))[0].steps_done == 2
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_a_remedy(data: Path, tmp_path: Path) -> None:
+    chosen = options(data, tmp_path / "a.safetensors")
+    first = QuietReport()
+    run_adapter(chosen, first, lambda: len(first.lines) >= 1)
+    state = torch.load(chosen.folder / "state.pt", weights_only=True)
+    state["state"]["factors"][1].fill_(torch.nan)
+    torch.save(state, chosen.folder / "state.pt")
+    before = chosen.output.read_bytes()
+    with pytest.raises(NumericalError, match=r"the loss at step 4 is not a finite number; .* lower --lr"):
+        run(replace(chosen, resume=True))
+    assert chosen.output.read_bytes() == before
+
+
+def test_a_run_stopped_before_its_first_step_writes_no_adapter_and_can_be_resumed(data: Path, tmp_path: Path) -> None:
+    chosen = options(data, tmp_path / "a.safetensors", steps=1)
+    done, _ = run(chosen, lambda: True)
+    assert (done.step, done.ending, chosen.output.exists()) == (0, "interrupted", False)
+    assert run(replace(chosen, resume=True))[0].step == 1
 
 
 def test_resuming_a_finished_run_changes_nothing(data: Path, tmp_path: Path) -> None:
