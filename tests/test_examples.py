@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
 import re
@@ -13,7 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file
+
+from kestrel.cli.adapter_training_report import AdapterReport
+from kestrel.train.adapter.options import AdapterRun
+from kestrel.train.adapter.run import run_adapter
+from tests.sprites import sprite_atlas
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -175,6 +183,36 @@ def test_benchmark_scheduler_refuses_an_empty_folder(
 ) -> None:
     assert run("benchmark_scheduler", "--weights", GOLDENS / "md3", "--image-dir", tmp_path) == 2
     assert "holds no pictures" in capsys.readouterr().err
+
+
+def test_draw_new_kind_tells_the_truth_and_score_adapter_counts_it(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    atlas, data, adapter = tmp_path / "atlas.npz", tmp_path / "data", tmp_path / "a.safetensors"
+    sprite_atlas().save(atlas)
+    assert run("draw_new_kind", data, "--train", 4, "--test", 2, "--atlas", atlas) == 0
+    lines = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    about = [line for line in lines if line.get("object") == "windmill"]
+    assert {len(line["points"]) for line in about if "points" in line} >= {0, 1}
+    for line in about:
+        with Image.open(data / line["image"]) as picture:
+            for x_min, y_min, x_max, y_max in line.get("boxes", []):
+                # The hub of the sails is dark slate, above the middle of the sprite.
+                hub = picture.getpixel((int((x_min + x_max) / 2 * 378), int((0.61 * y_min + 0.39 * y_max) * 378)))
+                assert isinstance(hub, tuple)
+                assert max(abs(a - b) for a, b in zip(hub, (52, 73, 94), strict=True)) < 60
+    answers = {line["image"]: line["answer"] for line in lines if line.get("answer") in ("yes", "no")}
+    assert set(answers.values()) == {"yes", "no"}
+    options = AdapterRun(data=data, output=adapter, steps=1, rank=2, batch_size=1, device="cpu")
+    run_adapter(options, AdapterReport(Console(file=io.StringIO())))
+    capsys.readouterr()
+    assert run("score_adapter", "--data", data, "--adapter", adapter, "--limit", 3, "--alone") == 0
+    told = capsys.readouterr().out
+    assert "test.jsonl: 3 tasks about" in told
+    assert "known.jsonl: 3 tasks about" in told
+    figures = re.findall(r"base (\d\.\d{3})   adapter (\d\.\d{3})$", told, re.MULTILINE)
+    assert len(figures) >= 3
+    assert "6 of 6 answers of the base are the same" in told
 
 
 def test_examples_stay_short() -> None:
