@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.models.contract import Adapt, Attend, DecoderShape
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
@@ -67,8 +69,17 @@ class MoondreamDecoder:
 
     def embed_image(self, image: RgbImage) -> Tensor:
         plan = plan_tiling(image.height, image.width, self._tiling)
-        crops_NHWC = make_crops(image_tensor(image, self.device), plan)
-        patches_NPC = normalise_and_patchify(crops_NHWC, self._tiling.patch_size, self.dtype)
+        return self.encode_patches(self.cut_patches(self.upload_image(image), plan), plan)
+
+    def upload_image(self, image: RgbImage) -> Tensor:
+        """[height, width, 3] uint8 on the model's device."""
+        return image_tensor(image, self.device)
+
+    def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
+        """Resized, cropped and normalised: [crops, grid², 3·patch²]."""
+        return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
+
+    def encode_patches(self, patches_NPC: Tensor, plan: TilingPlan) -> Tensor:
         features_NPD = self._model.vision.encode_crops(patches_NPC)
         return self._model.vision.embed_image(features_NPD, (plan.rows, plan.cols))
 
@@ -93,8 +104,15 @@ class MoondreamDecoder:
 class MoondreamRuntime(Executor):
     """One Moondream on one device, ready for a scheduler."""
 
-    def __init__(self, model: MoondreamModel, config: RuntimeConfig, with_adapters: bool = False) -> None:
-        decoder = MoondreamDecoder(model)
+    def __init__(
+        self,
+        model: MoondreamModel,
+        config: RuntimeConfig,
+        with_adapters: bool = False,
+        make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+    ) -> None:
+        """`make_decoder` may give one that also observes what it is asked."""
+        decoder = make_decoder(model)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
