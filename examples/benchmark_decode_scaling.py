@@ -1,6 +1,6 @@
 """Decode throughput against batch size: the runtime alone, without scheduler and engine.
 
-python examples/benchmark_decode_scaling.py --random MD2 --batch-sizes 1 4 16 64 --context 749 --steps 64 --output decode.csv
+python examples/benchmark_decode_scaling.py --random MD2 --batch-sizes 1 4 16 64 --context 749 --output decode.csv
 
 For each batch size every row is prefilled with a context of text, and then all rows decode one token a step. Plans are
 launched straight on the runtime, with as many steps in flight as it allows. The first steps are not timed.
@@ -9,7 +9,6 @@ launched straight on the runtime, with as many steps in flight as it allows. The
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from collections import deque
@@ -21,14 +20,16 @@ from typing import Any
 import numpy as np
 
 from kestrel.bench.engine import free_device_memory, load_model
+from kestrel.bench.rows import append_row, environment
 from kestrel.config import RuntimeConfig
-from kestrel.errors import KestrelError
+from kestrel.errors import ConfigError, KestrelError
 from kestrel.families import ReadyModel, ready_from
 from kestrel.grammar import free_text
 from kestrel.models.family import LoadedModel
 from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.request import SamplingParams
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
+from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.tokens import text_tokens
 
 
@@ -82,9 +83,10 @@ def measure(
     loaded: LoadedModel[Any, Any], config: RuntimeConfig, num_rows: int, args: argparse.Namespace
 ) -> dict[str, object]:
     max_new_tokens = 1 + args.warm_up + args.steps
-    pages_per_row = -(-(args.context + max_new_tokens) // config.page_size)
-    pages = max(num_rows * pages_per_row, args.least_pages)
-    ready = ready_from(loaded, replace(config, max_batch_size=num_rows, kv_cache_pages=pages))
+    longest = args.context + max_new_tokens
+    ready = ready_from(loaded, replace(config, max_batch_size=num_rows, max_seq_length=longest))
+    if num_rows * -(-longest // config.page_size) > ready.runtime.limits.num_pages:
+        raise ConfigError("--batch-sizes", f"{num_rows} rows of {longest} positions do not fit; lower one of them")
     began_s = time.perf_counter()
     decoding = Decoding(ready, num_rows, args.context, max_new_tokens)
     prefill_s = time.perf_counter() - began_s
@@ -97,13 +99,15 @@ def measure(
     decoding.drain()
     step_s = (time.perf_counter() - began_s) / args.steps
     return {
+        **environment(),
         "model": loaded.name,
+        "dtype": str(choose_dtype(config, choose_device(config))).removeprefix("torch."),
         "batch_size": num_rows,
         "context": args.context,
         "steps": args.steps,
-        "prefill_ms_per_row": round(prefill_s * 1000 / num_rows, 3),
-        "step_ms": round(step_s * 1000, 4),
-        "tokens_per_s": round(num_rows / step_s, 1),
+        "prefill_ms_per_row": prefill_s * 1000 / num_rows,
+        "step_ms": step_s * 1000,
+        "tokens_per_s": num_rows / step_s,
     }
 
 
@@ -115,28 +119,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag in ("--device", "--dtype"):
         parser.add_argument(flag, default="auto")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 64])
-    for flag, default in (("--context", 749), ("--steps", 64), ("--warm-up", 8), ("--least-pages", 50)):
+    for flag, default in (("--context", 749), ("--steps", 64), ("--warm-up", 8)):
         parser.add_argument(flag, type=int, default=default)
-    parser.add_argument("--output", type=Path, help="write the table to this .csv file")
+    parser.add_argument("--output", type=Path, help="add a row per batch size to this .csv file")
     args = parser.parse_args(argv)
-    if min(args.context, args.steps, args.least_pages, *args.batch_sizes) < 1 or args.warm_up < 0:
+    if min(args.context, args.steps, *args.batch_sizes) < 1 or args.warm_up < 0:
         parser.error("numbers must be at least 1, and --warm-up at least 0")
-    rows: list[dict[str, object]] = []
     try:
         config = RuntimeConfig(model_path=args.weights, device=args.device, dtype=args.dtype)
         loaded = load_model(config, args.random)
         for num_rows in args.batch_sizes:
-            rows.append(measure(loaded, config, num_rows, args))
-            print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+            row = measure(loaded, config, num_rows, args)
+            print("B={batch_size}: {step_ms:.4g} ms a step, {tokens_per_s:.1f} tokens/s".format(**row), flush=True)
+            if args.output is not None:
+                append_row(args.output, row)
             free_device_memory()
     except KestrelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.output is not None:
-        with args.output.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
     return 0
 
 

@@ -22,13 +22,14 @@ from kestrel.cli.event_loop import Interrupted
 from kestrel.cli.exit_codes import FAILED, INTERRUPTED, OK, report
 from kestrel.cli.models import models
 from kestrel.cli.point import point
+from kestrel.cli.profile import profile
 from kestrel.cli.query import query
 from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
 from kestrel.cli.serve import serve
 from kestrel.cli.train import add_train_group
 
-VERBS = (query, caption, point, detect, segment, schedule, serve, eval, models, demo)
+VERBS = (query, caption, point, detect, segment, schedule, serve, eval, profile, models, demo)
 
 
 def run(arguments: Sequence[str]) -> int:
