@@ -22,7 +22,7 @@ from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPla
 
 JPEG, UPLOAD, RESIZE, VISION, PREFILL, DECODE = "JPEG decode", "upload", "resize", "vision", "prefill", "decode"
 GAPS = "host gaps"
-PHASES = (JPEG, UPLOAD, RESIZE, VISION, PREFILL, DECODE)
+PHASES: tuple[str, ...] = (JPEG, UPLOAD, RESIZE, VISION, PREFILL, DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def timed_decoder(clock: PhaseClock) -> Callable[[MoondreamModel], MoondreamDeco
 
 def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """By phase, without the spans that lie inside a span."""
-    seconds = dict.fromkeys(PHASES, 0.0)
+    seconds: dict[str, float] = {name: 0.0 for name in PHASES}
     around: list[Span] = []
     for span in _outermost_first(spans):
         while around and around[-1].end_s <= span.start_s:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, _ExperimentalConfig
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from kestrel.bench.charts import chart_pictures
