@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 SOURCE = (
-    "Peer: Kestrel 0.5.0 of m87-labs with kestrel-kernels 0.4.9 (closed CUDA kernels), measured on one NVIDIA H200 with "
-    "the same workloads; Moondream 2 in bfloat16, Moondream 3 with fp8 experts and an fp8 KV cache. A dash: not measured."
+    "Peer: Kestrel 0.5.0 of m87-labs with kestrel-kernels 0.4.9 (closed CUDA kernels), measured on one NVIDIA H200 "
+    "with the same workloads; Moondream 2 in bfloat16, Moondream 3 with fp8 experts and an fp8 KV cache. A dash: not "
+    "measured."
 )
 GPU = "H200"
 

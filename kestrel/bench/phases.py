@@ -156,7 +156,7 @@ def timed_decoder(clock: PhaseClock) -> Callable[[MoondreamModel], MoondreamDeco
 
 def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """By phase, without the spans that lie inside a span."""
-    seconds: dict[str, float] = {name: 0.0 for name in PHASES}
+    seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     around: list[Span] = []
     for span in _outermost_first(spans):
         while around and around[-1].end_s <= span.start_s:
