@@ -99,7 +99,6 @@ def measure(
     decoding.drain()
     step_s = (time.perf_counter() - began_s) / args.steps
     return {
-        **environment(),
         "model": loaded.name,
         "dtype": str(choose_dtype(config, choose_device(config))).removeprefix("torch."),
         "batch_size": num_rows,
@@ -125,11 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.context, args.steps, *args.batch_sizes) < 1 or args.warm_up < 0:
         parser.error("numbers must be at least 1, and --warm-up at least 0")
+    measured_on = environment()
     try:
         config = RuntimeConfig(model_path=args.weights, device=args.device, dtype=args.dtype)
         loaded = load_model(config, args.random)
         for num_rows in args.batch_sizes:
-            row = measure(loaded, config, num_rows, args)
+            row = {**measured_on, **measure(loaded, config, num_rows, args)}
             print("B={batch_size}: {step_ms:.4g} ms a step, {tokens_per_s:.1f} tokens/s".format(**row), flush=True)
             if args.output is not None:
                 append_row(args.output, row)

@@ -1,7 +1,7 @@
 """What the engine benchmark asks. Every request yields a known number of tokens: ends are barred.
 
-- chart9: a question of 14 words about a picture nobody has seen, which is cut into 9 crops; 749 positions on
-  Moondream 2 and 3
+- chart9: a question of 14 words about a picture nobody has seen, which is cut into 9 crops; 750 positions on
+  Moondream 2, 749 on Moondream 3
 - same-image: many questions about one picture
 - text: the question alone
 - mixed-skills: questions, captions, points and boxes in turn, each about a fresh picture
