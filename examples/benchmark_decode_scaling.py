@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kestrel.bench.engine import free_device_memory, load_model
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.rows import append_row, environment, machine_load
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.families import ReadyModel, ready_from
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if min(args.context, args.steps, *args.batch_sizes) < 1 or args.warm_up < 0:
         parser.error("numbers must be at least 1, and --warm-up at least 0")
-    measured_on = environment()
+    measured_on = {**environment(), **machine_load()}
     try:
         config = RuntimeConfig(model_path=args.weights, device=args.device, dtype=args.dtype)
         loaded = load_model(config, args.random)

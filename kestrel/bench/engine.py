@@ -20,7 +20,7 @@ import torch
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.counting import CountingRuntime
 from kestrel.bench.load import find_mode, flood
-from kestrel.bench.rows import environment
+from kestrel.bench.rows import environment, machine_load
 from kestrel.bench.workloads import Ask, Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -83,7 +83,10 @@ class EngineBench:
         self._loaded = loaded
         self._config = config
         self._picture_folder = picture_folder
-        self._environment = environment()  # once: a row in a file of the checkout is a change of it
+        self._environment = {
+            **environment(),
+            **machine_load(),
+        }  # once: a row in a file of the checkout is a change of it
 
     async def run(self, cases: Sequence[Case], on_row: OnRow) -> None:
         """Neighbouring cases of one batch size share a runtime."""

@@ -40,3 +40,5 @@ SAME_IMAGE_REQ_PER_S: dict[Key, float] = {
 
 DECODE_STEP_MS: dict[tuple[str, int], float] = {("MD2", 1): 1.58, ("MD2", 16): 2.3, ("MD2", 64): 3.3}
 """By model and batch size."""
+
+START = "The peer's engine needs 50 to 60 s to start."

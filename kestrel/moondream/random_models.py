@@ -31,13 +31,14 @@ def random_moondream(
 ) -> LoadedMoondream:
     """One of `RANDOM_NAMES`, made straight on `device`. The tokenizer of MD2 and MD3 has an id for each of `pieces`
     (see `piece_vocabulary`); that of the tiny one is its own."""
-    config, tokenizer = _parts(name, pieces)
+    config, tokenizer = random_parts(name, pieces)
     model = random_model(config, seed, device, dtype)
     _bias_controls_down_(model)
     return LoadedMoondream(f"random-{name}", model, config, TextTokenizer(tokenizer))
 
 
-def _parts(name: str, pieces: Iterable[str]) -> tuple[MoondreamConfig, Tokenizer]:
+def random_parts(name: str, pieces: Iterable[str] = ()) -> tuple[MoondreamConfig, Tokenizer]:
+    """Dimensions and tokenizer; the weights are left to the caller."""
     if name == _TINY:
         return tiny_random_parts()
     config = _FULL_SIZE.get(name)

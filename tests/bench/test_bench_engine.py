@@ -62,6 +62,8 @@ def test_a_row_is_complete_and_its_rates_follow_from_its_counts(
     for name in ("date", "commit", "python", "torch", "cuda", "triton", "cpu", "gpu"):
         assert isinstance(row[name], str), name
         assert row[name], name
+    assert float(str(row["cores"])) >= 1
+    assert float(str(row["load_before"])) >= 0
     described = [row[name] for name in ("model", "device", "dtype", "settings", "max_batch_size", "tokens", "requests")]
     assert described == ["random-tiny", "cpu", "float32", "kv_cache_pages=300", 2, 3, REQUESTS[workload]]
     figures = {name: float(str(row[name])) for name in FIGURES}

@@ -18,6 +18,9 @@ MACHINE = {
     "torch": "2.11.0",
     "cpu": "Some CPU",
     "gpu": "NVIDIA H200",
+    "cores": 16,
+    "threads": 8,
+    "load_before": 0.25,
 }
 
 
@@ -43,6 +46,8 @@ def results(tmp_path: Path) -> Path:
         append_row(tmp_path / "engine.csv", row)
     decode = {"model": "random-MD2", "dtype": "bfloat16", "batch_size": 1, "context": 749, "step_ms": 1.1}
     append_row(tmp_path / "decode_scaling.csv", {**MACHINE, **decode, "tokens_per_s": 909.0})
+    start = {"model": "random-MD2", "process_s": 4.5, "create_s": 3.0, "first_answer_s": 0.5, "start_s": 8.0}
+    append_row(tmp_path / "start.csv", {**MACHINE, **start})
     return tmp_path
 
 
@@ -61,6 +66,7 @@ def test_the_last_row_of_a_case_stands_beside_the_peer(results: Path) -> None:
     assert "| flood | 64 | 30 | 330 | 264 | 4 | 1 | 550 |" in lines
     assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 1.5e+04 |" in lines
     assert "| random-MD2 | bfloat16 | 1 | 749 | 1.1 | 1.58 | 909 |" in lines
+    assert "| random-MD2 | 4.5 | 3 | 0.5 | 8 |" in lines
 
 
 def test_figures_of_the_peer_stand_only_where_they_were_measured(results: Path) -> None:
@@ -72,7 +78,8 @@ def test_figures_of_the_peer_stand_only_where_they_were_measured(results: Path) 
 
 
 def test_every_section_says_what_was_run(results: Path) -> None:
-    assert report(results).count("Measured 2026-01-02, commit abc1234, torch 2.11.0, Python 3.12.3.") == 3
+    run = "2026-01-02, commit abc1234, torch 2.11.0, Python 3.12.3, load average 0.25 on 16 cores before it"
+    assert report(results).count(f"Measured {run}.") == 4
 
 
 def test_without_rows_only_the_introduction_is_left(tmp_path: Path) -> None:
