@@ -113,7 +113,7 @@ def _same_image_table(machine: str, model: str, cases: Mapping[Case, Row]) -> It
     heads += ["questions", "vision passes", "cached tokens per question"]
     yield "\n" + _line(heads) + _line(["---", *["---:"] * (len(heads) - 1)])
     for (_, mode, size, tokens), row in cases.items():
-        cells = [mode, size, tokens, row["req_per_s"]]
+        cells = [mode, size, tokens, _figure(row, "req_per_s")]
         if with_peer:
             key = (FAMILIES[model], "same-image", mode, int(size), int(tokens))
             cells.append(_number(peer.SAME_IMAGE_REQ_PER_S.get(key)))
@@ -126,7 +126,7 @@ def _other_table(cases: Mapping[Case, Row]) -> Iterator[str]:
     heads = ["workload", "mode", "max batch size", "tokens", "req/s", "P50 ms", "P95 ms", "first token P50 ms"]
     yield "\n" + _line([*heads, "tokens/s"]) + _line(["---", "---", *["---:"] * 7])
     for case, row in cases.items():
-        yield _line([*case, *(row[column] for column in columns)])
+        yield _line([*case, *(_figure(row, column) for column in columns)])
 
 
 def _decode_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _decode_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
     for key, row in latest.items():
         model = FAMILIES.get(row["model"], "")
         theirs = [_number(peer.DECODE_STEP_MS.get((model, int(row["batch_size"]))))] if with_peer else []
-        yield _line([*key, row["step_ms"], *theirs, row["tokens_per_s"]])
+        yield _line([*key, _figure(row, "step_ms"), *theirs, _figure(row, "tokens_per_s")])
     yield f"\n{_provenance(latest.values())}\n"
 
 
@@ -172,7 +172,12 @@ def _has_peer(machine: str) -> bool:
 
 
 def _figure(row: Row | None, column: str) -> str:
-    return "–" if row is None else row[column]
+    return "–" if row is None else _whole_from_a_thousand(row[column])
+
+
+def _whole_from_a_thousand(figure: str) -> str:
+    """Rows hold four digits, large numbers as 1.234e+04."""
+    return f"{float(figure):.0f}" if float(figure) >= 1000 else figure
 
 
 def _number(value: float | None) -> str:

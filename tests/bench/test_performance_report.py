@@ -64,7 +64,7 @@ def test_the_last_row_of_a_case_stands_beside_the_peer(results: Path) -> None:
     assert "| 64 | 62.5 | 50.1 | 1000 | 1271 | – | 45.6 | – | 1393 |" in lines
     assert "| 1 | – | 33.2 | – | 38.4 | 20.25 | 11.9 | – | 76.4 |" in lines
     assert "| flood | 64 | 30 | 330 | 264 | 4 | 1 | 550 |" in lines
-    assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 1.5e+04 |" in lines
+    assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 15000 |" in lines
     assert "| random-MD2 | bfloat16 | 1 | 749 | 1.1 | 1.58 | 909 |" in lines
     assert "| random-MD2 | 4.5 | 3 | 0.5 | 8 |" in lines
 
