@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from kestrel.models.hub import fetch_file, fetch_weights
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
+from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.refiner import load_outline_refiner
-from kestrel.moondream.runtime import MoondreamRuntime
+from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import choose_device, choose_dtype
@@ -51,10 +52,19 @@ class ReadyModel:
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
     """From a configuration to a model that can run: find, load, plan its memory."""
     device = choose_device(config)
-    loaded = load(resolve(config), device, choose_dtype(config, device), progress)
+    return ready_from(load(resolve(config), device, choose_dtype(config, device), progress), config, with_adapters)
+
+
+def ready_from(
+    loaded: LoadedModel[Any, Any],
+    config: RuntimeConfig,
+    with_adapters: bool = False,
+    make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+) -> ReadyModel:
+    """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
     match loaded:
         case LoadedMoondream():
-            runtime = MoondreamRuntime(loaded.model, config, with_adapters)
+            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder)
             constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,

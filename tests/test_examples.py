@@ -215,6 +215,30 @@ def test_draw_new_kind_tells_the_truth_and_score_adapter_counts_it(
     assert "6 of 6 answers of the base are the same" in told
 
 
+def test_benchmark_decode_scaling_gives_a_row_per_batch_size(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "decode.csv"
+    flags = ("--weights", GOLDENS / "md2", "--device", "cpu", "--context", 40, "--steps", 5, "--warm-up", 1)
+    assert run("benchmark_decode_scaling", *flags, "--batch-sizes", 1, 3, "--output", output) == 0
+    assert len(re.findall(r"^B=\d: [\d.]+ ms a step, [\d.]+ tokens/s$", capsys.readouterr().out, re.MULTILINE)) == 2
+    rows = list(csv.DictReader(output.read_text().splitlines()))
+    assert [(row["model"], row["batch_size"], row["context"]) for row in rows] == [
+        ("md2", "1", "40"),
+        ("md2", "3", "40"),
+    ]
+    for row in rows:
+        rate = 1000 * int(row["batch_size"]) / float(row["step_ms"])
+        assert float(row["tokens_per_s"]) == pytest.approx(rate, rel=0.01)
+
+
+def test_benchmark_decode_scaling_refuses_a_context_that_does_not_fit(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("benchmark_decode_scaling", "--random", "tiny", "--device", "cpu", "--context", 3000) == 2
+    assert "exceeds the model's context of 2048" in capsys.readouterr().err
+
+
 def test_examples_stay_short() -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path.name

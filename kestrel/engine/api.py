@@ -83,6 +83,18 @@ class InferenceEngine(SkillCalls):
         api_key = api_key or os.environ.get(API_KEY_VARIABLE) or None
         with_adapters = has_adapter_source(config, api_key)
         ready = await asyncio.to_thread(ready_model, config, progress, with_adapters=with_adapters)
+        return cls.start(config, ready, skills=skills, api_key=api_key)
+
+    @classmethod
+    def start(
+        cls,
+        config: RuntimeConfig,
+        ready: ReadyModel,
+        *,
+        skills: SkillRegistry | None = None,
+        api_key: str | None = None,
+    ) -> InferenceEngine:
+        """An engine over a model in memory that no other engine is using, on the running event loop."""
         engine = cls(config, ready, skills or default_registry(), asyncio.get_running_loop(), api_key)
         engine._worker.start()
         return engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.models.contract import Adapt, Attend, DecoderShape, PreparedImage
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
@@ -69,9 +69,16 @@ class MoondreamDecoder:
 
     def prepare_image(self, image: RgbImage) -> PreparedImage:
         plan = plan_tiling(image.height, image.width, self._tiling)
-        crops_NHWC = make_crops(image_tensor(image, self.device), plan)
-        patches_NPC = normalise_and_patchify(crops_NHWC, self._tiling.patch_size, self.dtype)
+        patches_NPC = self.cut_patches(self.upload_image(image), plan)
         return PreparedImage(patches_NPC, (plan.rows, plan.cols))
+
+    def upload_image(self, image: RgbImage) -> Tensor:
+        """[height, width, 3] uint8 on the model's device."""
+        return image_tensor(image, self.device)
+
+    def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
+        """Resized, cropped and normalised: [crops, grid², 3·patch²]."""
+        return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         vision = self._model.vision
@@ -100,8 +107,15 @@ class MoondreamDecoder:
 class MoondreamRuntime(Executor):
     """One Moondream on one device, ready for a scheduler."""
 
-    def __init__(self, model: MoondreamModel, config: RuntimeConfig, with_adapters: bool = False) -> None:
-        decoder = MoondreamDecoder(model)
+    def __init__(
+        self,
+        model: MoondreamModel,
+        config: RuntimeConfig,
+        with_adapters: bool = False,
+        make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+    ) -> None:
+        """`make_decoder` may give one that also observes what it is asked."""
+        decoder = make_decoder(model)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
