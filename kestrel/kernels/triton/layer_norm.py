@@ -4,7 +4,7 @@ A row of D numbers is held as two tiles, the largest power of two in D and what 
 that few lanes idle. A program keeps weight and bias in registers over several rows.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from dataclasses import dataclass
