@@ -13,11 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kestrel.kernels.fp8_rows import LARGEST_FP8
 from kestrel.kernels.paged_attention import write_kv
 from kestrel.kernels.rope import apply_rope
 from kestrel.kernels.tau import scale_heads
-
-LARGEST_FP8 = 448.0
 
 
 def rotate_and_store(

@@ -68,7 +68,7 @@ def _mix(
     token = tl.program_id(1)
     f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros((OUTPUTS, BLOCK), dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
+    for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         pair = token * TOP_K + k
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         factor = tl.load(weights_ptr + pair) + tl.zeros((OUTPUTS, 1), dtype=tl.float32)

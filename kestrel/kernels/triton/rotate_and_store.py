@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.rotate_and_store import LARGEST_FP8
+from kestrel.kernels.fp8_rows import LARGEST_FP8
 
 
 @dataclass(frozen=True, slots=True)
