@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kestrel.cli.adapters import add_adapters_group
+from kestrel.cli.bench import add_bench_group
 from kestrel.cli.caption import caption
 from kestrel.cli.config_flags import environment_hint
 from kestrel.cli.console import note, write
@@ -60,6 +61,7 @@ def make_app() -> typer.Typer:
         app.command(verb.__name__, epilog=environment_hint(verb))(verb)
     add_adapters_group(app)
     add_train_group(app)
+    add_bench_group(app)
     return app
 
 
