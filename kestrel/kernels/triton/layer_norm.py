@@ -60,7 +60,7 @@ def _sum_tile(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _normalise(
     x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, weight_ptr, bias_ptr, num_rows, dim, eps,
     ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr,

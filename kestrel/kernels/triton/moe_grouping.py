@@ -40,7 +40,7 @@ def _fill(ptr, start, end, value, AT_A_TIME: tl.constexpr):
         tl.store(ptr + place, tl.zeros((AT_A_TIME,), dtype=tl.int32) + value, mask=place < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _group(
     ids_ptr, pairs_ptr, expert_ptr, num_pairs, num_blocks, num_experts,
     ROWS: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr, PLACES: tl.constexpr,

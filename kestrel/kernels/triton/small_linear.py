@@ -52,7 +52,7 @@ def _finish(
     tl.store(y_ptr + rows * y_stride + outs, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _by_sums(
     x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr,
     num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
@@ -82,7 +82,7 @@ def _by_sums(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _by_dots(
     x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr,
     num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
