@@ -16,6 +16,9 @@ from kestrel.bench.rows import append_row, environment
 from kestrel.cli.console import note, stdout_console, write
 from kestrel.errors import ConfigError, KestrelError
 
+BEST = 3
+"""Block sizes that a sweep shows for each case; a CSV file gets all of them."""
+
 
 def add_bench_group(app: typer.Typer) -> None:
     group = typer.Typer(help="Measure parts of Kestrel on this machine.", add_completion=False, rich_markup_mode=None)
@@ -41,6 +44,10 @@ def kernels(
             "--check", help="Run every kernel once on small inputs instead, without timing.", show_default=False
         ),
     ] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Time every block size listed for a kernel instead.", show_default=False),
+    ] = False,
 ) -> None:
     """Time the Triton kernels against their plain versions, at the sizes of Moondream 2 and 3.
 
@@ -52,19 +59,29 @@ def kernels(
     named = None if ops is None else [name.strip() for text in ops for name in text.split(",") if name.strip()]
     if find_spec("triton") is None:
         raise ConfigError("bench kernels", "Triton is not installed; install it with `pip install triton`")
+    if check and sweep:
+        raise ConfigError("--sweep", "it times, and --check does not; give one of them")
+    if check and output is not None:
+        raise ConfigError("--output", "--check measures nothing to write; leave one of them out")
     if check:
         _check(named)
+    elif sweep:
+        _sweep(named, output)
     else:
         _time(named, output)
 
 
-def _time(ops: list[str] | None, output: Path | None) -> None:
+def _require_gpu() -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             "bench kernels",
             "torch sees no NVIDIA GPU on this machine, and kernels are timed on one; "
             "add --check to run each of them once without timing",
         )
+
+
+def _time(ops: list[str] | None, output: Path | None) -> None:
+    _require_gpu()
     # Here and not above: Triton is optional, and what imports it decides between GPU and interpreter.
     from kestrel.bench.kernels.command import time_kernels  # noqa: PLC0415
 
@@ -82,6 +99,21 @@ def _time(ops: list[str] | None, output: Path | None) -> None:
         table.add_row(timed.case.op, timed.case.size, *figures)
         note(f"{timed.case.op}, {timed.case.size}: {row['triton_us']:.1f} µs")
     stdout_console().print(table)
+
+
+def _sweep(ops: list[str] | None, output: Path | None) -> None:
+    _require_gpu()
+    from kestrel.bench.kernels.sweep import sweep_kernels  # noqa: PLC0415 - as above
+
+    measured_on = environment()
+    for swept in sweep_kernels(ops):
+        write(f"{swept.case.op}, {swept.case.size}: {swept.default_s * 1e6:.1f} µs by default\n")
+        for tuning, seconds in list(swept.seconds.items())[:BEST]:
+            write(f"  {seconds * 1e6:8.1f} µs  {tuning}\n")
+        if output is not None:
+            for tuning, seconds in swept.seconds.items():
+                what = {"op": swept.case.op, "size": swept.case.size, "tuning": tuning}
+                append_row(output, {**measured_on, **what, "us": seconds * 1e6, "default_us": swept.default_s * 1e6})
 
 
 def _check(ops: list[str] | None) -> None:

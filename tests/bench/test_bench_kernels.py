@@ -72,10 +72,24 @@ def test_a_name_that_is_no_kernel_is_refused() -> None:
         all_cases(small_sizes(), ["moe_smal"])
 
 
+@pytest.mark.parametrize("other", [["--sweep"], ["--output", "kernels.csv"]])
+def test_checking_goes_with_nothing_that_times(other: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "kernels", "--check", *other]) == 2
+    assert other[0] in capfd.readouterr().err
+
+
+def test_every_case_names_block_sizes_to_try_and_they_differ() -> None:
+    for case in all_cases(full_sizes(), None):
+        assert len(set(case.tunings)) == len(case.tunings) > 1
+
+
 @without_gpu
-def test_timing_without_a_gpu_says_what_is_missing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--sweep"]])
+def test_timing_without_a_gpu_says_what_is_missing(
+    flags: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     output = tmp_path / "kernels.csv"
-    assert run(["bench", "kernels", "--output", str(output)]) == 2
+    assert run(["bench", "kernels", *flags, "--output", str(output)]) == 2
     assert "no NVIDIA GPU" in capfd.readouterr().err
     assert not output.exists()
 

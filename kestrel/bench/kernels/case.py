@@ -41,6 +41,8 @@ class Case:
     bytes_moved: int
     """What must be read and written once."""
     flop: int
+    tunings: tuple[Any, ...]
+    """Block sizes worth trying, as `tuning` of the Triton version."""
     is_plain_capturable: bool = True
     """Whether the plain version runs without reading on the host, as a CUDA graph needs."""
 

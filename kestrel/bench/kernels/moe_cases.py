@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
 from kestrel.bench.kernels.sizes import Sizes
+from kestrel.bench.kernels.tunings import moe_grouped_tunings, moe_small_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES
 from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
 from kestrel.kernels.triton.moe_grouped import moe_grouped
@@ -16,12 +18,13 @@ from kestrel.kernels.triton.moe_small import moe_small
 
 def moe_cases(sizes: Sizes) -> Iterator[Case]:
     for tokens in sizes.few_rows:
-        yield _case("moe_small", moe_small, sizes, tokens)
+        yield _case("moe_small", moe_small, sizes, tokens, moe_small_tunings())
     for tokens in sizes.routed_tokens:
-        yield _case("moe_grouped", moe_grouped, sizes, tokens)
+        share = tokens * sizes.moe.experts_per_token / sizes.moe.num_experts
+        yield _case("moe_grouped", moe_grouped, sizes, tokens, moe_grouped_tunings(share))
 
 
-def _case(op: str, run: Callable[..., Tensor], sizes: Sizes, tokens: int) -> Case:
+def _case(op: str, run: Callable[..., Tensor], sizes: Sizes, tokens: int, tunings: tuple[Any, ...]) -> Case:
     moe, dim = sizes.moe, sizes.text.dim
     num_experts, inner, top_k = moe.num_experts, moe.expert_inner_dim, moe.experts_per_token
 
@@ -42,5 +45,6 @@ def _case(op: str, run: Callable[..., Tensor], sizes: Sizes, tokens: int) -> Cas
         make=make,
         bytes_moved=int(touched * per_expert + 2 * tokens * dim) * HALF_BYTES,
         flop=2 * tokens * top_k * per_expert,
+        tunings=tunings,
         is_plain_capturable=False,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
 from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
+from kestrel.bench.kernels.tunings import decode_tunings, rotate_tunings, small_linear_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES, add_norm_case
 from kestrel.kernels import paged_attention, rotate_and_store, small_linear
 from kestrel.kernels.rope import rope_tables
@@ -54,6 +55,7 @@ def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
         make=make,
         bytes_moved=2 * tokens * text.qkv_dim * HALF_BYTES,
         flop=4 * tokens * text.qkv_dim,
+        tunings=rotate_tunings(),
         is_plain_capturable=False,
     )
 
@@ -79,6 +81,7 @@ def _decode_case(sizes: Sizes, rows: int, cache_dtype: torch.dtype | None) -> Ca
         make=make,
         bytes_moved=kv_numbers * width + 2 * rows * text.n_heads * text.head_dim * HALF_BYTES,
         flop=2 * kv_numbers * text.n_heads // text.n_kv_heads,
+        tunings=decode_tunings(),
     )
 
 
@@ -95,4 +98,5 @@ def _linear_case(name: str, rows: int, num_out: int, num_in: int, gelu_from: int
         make=make,
         bytes_moved=(num_out * num_in + rows * (num_in + 2 * num_out)) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
+        tunings=small_linear_tunings(rows),
     )

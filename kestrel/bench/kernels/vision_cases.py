@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
 from kestrel.bench.kernels.sizes import Sizes
+from kestrel.bench.kernels.tunings import crop_attention_tunings, fp8_tunings, layer_norm_tunings
 from kestrel.kernels import crop_attention, fp8_rows, layer_norm
 from kestrel.kernels.triton import crop_attention as triton_crop_attention
 from kestrel.kernels.triton import fp8_rows as triton_fp8_rows
@@ -33,9 +34,16 @@ def norm_case(rows: int, dim: int) -> Case:
     def make(maker: Maker) -> tuple[Tensor, Tensor, Tensor, float]:
         return maker.numbers(rows, dim), maker.numbers(dim), maker.numbers(dim), EPS
 
-    moved = 2 * rows * dim * HALF_BYTES
-    size = f"{rows}x{dim}"
-    return Case("layer_norm", size, layer_norm.layer_norm, triton_layer_norm.layer_norm, make, moved, 8 * rows * dim)
+    return Case(
+        op="layer_norm",
+        size=f"{rows}x{dim}",
+        plain=layer_norm.layer_norm,
+        triton=triton_layer_norm.layer_norm,
+        make=make,
+        bytes_moved=2 * rows * dim * HALF_BYTES,
+        flop=8 * rows * dim,
+        tunings=layer_norm_tunings(),
+    )
 
 
 def add_norm_case(rows: int, dim: int, num_deltas: int) -> Case:
@@ -52,6 +60,7 @@ def add_norm_case(rows: int, dim: int, num_deltas: int) -> Case:
         make=make,
         bytes_moved=(3 + num_deltas) * rows * dim * HALF_BYTES,
         flop=9 * rows * dim,
+        tunings=layer_norm_tunings(),
     )
 
 
@@ -67,6 +76,7 @@ def _attention_case(crops: int, positions: int, heads: int, dim: int) -> Case:
         make=make,
         bytes_moved=4 * crops * positions * dim * HALF_BYTES,
         flop=4 * crops * positions**2 * dim,
+        tunings=crop_attention_tunings(),
     )
 
 
@@ -74,6 +84,13 @@ def _fp8_case(rows: int, dim: int) -> Case:
     def make(maker: Maker) -> tuple[Tensor]:
         return (maker.numbers(rows, dim),)
 
-    moved = rows * dim * (HALF_BYTES + FP8_BYTES)
-    size = f"{rows}x{dim}"
-    return Case("rows_to_fp8", size, fp8_rows.rows_to_fp8, triton_fp8_rows.rows_to_fp8, make, moved, 3 * rows * dim)
+    return Case(
+        op="rows_to_fp8",
+        size=f"{rows}x{dim}",
+        plain=fp8_rows.rows_to_fp8,
+        triton=triton_fp8_rows.rows_to_fp8,
+        make=make,
+        bytes_moved=rows * dim * (HALF_BYTES + FP8_BYTES),
+        flop=3 * rows * dim,
+        tunings=fp8_tunings(),
+    )
