@@ -63,6 +63,7 @@ def make_app() -> typer.Typer:
     add_adapters_group(app)
     add_bench_group(app)
     add_train_group(app)
+    add_bench_group(app)
     return app
 
 

@@ -18,7 +18,8 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.executor import Executor
+from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.executor import Executor, MakeFixedDecode
 from kestrel.runtime.memory import plan_pages
 
 
@@ -120,13 +121,32 @@ class MoondreamRuntime(Executor):
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
         limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
-        super().__init__(decoder, limits, slots, batch_crops(config, decoder.device))
+        super().__init__(
+            decoder, limits, slots, batch_crops(config, decoder.device), decode_graphs(config, decoder.device)
+        )
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
         share = 1 if experts is None else experts.experts_per_token
         max_rank = -(-config.max_adapter_rank // share) * share
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
+
+
+def decode_graphs(config: RuntimeConfig, device: torch.device) -> MakeFixedDecode | None:
+    """None: decoding rows run as any other positions do."""
+    if not config.enable_cuda_graphs or device.type != "cuda":
+        return None
+    # Here and not above: Triton comes with CUDA builds of torch only.
+    from kestrel.kernels.triton.paged_attention import attend_rows  # noqa: PLC0415
+
+    sizes = batch_sizes(config.max_batch_size)
+    return lambda model, kv, table: DecodeGraphs(model, kv, table, attend_rows, sizes)
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them."""
+    usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]
+    return [*(size for size in usual if size < largest), largest]
 
 
 def batch_crops(config: RuntimeConfig, device: torch.device) -> int:

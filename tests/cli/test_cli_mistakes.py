@@ -41,8 +41,7 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
             "compile: torch.compile is not available in this version; leave it out",
         ),
         (
-            ("query", "hi", *MD3, "--enable-cuda-graphs"),
-            2,
+                2,
             "CUDA graphs are not available in this version; leave it out",
         ),
         (("query", "missing.jpg", *MD3), 2, "'missing.jpg' looks like a picture, and there is no such file"),
