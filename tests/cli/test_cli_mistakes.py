@@ -40,10 +40,6 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
             2,
             "compile: torch.compile is not available in this version; leave it out",
         ),
-        (
-                2,
-            "CUDA graphs are not available in this version; leave it out",
-        ),
         (("query", "missing.jpg", *MD3), 2, "'missing.jpg' looks like a picture, and there is no such file"),
         (("query", "pictures/missing", *MD3), 2, "'pictures/missing' looks like a picture, and there is no such file"),
         (("query", "my pictures/a cat.JPEG", *MD3), 2, "looks like a picture"),
