@@ -88,8 +88,8 @@ def data_files(folder: Path) -> tuple[Path, Path | None]:
         raise ConfigError("data", f"{folder} is not a folder; name the folder that holds {TRAIN} or {COCO_TRAIN}")
     lines, coco = folder / TRAIN, folder / COCO_TRAIN
     if lines.is_file() == coco.is_file():
-        has = "both" if lines.is_file() else "neither"
-        raise ConfigError("data", f"{folder} has {has} {TRAIN} and {COCO_TRAIN}; give exactly one of them")
+        has = f"both {TRAIN} and {COCO_TRAIN}" if lines.is_file() else f"neither {TRAIN} nor {COCO_TRAIN}"
+        raise ConfigError("data", f"{folder} has {has}; give exactly one of them")
     train, val = (lines, folder / VAL) if lines.is_file() else (coco, folder / COCO_VAL)
     return train, val if val.is_file() else None
 

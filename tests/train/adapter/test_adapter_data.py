@@ -153,7 +153,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "has neither train.jsonl and annotations.json"),
+        (lambda folder: None, "has neither train.jsonl nor annotations.json"),
         (lambda folder: [(folder / name).write_text("{}") for name in ("train.jsonl", "annotations.json")], "has both"),
         (lambda folder: (folder / "train.jsonl").write_text("\n"), "holds no tasks"),
     ],
