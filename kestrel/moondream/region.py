@@ -57,7 +57,8 @@ def coord_from_bins(bins: Tensor, num_bins: int = 1024) -> Tensor:
 
 def size_from_bins(bins: Tensor, num_bins: int = 1024) -> Tensor:
     """2^(10·bin / (num_bins - 1) - 10), fp32: 2^-10 to 1."""
-    return torch.exp2(bins.float() / (num_bins - 1) * 10.0 - 10.0)
+    # The power in fp64: in fp32 its last bit depends on the place in the batch on some processors.
+    return torch.exp2((bins.float() / (num_bins - 1) * 10.0 - 10.0).double()).float()
 
 
 def _encode(values_NC: Tensor, frequencies_CF: Tensor, encoder: nn.Linear) -> Tensor:

@@ -92,3 +92,10 @@ def test_every_parameter_can_be_trained() -> None:
     hidden = region.encode_coord(torch.rand(3)) + region.encode_size(torch.rand(3, 2))
     (region.decode_coord(hidden).square().sum() + region.decode_size(hidden).square().sum()).backward()
     assert [name for name, p in region.named_parameters() if p.grad is None] == []
+
+
+def test_a_size_is_the_same_wherever_it_stands_in_a_batch() -> None:
+    together = size_from_bins(torch.arange(1024))
+    for count in (1, 3, 5, 16):
+        apart = torch.cat([size_from_bins(part) for part in torch.arange(1024).split(count)])
+        assert torch.equal(apart, together)
