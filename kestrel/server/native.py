@@ -12,7 +12,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kestrel.engine import EngineResult, EngineStream, StreamChunk
+from kestrel.engine import EngineResult, EngineStream
+from kestrel.engine.bodies import chunk_body
 from kestrel.errors import RequestError, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import engine_call, request_info, until_gone
@@ -264,21 +265,6 @@ async def stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes
         yield event(chunk_body(chunk))
     opening = {"chunk": ""} if style == "chunk" else {"type": "final"}
     yield event({**opening, "completed": True, **result_body(await stream.result())})
-
-
-def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
-    """Text has no type. Thinking has one and no `chunk`, so that joined chunks are the answer alone."""
-    place = {"completed": False, "token_index": chunk.token_index}
-    match chunk.kind:
-        case "text":
-            return {"chunk": chunk.text, **place}
-        case "reasoning":
-            return {"type": "reasoning", "reasoning": chunk.text, **place}
-        case "path_delta":
-            return {"type": "path_delta", "chunk": chunk.text, **place}
-        case "bbox":
-            return {"type": "bbox", **(chunk.data or {}), **place}
-    return {"type": chunk.kind, chunk.kind: chunk.data, **place}
 
 
 def _body(skill: NativeSkill) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""A model of Triton's Python backend over one engine.
+
+Triton calls `initialize`, `execute` and `finalize` on its main thread. The engine lives on a thread of its own; every
+request becomes a task there, which answers through Triton's response sender and always ends with the final flag:
+without it the client waits for ever and the server cannot stop. Triton tells of clients that have left only when asked,
+so each task asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import traceback
+from collections.abc import Mapping
+
+import numpy as np
+
+from kestrel import __version__, default_model
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.environment import runtime_config_from
+from kestrel.integrations.inference_protocol.errors import TritonCode, kind_of, message_of
+from kestrel.integrations.inference_protocol.inputs import BOOL, BYTES, INPUTS, InputTensor, read_call
+from kestrel.integrations.inference_protocol.outputs import OUTPUT, answers
+from kestrel.integrations.triton_server.contract import Request, Requests, Sender, Utilities
+from kestrel.integrations.triton_server.engine_thread import EngineThread
+
+POLL_S = 0.1
+"""How often a request asks whether its client is still there. Each time costs a message between two processes."""
+DRAIN_S = 25.0
+"""What accepted requests get at the end; Triton itself waits 30 s by default (--exit-timeout-secs)."""
+NAP_S = 0.01
+KINDS = {"O": BYTES, "S": BYTES, "b": BOOL}
+"""From NumPy's kinds to the protocol's names of data types."""
+
+
+class KestrelBackend:
+    """Settings come from the environment: KESTREL_MODEL, KESTREL_DEVICE and every other KESTREL_ variable."""
+
+    def __init__(self, utilities: Utilities, environment: Mapping[str, str] = os.environ) -> None:
+        config = runtime_config_from(environment)
+        self._utilities = utilities
+        self._codes = _codes(utilities)
+        self._num_unanswered = 0
+        if config.model is None and config.weights is None:
+            utilities.Logger.log_warn(default_model.NOTICE)
+        began_s = time.monotonic()
+        self._thread = EngineThread(config)
+        took_s = time.monotonic() - began_s
+        utilities.Logger.log_info(f"kestrel {__version__}: {self._engine.model_name} is warm after {took_s:.1f} s")
+
+    @property
+    def _engine(self) -> InferenceEngine:
+        return self._thread.engine
+
+    @property
+    def _config(self) -> RuntimeConfig:
+        return self._engine.config
+
+    def execute(self, requests: Requests) -> None:
+        """Hands requests over and returns at once."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                tensors = self._tensors(request)
+            except Exception as error:
+                self._refuse(sender, error)
+                continue
+            self._num_unanswered += 1
+            self._thread.submit(self._answer(tensors, sender)).add_done_callback(self._count_answered)
+
+    def finalize(self) -> None:
+        """Triton's word that nothing more will come: what was accepted is answered, then the engine ends."""
+        deadline_s = time.monotonic() + DRAIN_S
+        while self._num_unanswered and time.monotonic() < deadline_s:
+            time.sleep(NAP_S)
+        self._thread.stop(max(deadline_s - time.monotonic(), NAP_S))
+        num_pages = self._engine.snapshot().num_used_pages
+        self._utilities.Logger.log_info(
+            f"kestrel: ended with {self._num_unanswered} requests unanswered and {num_pages} KV pages in use"
+        )
+
+    def _count_answered(self, _: object) -> None:
+        self._num_unanswered -= 1
+
+    # ------------------------------------------------------------------ one request
+
+    def _tensors(self, request: Request) -> list[InputTensor]:
+        found: list[InputTensor] = []
+        for known in INPUTS:
+            tensor = self._utilities.get_input_tensor_by_name(request, known.name)
+            if tensor is not None:
+                values = tensor.as_numpy()
+                datatype = KINDS.get(values.dtype.kind, str(values.dtype))
+                found.append(InputTensor(known.name, datatype, values.shape, values.ravel().tolist()))
+        return found
+
+    async def _answer(self, tensors: list[InputTensor], sender: Sender) -> None:
+        answering = asyncio.ensure_future(self._send_answers(tensors, sender))
+        watching = asyncio.ensure_future(_until_cancelled(sender))
+        try:
+            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+            answering.cancel()  # of no effect when it is done
+            await asyncio.wait({answering})
+        finally:
+            watching.cancel()
+        if answering.cancelled():
+            sender.send(flags=self._utilities.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        elif (error := answering.exception()) is not None:
+            self._refuse(sender, error)
+
+    async def _send_answers(self, tensors: list[InputTensor], sender: Sender) -> None:
+        call = await read_call(tensors, self._config.max_image_bytes)
+        async with await self._engine.run(call.skill, stream=True, **call.fields) as stream:
+            async for answer in answers(stream, call.stream):
+                text = self._utilities.Tensor(OUTPUT, np.array([answer.text], dtype=np.object_))
+                response = self._utilities.InferenceResponse(output_tensors=[text])
+                flags = self._utilities.TRITONSERVER_RESPONSE_COMPLETE_FINAL if answer.is_final else 0
+                sender.send(response, flags=flags)
+
+    def _refuse(self, sender: Sender, error: BaseException) -> None:
+        """One clean error. What is not the client's business goes to the log alone."""
+        code = kind_of(error).triton
+        if code is TritonCode.INTERNAL:
+            self._utilities.Logger.log_error("".join(traceback.format_exception(error)))
+        failure = self._utilities.TritonError(message_of(error), self._codes[code])
+        response = self._utilities.InferenceResponse(error=failure)
+        sender.send(response, flags=self._utilities.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+async def _until_cancelled(sender: Sender) -> None:
+    while not sender.is_cancelled():
+        await asyncio.sleep(POLL_S)
+
+
+def _codes(utilities: Utilities) -> dict[TritonCode, object]:
+    codes = utilities.TritonError
+    return {
+        TritonCode.UNKNOWN: codes.UNKNOWN,
+        TritonCode.INTERNAL: codes.INTERNAL,
+        TritonCode.NOT_FOUND: codes.NOT_FOUND,
+        TritonCode.INVALID_ARG: codes.INVALID_ARG,
+        TritonCode.UNAVAILABLE: codes.UNAVAILABLE,
+        TritonCode.UNSUPPORTED: codes.UNSUPPORTED,
+    }
