@@ -12,6 +12,7 @@ from kestrel import default_model
 from kestrel.cli.config_file import take_defaults_from_file
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, stderr_console
+from kestrel.cli.grpc_port import grpc_beside
 from kestrel.cli.loading import LoadingBars
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -19,6 +20,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
 from kestrel.server.logs import configure_logs
+from kestrel.server.state import app_state
 
 
 def _read_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -49,6 +51,7 @@ def serve(
     kestrel serve --model moondream2
 
     POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64.
+    --grpc-port also offers them in the protocol of KServe and Triton.
     SIGTERM or Ctrl-C lets accepted requests finish; a second one ends at once.
     """
     run_server(server, config)
@@ -60,7 +63,13 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
         note(default_model.NOTICE)
     if not server.is_loopback and not server.api_keys:
         note(f"anybody who can reach {server.host} can use this server: no API key is set")
-    asyncio.run(serve_app(create_app(lambda: _load(config), server), _announce))
+    asyncio.run(_serve(server, config))
+
+
+async def _serve(server: ServerConfig, config: RuntimeConfig) -> None:
+    app = create_app(lambda: _load(config), server)
+    async with grpc_beside(app_state(app)) as grpc_target:
+        await serve_app(app, lambda address: _announce(address, grpc_target))
 
 
 async def _load(config: RuntimeConfig) -> InferenceEngine:
@@ -72,5 +81,7 @@ async def _load(config: RuntimeConfig) -> InferenceEngine:
             raise
 
 
-def _announce(address: str) -> None:
+def _announce(address: str, grpc_target: str | None) -> None:
     note(f"Application startup complete. Playground and API: {address}")
+    if grpc_target is not None:
+        note(f"The same model over gRPC (KServe v2): {grpc_target}")

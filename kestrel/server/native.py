@@ -17,6 +17,7 @@ from kestrel.engine.bodies import chunk_body
 from kestrel.errors import RequestError, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import engine_call, request_info, until_gone
+from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
 from kestrel.server.limits import read_object
@@ -181,8 +182,8 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
     take_model(state, fields)
     for name, value in skill.defaults.items():
         fields.setdefault(name, value)
-    if skill.counts_tokens and state.config.default_max_new_tokens is not None and not _bounds_tokens(fields):
-        fields["max_new_tokens"] = state.config.default_max_new_tokens
+    if skill.counts_tokens:
+        fields = with_default_budget(fields, state.config)
     if "image_url" in fields:
         max_bytes = state.require_serving().config.max_image_bytes
         fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, state.images)
@@ -221,6 +222,13 @@ def adapter_in(state: ServerState, name: str) -> str | None:
             if served is not None and name.startswith(f"{spelled}/"):
                 return name.removeprefix(f"{spelled}/")
     raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out")
+
+
+def with_default_budget(fields: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """The fields of a skill that counts tokens, with the server's own bound where they have none."""
+    if config.default_max_new_tokens is None or _bounds_tokens(fields):
+        return fields
+    return {**fields, "max_new_tokens": config.default_max_new_tokens}
 
 
 def _bounds_tokens(fields: Mapping[str, Any]) -> bool:

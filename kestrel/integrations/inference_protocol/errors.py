@@ -23,7 +23,9 @@ from kestrel.errors import (
     TooManyRequests,
     Unauthorised,
 )
+from kestrel.integrations.inference_protocol.inputs import INPUTS
 
+INPUT_OF_FIELD = {known.field: known.name for known in INPUTS}
 _OBJECT = re.compile(r"<[^<>]{0,100} at 0x[0-9a-fA-F]+>")
 """How libraries print what they were given; it says nothing to a client and an address to an attacker."""
 
@@ -82,4 +84,8 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def message_of(error: BaseException) -> str:
-    return _OBJECT.sub("the data", kind_of(error).message or str(error))
+    """What a client is told. A field is called by the input that carries it."""
+    text = _OBJECT.sub("the data", kind_of(error).message or str(error))
+    if isinstance(error, RequestError) and error.field in INPUT_OF_FIELD:
+        return INPUT_OF_FIELD[error.field] + text.removeprefix(error.field)
+    return text

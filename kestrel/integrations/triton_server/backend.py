@@ -13,6 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 
 import numpy as np
 
@@ -30,7 +31,6 @@ POLL_S = 0.1
 """How often a request asks whether its client is still there. Each time costs a message between two processes."""
 DRAIN_S = 25.0
 """What accepted requests get at the end; Triton itself waits 30 s by default (--exit-timeout-secs)."""
-NAP_S = 0.01
 KINDS = {"O": BYTES, "S": BYTES, "b": BOOL}
 """From NumPy's kinds to the protocol's names of data types."""
 
@@ -42,9 +42,9 @@ class KestrelBackend:
         config = runtime_config_from(environment)
         self._utilities = utilities
         self._codes = _codes(utilities)
-        self._num_unanswered = 0
+        self._unanswered: set[Future[None]] = set()
         if config.model is None and config.weights is None:
-            utilities.Logger.log_warn(default_model.NOTICE)
+            utilities.Logger.log_warn(f"{default_model.DESCRIPTION} For real pictures set KESTREL_MODEL.")
         began_s = time.monotonic()
         self._thread = EngineThread(config)
         took_s = time.monotonic() - began_s
@@ -67,22 +67,24 @@ class KestrelBackend:
             except Exception as error:
                 self._refuse(sender, error)
                 continue
-            self._num_unanswered += 1
-            self._thread.submit(self._answer(tensors, sender)).add_done_callback(self._count_answered)
+            answering = self._thread.submit(self._answer(tensors, sender))
+            self._unanswered.add(answering)
+            answering.add_done_callback(self._put_aside)
 
     def finalize(self) -> None:
         """Triton's word that nothing more will come: what was accepted is answered, then the engine ends."""
         deadline_s = time.monotonic() + DRAIN_S
-        while self._num_unanswered and time.monotonic() < deadline_s:
-            time.sleep(NAP_S)
-        self._thread.stop(max(deadline_s - time.monotonic(), NAP_S))
+        unanswered = wait(self._unanswered.copy(), DRAIN_S).not_done
+        self._thread.stop(max(deadline_s - time.monotonic(), 0.0))
         num_pages = self._engine.snapshot().num_used_pages
         self._utilities.Logger.log_info(
-            f"kestrel: ended with {self._num_unanswered} requests unanswered and {num_pages} KV pages in use"
+            f"kestrel: ended with {len(unanswered)} requests unanswered and {num_pages} KV pages in use"
         )
 
-    def _count_answered(self, _: object) -> None:
-        self._num_unanswered -= 1
+    def _put_aside(self, answered: Future[None]) -> None:
+        self._unanswered.discard(answered)
+        if (error := answered.exception()) is not None:
+            self._utilities.Logger.log_error("".join(traceback.format_exception(error)))
 
     # ------------------------------------------------------------------ one request
 
