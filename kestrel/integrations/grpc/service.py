@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
@@ -15,7 +16,7 @@ from kestrel.api_keys import offered_keys
 from kestrel.errors import RequestError
 from kestrel.integrations.grpc.host import Host, Visitor
 from kestrel.integrations.grpc.protocol import INFERENCE, Behaviour, Message, Protocol
-from kestrel.integrations.grpc.streams import StreamSession
+from kestrel.integrations.grpc.streams import StreamSession, Write
 from kestrel.integrations.grpc.tensors import fill_response, input_tensors, require_model, require_usual
 from kestrel.integrations.inference_protocol.errors import kind_of, message_of
 from kestrel.integrations.inference_protocol.inputs import BOOL, INPUTS, MODEL, VERSION, read_call
@@ -42,7 +43,7 @@ class InferenceService:
             "ModelMetadata": _refusing(self._model_metadata),
             "ModelConfig": _refusing(self._model_config),
             "ModelInfer": _refusing(self._model_infer),
-            "ModelStreamInfer": self._model_stream_infer,
+            "ModelStreamInfer": _refusing(self._model_stream_infer),
         }
 
     # ------------------------------------------------------------------ the server and its model
@@ -99,33 +100,30 @@ class InferenceService:
     async def _model_infer(self, request: Message, context: Context) -> Message:
         visitor = self._admit(context)
         response = self._response()
-        async for answer in self._answers(visitor, request, "ModelInfer"):
-            fill_response(response, request, answer)
+        async with aclosing(self._answers(visitor, request, "ModelInfer")) as answers_in_turn:
+            async for answer in answers_in_turn:
+                fill_response(response, request, answer)
         return response
 
-    async def _model_stream_infer(self, requests: AsyncIterator[Message], context: Context) -> AsyncIterator[Message]:
-        try:
-            visitor = self._admit(context)
-        except Exception as error:
-            await _abort(context, error)
-            return
+    async def _model_stream_infer(self, requests: AsyncIterator[Message], context: Context) -> None:
+        visitor = self._admit(context)
 
-        async def answer_all(request: Message, put: Callable[[Message], Coroutine[Any, Any, None]]) -> None:
+        async def answer_all(request: Message, write: Write) -> None:
             try:
-                async for answer in self._answers(visitor, request, "ModelStreamInfer"):
-                    response = self._stream_response()
-                    fill_response(response.infer_response, request, answer)
-                    await put(response)
+                async with aclosing(self._answers(visitor, request, "ModelStreamInfer")) as answers_in_turn:
+                    async for answer in answers_in_turn:
+                        response = self._stream_response()
+                        fill_response(response.infer_response, request, answer)
+                        await write(response)
             except Exception as error:
                 _log_fault(error)
                 response = self._stream_response(error_message=message_of(error))
                 response.infer_response.model_name, response.infer_response.id = request.model_name, request.id
-                await put(response)
+                await write(response)
 
-        async for response in StreamSession(answer_all, self._closing).responses(requests):
-            yield response
+        await StreamSession(answer_all, context.write, self._closing).serve(requests)
 
-    async def _answers(self, visitor: Visitor, request: Message, method: str) -> AsyncIterator[Answer]:
+    async def _answers(self, visitor: Visitor, request: Message, method: str) -> AsyncGenerator[Answer, None]:
         with visitor.request(f"/{INFERENCE}/{method}", request.ByteSize()) as hosted:
             require_model(request.model_name, request.model_version, self._names)
             require_usual(request)

@@ -10,54 +10,54 @@ from kestrel.integrations.grpc.protocol import Message
 
 MAX_REQUESTS = 64
 """Unanswered requests of one stream; the next is read when one of them is done."""
-MAX_ANSWERS = 16
-"""Answers that wait for the client to read; those who make them wait too."""
 
-Put: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
-AnswerAll: TypeAlias = Callable[[Message, Put], Coroutine[Any, Any, None]]
+Write: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
+AnswerAll: TypeAlias = Callable[[Message, Write], Coroutine[Any, Any, None]]
 
 
 class StreamSession:
-    """`answer_all(request, put)` answers one request, refusals included. After `closing` no more requests are read."""
+    """`answer_all(request, write)` answers one request, refusals included. After `closing` no more are read."""
 
-    def __init__(self, answer_all: AnswerAll, closing: asyncio.Event) -> None:
+    def __init__(self, answer_all: AnswerAll, write: Write, closing: asyncio.Event) -> None:
         self._answer_all = answer_all
+        self._write = write
         self._closing = closing
-        self._waiting: asyncio.Queue[Message | None] = asyncio.Queue(MAX_ANSWERS)
         self._room = asyncio.Semaphore(MAX_REQUESTS)
+        self._one_at_a_time = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def responses(self, requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
-        reading = asyncio.create_task(self._read(requests))
-        try:
-            while (response := await self._waiting.get()) is not None:
-                yield response
-            await reading
-        finally:
-            left = {reading, *self._tasks}
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-    async def _read(self, requests: AsyncIterator[Message]) -> None:
+    async def serve(self, requests: AsyncIterator[Message]) -> None:
+        """Until the client has sent its last request and all are answered. Cancelled, it ends those still running."""
         closing = asyncio.ensure_future(self._closing.wait())
         try:
             while (request := await _first(anext(requests, None), closing)) is not None:
                 await self._room.acquire()
                 task = asyncio.create_task(self._answer(request))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(self._put_aside)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
         finally:
-            closing.cancel()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        await self._waiting.put(None)
+            left = {closing, *self._tasks}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     async def _answer(self, request: Message) -> None:
         try:
-            await self._answer_all(request, self._waiting.put)
+            await self._answer_all(request, self._write_in_turn)
         finally:
             self._room.release()
+
+    async def _write_in_turn(self, response: Message) -> None:
+        """Waits while the client does not read, and so does whoever makes the answers."""
+        async with self._one_at_a_time:
+            await self._write(response)
+
+    def _put_aside(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the connection broke, and the call with it
 
 
 async def _first(coming: Awaitable[Message | None], closing: asyncio.Future[Any]) -> Message | None:
