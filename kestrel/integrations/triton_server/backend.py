@@ -15,16 +15,14 @@ import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
-import numpy as np
-
 from kestrel import __version__, default_model
-from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.environment import runtime_config_from
-from kestrel.integrations.inference_protocol.errors import TritonCode, kind_of, message_of
+from kestrel.integrations.inference_protocol.errors import TritonCode, kind_of
 from kestrel.integrations.inference_protocol.inputs import BOOL, BYTES, INPUTS, InputTensor, read_call
-from kestrel.integrations.inference_protocol.outputs import OUTPUT, answers
-from kestrel.integrations.triton_server.contract import Request, Requests, Sender, Utilities
+from kestrel.integrations.inference_protocol.outputs import answers
+from kestrel.integrations.triton_server.channel import ResponseChannel
+from kestrel.integrations.triton_server.contract import Request, Requests, Utilities
 from kestrel.integrations.triton_server.engine_thread import EngineThread
 
 POLL_S = 0.1
@@ -41,7 +39,6 @@ class KestrelBackend:
     def __init__(self, utilities: Utilities, environment: Mapping[str, str] = os.environ) -> None:
         config = runtime_config_from(environment)
         self._utilities = utilities
-        self._codes = _codes(utilities)
         self._unanswered: set[Future[None]] = set()
         if config.model is None and config.weights is None:
             utilities.Logger.log_warn(f"{default_model.DESCRIPTION} For real pictures set KESTREL_MODEL.")
@@ -54,20 +51,16 @@ class KestrelBackend:
     def _engine(self) -> InferenceEngine:
         return self._thread.engine
 
-    @property
-    def _config(self) -> RuntimeConfig:
-        return self._engine.config
-
     def execute(self, requests: Requests) -> None:
         """Hands requests over and returns at once."""
         for request in requests:
-            sender = request.get_response_sender()
+            channel = ResponseChannel(self._utilities, request.get_response_sender())
             try:
                 tensors = self._tensors(request)
             except Exception as error:
-                self._refuse(sender, error)
+                self._refuse(channel, error)
                 continue
-            answering = self._thread.submit(self._answer(tensors, sender))
+            answering = self._thread.submit(self._answer(tensors, channel))
             self._unanswered.add(answering)
             answering.add_done_callback(self._put_aside)
 
@@ -84,7 +77,7 @@ class KestrelBackend:
     def _put_aside(self, answered: Future[None]) -> None:
         self._unanswered.discard(answered)
         if (error := answered.exception()) is not None:
-            self._utilities.Logger.log_error("".join(traceback.format_exception(error)))
+            self._log_fault(error)
 
     # ------------------------------------------------------------------ one request
 
@@ -98,9 +91,9 @@ class KestrelBackend:
                 found.append(InputTensor(known.name, datatype, values.shape, values.ravel().tolist()))
         return found
 
-    async def _answer(self, tensors: list[InputTensor], sender: Sender) -> None:
-        answering = asyncio.ensure_future(self._send_answers(tensors, sender))
-        watching = asyncio.ensure_future(_until_cancelled(sender))
+    async def _answer(self, tensors: list[InputTensor], channel: ResponseChannel) -> None:
+        answering = asyncio.ensure_future(self._send_answers(tensors, channel))
+        watching = asyncio.ensure_future(_until_cancelled(channel))
         try:
             await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
             answering.cancel()  # of no effect when it is done
@@ -108,41 +101,27 @@ class KestrelBackend:
         finally:
             watching.cancel()
         if answering.cancelled():
-            sender.send(flags=self._utilities.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._utilities.Logger.log_info("kestrel: a client left before its answer; its request is ended")
+            channel.end()
         elif (error := answering.exception()) is not None:
-            self._refuse(sender, error)
+            self._refuse(channel, error)
 
-    async def _send_answers(self, tensors: list[InputTensor], sender: Sender) -> None:
-        call = await read_call(tensors, self._config.max_image_bytes)
+    async def _send_answers(self, tensors: list[InputTensor], channel: ResponseChannel) -> None:
+        call = await read_call(tensors, self._engine.config.max_image_bytes)
         async with await self._engine.run(call.skill, stream=True, **call.fields) as stream:
             async for answer in answers(stream, call.stream):
-                text = self._utilities.Tensor(OUTPUT, np.array([answer.text], dtype=np.object_))
-                response = self._utilities.InferenceResponse(output_tensors=[text])
-                flags = self._utilities.TRITONSERVER_RESPONSE_COMPLETE_FINAL if answer.is_final else 0
-                sender.send(response, flags=flags)
+                channel.send(answer)
 
-    def _refuse(self, sender: Sender, error: BaseException) -> None:
-        """One clean error. What is not the client's business goes to the log alone."""
-        code = kind_of(error).triton
-        if code is TritonCode.INTERNAL:
-            self._utilities.Logger.log_error("".join(traceback.format_exception(error)))
-        failure = self._utilities.TritonError(message_of(error), self._codes[code])
-        response = self._utilities.InferenceResponse(error=failure)
-        sender.send(response, flags=self._utilities.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    def _refuse(self, channel: ResponseChannel, error: BaseException) -> None:
+        """What is not the client's business goes to the log alone."""
+        if kind_of(error).triton is TritonCode.INTERNAL:
+            self._log_fault(error)
+        channel.refuse(error)
+
+    def _log_fault(self, error: BaseException) -> None:
+        self._utilities.Logger.log_error("".join(traceback.format_exception(error)))
 
 
-async def _until_cancelled(sender: Sender) -> None:
-    while not sender.is_cancelled():
+async def _until_cancelled(channel: ResponseChannel) -> None:
+    while not channel.is_cancelled:
         await asyncio.sleep(POLL_S)
-
-
-def _codes(utilities: Utilities) -> dict[TritonCode, object]:
-    codes = utilities.TritonError
-    return {
-        TritonCode.UNKNOWN: codes.UNKNOWN,
-        TritonCode.INTERNAL: codes.INTERNAL,
-        TritonCode.NOT_FOUND: codes.NOT_FOUND,
-        TritonCode.INVALID_ARG: codes.INVALID_ARG,
-        TritonCode.UNAVAILABLE: codes.UNAVAILABLE,
-        TritonCode.UNSUPPORTED: codes.UNSUPPORTED,
-    }
