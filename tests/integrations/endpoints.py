@@ -34,6 +34,7 @@ class Endpoint:
     process: subprocess.Popen[bytes]
     log_file: Path
     http_port: int
+    is_ending: bool = False
 
     @property
     def log(self) -> str:
@@ -44,10 +45,15 @@ class Endpoint:
         """Requests whose clients left before the answer, as the log has it."""
         return self.log.count("left before its answer" if self.kind == "triton" else "client_gone=True")
 
-    def stop(self) -> int:
-        """SIGTERM; the exit code. Does nothing to a server that has ended."""
-        if self.process.poll() is None:
+    def terminate(self) -> None:
+        """SIGTERM, once: a second one ends some servers on the spot."""
+        if not self.is_ending and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        self.is_ending = True
+
+    def stop(self) -> int:
+        """The exit code."""
+        self.terminate()
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
