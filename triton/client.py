@@ -89,6 +89,7 @@ def ask(
     """One request on a stream of its own, because errors of a stream do not say which request they mean."""
     arrived: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
     began_s = time.perf_counter()
+    is_answered = False
     client.start_stream(lambda result, error: arrived.put((result, error)), headers=headers_of(args))
     try:
         with suppress(InferenceServerException):  # a stream refused at once; the callback has the reason
@@ -97,11 +98,12 @@ def ask(
         for num_pieces, body in enumerate(responses(arrived, args.timeout), start=1):
             first_s = first_s or time.perf_counter() - began_s
             if body.get("completed", True):
+                is_answered = True
                 return Reply(body, num_pieces, first_s, time.perf_counter() - began_s)
             on_piece(body.get("chunk", ""))
         raise Failed("the stream ended without an answer")
     finally:
-        client.stop_stream(cancel_requests=True)
+        client.stop_stream(cancel_requests=not is_answered)
 
 
 def responses(arrived: queue.Queue[tuple[Any, Any]], timeout_s: float) -> Iterator[dict[str, Any]]:

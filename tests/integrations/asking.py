@@ -50,15 +50,23 @@ def tensors(**values: str | bytes | bool | dict[str, Any] | list[Any]) -> list[g
 
 
 @contextmanager
-def open_stream(url: str, **headers: str) -> Iterator[tuple[grpcclient.InferenceServerClient, queue.Queue[Any]]]:
-    """A client with an open stream, and the queue of what arrives on it."""
+def open_stream(
+    url: str, *, leaves: bool = False, **headers: str
+) -> Iterator[tuple[grpcclient.InferenceServerClient, queue.Queue[Any]]]:
+    """A client with an open stream, and the queue of what arrives on it. Who `leaves` does not wait for the rest.
+
+    To cancel a stream whose requests are all answered is no good idea: Triton 2.51 then sometimes keeps the model, and
+    does not stop before its time-out.
+    """
     arrived: queue.Queue[Any] = queue.Queue()
     with grpcclient.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: arrived.put((result, error)), headers=headers or None)
         try:
             yield client, arrived
-        finally:
+        except BaseException:
             client.stop_stream(cancel_requests=True)
+            raise
+        client.stop_stream(cancel_requests=leaves)
 
 
 def ask(url: str, *more: grpcclient.InferInput, **values: Any) -> Seen:

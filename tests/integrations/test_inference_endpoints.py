@@ -272,7 +272,7 @@ def test_a_killed_client_leaves_nothing_running(endpoint: Endpoint) -> None:
 
 def test_a_client_that_cancels_ends_its_request(endpoint: Endpoint) -> None:
     before = endpoint.num_left
-    with open_stream(endpoint.url) as (client, arrived):
+    with open_stream(endpoint.url, leaves=True) as (client, arrived):
         client.async_stream_infer("moondream", tensors(skill="query", **long_query(END_ID, stream=True)))
         assert arrived.get(timeout=60)[1] is None
     assert eventually(lambda: endpoint.num_left == before + 1)
