@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,6 +251,16 @@ def test_a_port_that_is_taken_is_refused_by_its_flag() -> None:
     expected = pytest.raises(ConfigError, match="grpc_port: cannot listen on ")
     with socket.create_server(("127.0.0.1", 0)) as taken, expected:
         asyncio.run(start(taken.getsockname()[1]))
+
+
+def test_without_grpcio_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> None:
+        async with grpc_beside(ServerState(ServerConfig(grpc_port=0))):
+            pass
+
+    monkeypatch.setitem(sys.modules, "kestrel.integrations.grpc.endpoint", None)
+    with pytest.raises(ConfigError, match="grpc_port: needs grpcio"):
+        asyncio.run(start())
 
 
 def test_while_it_drains_it_refuses_and_says_so(tmp_path: Path) -> None:
