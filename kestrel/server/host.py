@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel.engine import EngineStream
+from kestrel.engine.intake import MAX_NAME_LENGTH
 from kestrel.errors import QueueFull, RequestError
 from kestrel.server.calls import engine_request
 from kestrel.server.errors import kind_of
@@ -90,7 +91,8 @@ class VisitorRequest:
         request_id = fields.pop("request_id", self.record.request_id)
         if request_id in state.running:
             raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
-        self.record.request_id = request_id
+        if len(request_id) <= MAX_NAME_LENGTH:
+            self.record.request_id = request_id
         if skill in COUNTS_TOKENS:
             fields = with_default_budget(fields, state.config)
         info = RequestInfo(

@@ -78,7 +78,14 @@ def shared_memory_of(pid: int) -> list[str]:
 
 
 def start_triton(folder: Path, adapters: Path) -> Endpoint:
-    """Installs the server when it is not there; skips where that cannot be done."""
+    install_triton()
+    endpoint = launch_triton(folder / "triton.log", KESTREL_ADAPTER_DIR=str(adapters))
+    require_ready(endpoint)
+    return endpoint
+
+
+def install_triton() -> None:
+    """Does nothing when it is there; skips the test where that cannot be done."""
     installing = subprocess.run(
         [ROOT / "scripts" / "install-triton-server"],
         env={**os.environ, "PYTHON": sys.executable},
@@ -89,6 +96,9 @@ def start_triton(folder: Path, adapters: Path) -> Endpoint:
     if installing.returncode != 0:
         last_words = (installing.stderr.strip().splitlines() or ["no message"])[-1]
         pytest.skip(f"scripts/install-triton-server cannot install the server here: {last_words}")
+
+
+def launch_triton(log: Path, **more: str) -> Endpoint:
     http_port, grpc_port = free_port(), free_port()
     flags = [
         f"--http-port={http_port}",
@@ -99,14 +109,11 @@ def start_triton(folder: Path, adapters: Path) -> Endpoint:
         "--exit-timeout-secs=30",
     ]
     variables = {f"KESTREL_{name.upper()}": value for name, value in SETTINGS.items()}
-    environment = {**os.environ, **variables, "KESTREL_ADAPTER_DIR": str(adapters), "OMP_NUM_THREADS": "1"}
-    log = folder / "triton.log"
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1", **more}
     with log.open("wb") as file:
         command = [ROOT / "scripts" / "run-triton-server", *flags]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-    endpoint = Endpoint("triton", f"127.0.0.1:{grpc_port}", process, log, http_port)
-    require_ready(endpoint)
-    return endpoint
+    return Endpoint("triton", f"127.0.0.1:{grpc_port}", process, log, http_port)
 
 
 def start_native(folder: Path, *flags: str) -> Endpoint:

@@ -15,8 +15,9 @@ import grpc
 import httpx
 import pytest
 import tritonclient.grpc as grpcclient
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from kestrel import __version__
@@ -115,6 +116,15 @@ def test_refusals_have_codes(
     client: grpcclient.InferenceServerClient, values: dict[str, Any], code: str, words: str
 ) -> None:
     assert words in refused(client, code=code, **values)
+
+
+def test_a_request_id_is_the_clients_own_and_no_burden_for_the_log(
+    locked: Endpoint, client: grpcclient.InferenceServerClient
+) -> None:
+    infer(client, request_id="mine-alone", **QUICK)
+    assert "256 characters" in refused(client, code="INVALID_ARGUMENT", request_id="x" * 20_000, **QUICK)
+    assert "request_id=mine-alone" in locked.log
+    assert "x" * 300 not in locked.log
 
 
 def test_what_has_no_effect_here_is_not_ignored(client: grpcclient.InferenceServerClient) -> None:
@@ -251,6 +261,28 @@ def test_a_port_that_is_taken_is_refused_by_its_flag() -> None:
     expected = pytest.raises(ConfigError, match="grpc_port: cannot listen on ")
     with socket.create_server(("127.0.0.1", 0)) as taken, expected:
         asyncio.run(start(taken.getsockname()[1]))
+
+
+def test_it_speaks_tls_with_the_servers_certificate(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    issued.cert_chain_pems[0].write_to_path(cert)
+    issued.private_key_pem.write_to_path(key)
+
+    async def start(cert: Path) -> Any:
+        config = ServerConfig(grpc_port=0, tls_cert_file=str(cert), tls_key_file=str(key))
+        async with grpc_beside(ServerState(config)) as target:
+            assert target is not None
+            trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+            async with grpc.aio.secure_channel(target.replace("127.0.0.1", "localhost"), trusted) as channel:
+                return await service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerReady(
+                    service_pb2.ServerReadyRequest(), timeout=10
+                )
+
+    assert asyncio.run(start(cert)).ready is False  # it has no engine
+    with pytest.raises(ConfigError, match="tls_cert_file: the certificate or its key cannot be used"):
+        asyncio.run(start(tmp_path / "nothing.pem"))
 
 
 def test_without_grpcio_the_flag_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

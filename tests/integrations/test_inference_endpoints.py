@@ -25,7 +25,15 @@ from kestrel.cli.demo import SCENE
 from tests.engine.held_out import drawn_scenes
 from tests.engine.random_adapters import write_adapters
 from tests.integrations.asking import Seen, ask, note, open_stream, tensors
-from tests.integrations.endpoints import ROOT, Endpoint, start_native, start_triton
+from tests.integrations.endpoints import (
+    ROOT,
+    Endpoint,
+    install_triton,
+    launch_triton,
+    shared_memory_of,
+    start_native,
+    start_triton,
+)
 from tests.integrations.truth import GREEDY, KEYS, Asked, direct_answers, encoded, questions
 from tests.server.long_request import long_query
 from tests.server.sockets import eventually
@@ -361,7 +369,15 @@ def test_over_http_triton_answers_at_generate(endpoint: Endpoint, truth: dict[st
     assert same(answer["points"], truth["point"].output["points"])
 
 
-# ---------------------------------------------------------------------- the end
+# ---------------------------------------------------------------------- beginning and end
+
+
+def test_triton_ends_with_the_reason_when_a_setting_cannot_work(tmp_path: Path) -> None:
+    install_triton()
+    failing = launch_triton(tmp_path / "log", KESTREL_MAX_BATCH_SIZE="0")
+    assert failing.process.wait(60) == 1
+    assert "max_batch_size: must be an integer from 1 to 4096 (got 0)" in failing.log
+    assert shared_memory_of(failing.process.pid) == []
 
 
 def test_sigterm_under_load_loses_no_accepted_request(endpoint: Endpoint) -> None:

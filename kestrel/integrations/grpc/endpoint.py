@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from kestrel.integrations.grpc.host import Host
 from kestrel.integrations.grpc.protocol import HEALTH, INFERENCE, Protocol
 from kestrel.integrations.grpc.service import InferenceService
 
+KEEP_ALIVE_MS = 60_000
+"""After so much silence a client is asked whether it is there; one that vanished without a word is noticed so."""
 GRACE_S = 5.0
 """What calls get to end once no request is running."""
 
@@ -42,6 +45,7 @@ class GrpcEndpoint:
                 ("grpc.max_receive_message_length", options.max_message_bytes),
                 ("grpc.max_metadata_size", options.max_metadata_bytes),
                 ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
             ]
         )
         inference = InferenceService(protocol, host, self._closing).behaviours()
@@ -86,7 +90,14 @@ class GrpcEndpoint:
         cert, key = self._options.tls_cert_file, self._options.tls_key_file
         if cert is None or key is None:
             return None
-        return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+            return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(cert).read_bytes())])
+        except OSError as error:  # also what the ssl module raises
+            reason = error.strerror or "not a PEM file"
+            raise ConfigError(
+                "tls_cert_file", f"the certificate or its key cannot be used ({reason}); check both"
+            ) from error
 
 
 def _in_brackets(address: str) -> str:

@@ -123,5 +123,6 @@ class KestrelBackend:
 
 
 async def _until_cancelled(channel: ResponseChannel) -> None:
+    await asyncio.sleep(POLL_S)
     while not channel.is_cancelled:
         await asyncio.sleep(POLL_S)
