@@ -1,7 +1,7 @@
 """Fires prompts through the async engine and prints throughput and latency, round by round.
 
 python examples/benchmark_scheduler.py --weights ~/models/moondream2 --num-prompts 32 --max-new-tokens 128 \
-    --max-batch-size 8 --image photo.jpg --rounds 3 --output result.csv
+    --max-batch-size 8 --image examples/images/01.png --rounds 3 --output result.csv
 
 All prompts of a round are submitted at once. Prefill: computed prompt tokens (cached ones do not count) over the time
 until the last request had its first token. Decode: later tokens over the time since the first request had its first.

@@ -50,7 +50,7 @@ def run_kestrel(args: argparse.Namespace, config: RuntimeConfig) -> tuple[torch.
     assert isinstance(runtime, MoondreamRuntime)
     image = decode_image(args.image, AS_STORED)
     with torch.inference_mode():
-        embeddings_PD = runtime.decoder.embed_image(image)
+        embeddings_PD = runtime.decoder.embed_images([runtime.decoder.prepare_image(image)])[0]
     request = skill.parse({"image": image, "question": args.prompt, "reasoning": False, **args.settings}, ready.profile)
     prompt = skill.prompt(request, [ImageSpan(image.digest, ready.num_image_positions)], ready.profile)
     consumer, images = skill.start(request, ready.profile), {image.digest: image}

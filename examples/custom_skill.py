@@ -1,6 +1,6 @@
 """A skill of your own: a question answered with yes or no, and how sure the model is.
 
-python examples/custom_skill.py photo.jpg "Is there a dog?"
+python examples/custom_skill.py examples/images/01.png "Is there a dog?"
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What the KV cache holds: norms per layer and the page table of a context, and what a second question shares with it.
 
-python examples/inspect_kv.py --weights ~/models/moondream2 --image photo.jpg --prompt "What is this?"
+python examples/inspect_kv.py --image examples/images/01.png --prompt "How many bees are there?"
+
+Without --weights it is the embedded demonstration model.
 """
 
 from __future__ import annotations
@@ -121,8 +123,8 @@ def inspect(inspector: Inspector, first_question: str, second_question: str) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--weights", "--prompt"):
-        parser.add_argument(flag, required=True)
+    parser.add_argument("--weights", help="a model folder; the embedded demonstration model if left out")
+    parser.add_argument("--prompt", required=True)
     parser.add_argument("--second-prompt", default="What colour is it?")
     parser.add_argument("--image")
     for flag, default in (("--max-new-tokens", 16), ("--page-size", 16)):

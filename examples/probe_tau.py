@@ -1,6 +1,6 @@
 """The tau factors of a Moondream 3: how strongly each head scales its queries and values over a prompt.
 
-python examples/probe_tau.py --weights ~/models/moondream3 --image photo.jpg --prompt "What is this?"
+python examples/probe_tau.py --weights ~/models/moondream3 --image examples/images/01.png --prompt "What is this?"
 
 A factor is tanh(w · GELU(qkv)) + 0.5 + sigmoid(alpha · ln(position + 1)), between -0.5 and 2.5. Heads stuck at one
 value over all positions, or factors that differ between two builds, show where a regression starts.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 
 def shown(value: object) -> str:
@@ -11,6 +13,12 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except ValueError:  # integers of thousands of digits
         return f"a huge {type(value).__name__}"
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """A question to put behind a message about an unknown name; empty when nothing known is close to it."""
+    close = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class KestrelError(Exception):

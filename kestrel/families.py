@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
-from kestrel.errors import CheckpointError, ConfigError, shown
+from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
 from kestrel.models.hub import fetch_file, fetch_weights
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
+from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.refiner import load_outline_refiner
-from kestrel.moondream.runtime import MoondreamRuntime
+from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import choose_device, choose_dtype
@@ -51,10 +52,19 @@ class ReadyModel:
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
     """From a configuration to a model that can run: find, load, plan its memory."""
     device = choose_device(config)
-    loaded = load(resolve(config), device, choose_dtype(config, device), progress)
+    return ready_from(load(resolve(config), device, choose_dtype(config, device), progress), config, with_adapters)
+
+
+def ready_from(
+    loaded: LoadedModel[Any, Any],
+    config: RuntimeConfig,
+    with_adapters: bool = False,
+    make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+) -> ReadyModel:
+    """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
     match loaded:
         case LoadedMoondream():
-            runtime = MoondreamRuntime(loaded.model, config, with_adapters)
+            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder)
             constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,
@@ -102,8 +112,9 @@ def find_model(name: str) -> ModelSpec:
     for spec in registered_models():
         if spec.name == name:
             return spec
-    known = ", ".join([default_model.NAME, *(spec.name for spec in registered_models())])
-    raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {known}")
+    known = [default_model.NAME, *(spec.name for spec in registered_models())]
+    close = did_you_mean(name, known)
+    raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {', '.join(known)}{close}")
 
 
 def find_family(name: str) -> ModelFamily:

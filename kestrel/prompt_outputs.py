@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from kestrel.errors import RequestError, shown
 
@@ -47,22 +48,37 @@ class ScoredToken:
     top: tuple[tuple[int, float], ...] = ()  # (id, log-probability), most likely first
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PromptReport:
-    """Adds up what consecutive stretches of one prompt say."""
+    """Adds up what consecutive stretches of one prompt say. Equal reports say the same, however it was cut."""
 
-    scores: list[ScoredToken] = field(default_factory=list)
-    """One per token but the prompt's first item, in order. Coordinates and sizes are scored by their id; pictures are
-    not."""
+    stretches: list[Sequence[ScoredToken]] = field(default_factory=list)
+    """As they came: a runtime may make a stretch's entries when they are first looked at."""
     hidden_sum: list[float] = field(default_factory=list)
     num_pooled: int = 0
 
     def add(self, scores: Sequence[ScoredToken], hidden_sum: Sequence[float], num_pooled: int) -> None:
-        self.scores += scores
+        self.stretches.append(scores)
         if num_pooled:
             before = self.hidden_sum or [0.0] * len(hidden_sum)
             self.hidden_sum = [a + b for a, b in zip(before, hidden_sum, strict=True)]
             self.num_pooled += num_pooled
+
+    @property
+    def num_scores(self) -> int:
+        return sum(len(stretch) for stretch in self.stretches)
+
+    @property
+    def scores(self) -> list[ScoredToken]:
+        """One per token but the prompt's first item, in order. Coordinates and sizes are scored by their id; pictures
+        are not. Looking at many takes a while, so not on the worker's thread."""
+        return list(chain.from_iterable(self.stretches))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PromptReport):
+            return NotImplemented
+        ours, theirs = ((r.scores, r.hidden_sum, r.num_pooled) for r in (self, other))
+        return ours == theirs
 
     @property
     def hidden_mean(self) -> list[float]:

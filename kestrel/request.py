@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -23,8 +23,8 @@ class FinishReason(str, Enum):
 
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300
-MIN_REPETITION_PENALTY = 0.01
-"""Scores are divided by it, and must stay finite."""
+MAX_TEMPERATURE = 2.0
+"""What clients of the OpenAI API may send; above it a text is hardly more than chance."""
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
@@ -76,7 +76,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_new_tokens, 0, 2**31 - 1)
-        _require_number("temperature", self.temperature, 0.0, 100.0)
+        _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p", "must be above 0 (got 0); use temperature=0 for the most likely token")
@@ -180,6 +180,8 @@ class SkillOutput:
     text: str
     num_reasoning_tokens: int = 0
     """How many of the generated tokens were thinking."""
+    late: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    """Further fields, lists so long that making them would hold up the batch: whoever takes the result makes them."""
 
 
 class TokenConsumer(Protocol):

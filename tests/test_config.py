@@ -36,7 +36,6 @@ from kestrel.errors import ConfigError
         ("kv_cache_memory_fraction", 1.5),
         ("priority_ageing_s", -1),
         ("enable_prefix_cache", "yes"),
-        ("enable_cuda_graphs", True),
         ("compile", True),
         ("max_prefill_tokens", 0),
         ("max_queue_size", 0),

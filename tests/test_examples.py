@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
 import re
@@ -13,7 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file
+
+from kestrel.cli.adapter_training_report import AdapterReport
+from kestrel.train.adapter.options import AdapterRun
+from kestrel.train.adapter.run import run_adapter
+from tests.sprites import sprite_atlas
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -114,6 +122,15 @@ def test_inspect_kv_shows_norms_and_what_a_second_question_shares(
     assert re.search(r"second answer: .* 733 cached\)", told)
 
 
+def test_inspect_kv_shows_the_embedded_model_when_no_weights_are_named(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = ROOT / "examples" / "images" / "01.png"
+    flags = ("--image", picture, "--prompt", "Is there a dog?", "--device", "cpu", "--max-new-tokens", 3)
+    assert run("inspect_kv", *flags) == 0
+    assert re.search(r"a second question finds 7\d\d of 7\d\d positions", capsys.readouterr().out)
+
+
 def test_probe_tau_prints_every_layer_and_head(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("probe_tau", "--weights", GOLDENS / "md3", "--prompt", QUESTION, "--device", "cpu") == 0
     rows = re.findall(r"^ +(\d+) +(\d+)((?: +-?\d\.\d{4}){6})$", capsys.readouterr().out, re.MULTILINE)
@@ -166,6 +183,60 @@ def test_benchmark_scheduler_refuses_an_empty_folder(
 ) -> None:
     assert run("benchmark_scheduler", "--weights", GOLDENS / "md3", "--image-dir", tmp_path) == 2
     assert "holds no pictures" in capsys.readouterr().err
+
+
+def test_draw_new_kind_tells_the_truth_and_score_adapter_counts_it(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    atlas, data, adapter = tmp_path / "atlas.npz", tmp_path / "data", tmp_path / "a.safetensors"
+    sprite_atlas().save(atlas)
+    assert run("draw_new_kind", data, "--train", 4, "--test", 2, "--atlas", atlas) == 0
+    lines = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    about = [line for line in lines if line.get("object") == "windmill"]
+    assert {len(line["points"]) for line in about if "points" in line} >= {0, 1}
+    for line in about:
+        with Image.open(data / line["image"]) as picture:
+            for x_min, y_min, x_max, y_max in line.get("boxes", []):
+                # The hub of the sails is dark slate, above the middle of the sprite.
+                hub = picture.getpixel((int((x_min + x_max) / 2 * 378), int((0.61 * y_min + 0.39 * y_max) * 378)))
+                assert isinstance(hub, tuple)
+                assert max(abs(a - b) for a, b in zip(hub, (52, 73, 94), strict=True)) < 60
+    answers = {line["image"]: line["answer"] for line in lines if line.get("answer") in ("yes", "no")}
+    assert set(answers.values()) == {"yes", "no"}
+    options = AdapterRun(data=data, output=adapter, steps=1, rank=2, batch_size=1, device="cpu")
+    run_adapter(options, AdapterReport(Console(file=io.StringIO())))
+    capsys.readouterr()
+    assert run("score_adapter", "--data", data, "--adapter", adapter, "--limit", 3, "--alone") == 0
+    told = capsys.readouterr().out
+    assert "test.jsonl: 3 tasks about" in told
+    assert "known.jsonl: 3 tasks about" in told
+    figures = re.findall(r"base (\d\.\d{3})   adapter (\d\.\d{3})$", told, re.MULTILINE)
+    assert len(figures) >= 3
+    assert "6 of 6 answers of the base are the same" in told
+
+
+def test_benchmark_decode_scaling_gives_a_row_per_batch_size(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "decode.csv"
+    flags = ("--weights", GOLDENS / "md2", "--device", "cpu", "--context", 40, "--steps", 5, "--warm-up", 1)
+    assert run("benchmark_decode_scaling", *flags, "--batch-sizes", 1, 3, "--output", output) == 0
+    assert len(re.findall(r"^B=\d: [\d.]+ ms a step, [\d.]+ tokens/s$", capsys.readouterr().out, re.MULTILINE)) == 2
+    rows = list(csv.DictReader(output.read_text().splitlines()))
+    assert [(row["model"], row["batch_size"], row["context"]) for row in rows] == [
+        ("md2", "1", "40"),
+        ("md2", "3", "40"),
+    ]
+    for row in rows:
+        rate = 1000 * int(row["batch_size"]) / float(row["step_ms"])
+        assert float(row["tokens_per_s"]) == pytest.approx(rate, rel=0.01)
+
+
+def test_benchmark_decode_scaling_refuses_a_context_that_does_not_fit(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("benchmark_decode_scaling", "--random", "tiny", "--device", "cpu", "--context", 3000) == 2
+    assert "exceeds the model's context of 2048" in capsys.readouterr().err
 
 
 def test_examples_stay_short() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from kestrel.config import RuntimeConfig
 from kestrel.families import registered_models
@@ -89,9 +88,37 @@ def test_bookkeeping_is_imported_without_torch() -> None:
 def test_the_module_is_the_same_program_as_the_command() -> None:
     told = python("-m", "kestrel.main", "--help")
     assert told.returncode == 0, told.stderr
-    verbs = re.findall(r"^\| `kestrel (\w+)", README, re.MULTILINE)
-    assert len(verbs) == 12
+    verbs = set(re.findall(r"^\| `kestrel (\w+)", README, re.MULTILINE))
+    assert len(verbs) == 14
     assert [verb for verb in verbs if verb not in told.stdout] == []
+
+
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PROGRAMS = (*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "kestrel" / "cli").glob("*.py")))
+PICTURE_IN_COMMAND = re.compile(
+    r"(?:--image|base64 -w0|kestrel \w+|\w+\.py|open\(|engine\.\w+\()[ \"]+([\w./~-]+\.(?:png|jpe?g|webp))"
+)
+
+
+def test_every_picture_that_a_command_names_is_in_the_repository() -> None:
+    """So that a command can be pasted into a checkout and works."""
+    named = {
+        (path.name, name)
+        for path in (*DOCUMENTS, *PROGRAMS)
+        for name in PICTURE_IN_COMMAND.findall(path.read_text(encoding="utf-8"))
+    }
+    assert len({document for document, _ in named}) > 5
+    assert [(document, name) for document, name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+def test_nothing_says_to_install_the_name_from_a_registry() -> None:
+    """A package of somebody else has the name there."""
+    folders = ("kestrel", "docs", "examples", "deploy", "scripts")
+    files = [path for folder in folders for end in ("*.md", "*.py") for path in (ROOT / folder).rglob(end)]
+    wrong = re.compile(r"(pip|uv|pipx) +(install|add|tool install)[^\n`&]* ['\"]?kestrel(?![\w./-])|kestrel\[\w")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (*files, *ROOT.glob("*.md"))}
+    at_fault = [name for name, text in texts.items() if wrong.search(text)]
+    assert at_fault == []
 
 
 def test_the_first_screen_holds_the_two_commands_and_no_other() -> None:
@@ -110,12 +137,10 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 
 def test_every_python_block_of_the_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In order, sharing names, with a golden model in place of the named one and a picture called photo.jpg."""
-    with Image.open(GOLDENS / "image_small.png") as picture:
-        picture.convert("RGB").save(tmp_path / "photo.jpg")
-    monkeypatch.chdir(tmp_path)
+    """In order, sharing names, in the checkout, with a golden model in place of the named one."""
+    monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {}
     blocks = code_blocks("python")
     loop = asyncio.new_event_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -26,6 +27,12 @@ def environment() -> dict[str, str]:
         "cpu": cpu_name(),
         "gpu": gpu,
     }
+
+
+def machine_load() -> dict[str, int | float]:
+    """How many cores and threads there are, and how many processes wanted to run in the last minute."""
+    cores = os.cpu_count() or 1
+    return {"cores": cores, "threads": torch.get_num_threads(), "load_before": os.getloadavg()[0]}
 
 
 def append_row(path: Path, row: Mapping[str, object]) -> None:

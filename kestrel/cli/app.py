@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kestrel.cli.adapters import add_adapters_group
+from kestrel.cli.bench import add_bench_group
 from kestrel.cli.caption import caption
 from kestrel.cli.config_flags import environment_hint
 from kestrel.cli.console import note, write
@@ -21,13 +22,14 @@ from kestrel.cli.event_loop import Interrupted
 from kestrel.cli.exit_codes import FAILED, INTERRUPTED, OK, report
 from kestrel.cli.models import models
 from kestrel.cli.point import point
+from kestrel.cli.profile import profile
 from kestrel.cli.query import query
 from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
 from kestrel.cli.serve import serve
 from kestrel.cli.train import add_train_group
 
-VERBS = (query, caption, point, detect, segment, schedule, serve, eval, models, demo)
+VERBS = (query, caption, point, detect, segment, schedule, serve, eval, profile, models, demo)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -59,7 +61,9 @@ def make_app() -> typer.Typer:
     for verb in VERBS:
         app.command(verb.__name__, epilog=environment_hint(verb))(verb)
     add_adapters_group(app)
+    add_bench_group(app)
     add_train_group(app)
+    add_bench_group(app)
     return app
 
 

@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from kestrel.environment import flag_names
-from kestrel.errors import ConfigError, shown
+from kestrel.errors import ConfigError, did_you_mean, shown
 
 MAX_BYTES = 2**20
 
@@ -24,7 +24,8 @@ def read_config_file(path: Path, groups: tuple[type, ...]) -> dict[str, str | li
     values: dict[str, str | list[str]] = {}
     for key, value in _mapping(path).items():
         if key not in known:
-            raise ConfigError(f"{path}: {key}", f"is not a setting; known ones: {', '.join(sorted(known))}")
+            close = did_you_mean(key, known)
+            raise ConfigError(f"{path}: {key}", f"is not a setting; known ones: {', '.join(sorted(known))}{close}")
         if value is None:
             continue
         items = value if key in lists and isinstance(value, list) else [value]

@@ -14,14 +14,16 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
+from kestrel.cli.environment import variable_of
 from kestrel.config import RuntimeConfig
 from kestrel.environment import environment_names, flag_names
+from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
 
 WITH_ENVIRONMENT = (RuntimeConfig, ServerConfig)
@@ -44,14 +46,27 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
             parameters.append(keyword_only)
 
     @functools.wraps(verb)
-    def with_grouped_values(**values: Any) -> None:
-        grouped = {name: _taken_from(values, group) for name, group in groups.items()}
+    def with_grouped_values(context: typer.Context, **values: Any) -> None:
+        try:
+            grouped = {name: _taken_from(values, group) for name, group in groups.items()}
+        except ConfigError as error:
+            raise naming_variable(error, groups.values(), context) from error
         verb(**values, **grouped)
 
+    parameters.insert(0, inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     # Typer reads both: the order from the signature, the types from the annotations.
     with_grouped_values.__dict__["__signature__"] = inspect.Signature(parameters)
     with_grouped_values.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_grouped_values
+
+
+def naming_variable(error: ConfigError, groups: Iterable[type], context: typer.Context) -> ConfigError:
+    """The same refusal, with the environment variable that its value came from, if it came from one."""
+    named = [field for group in groups for field in fields(group) if field.name == error.field]
+    variable = variable_of(context, named[0].name, environment_names(named[0])) if named else None
+    if variable is None:
+        return error
+    return ConfigError(f"{variable} ({error.field})", str(error).removeprefix(f"{error.field}: "))
 
 
 def takes_config(verb: Callable[..., None]) -> bool:

@@ -18,7 +18,7 @@ from rich.text import Text
 from kestrel.cli.console import stdout_console
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.event_loop import run_to_end
-from kestrel.cli.loading import open_engine
+from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import check_saved_path
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
@@ -30,7 +30,7 @@ SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 4669, (420, 560)
 SAVED = Path("kestrel-demo.png")
 NEXT_COMMANDS = (
     f"kestrel query {SCENE} 'How many yellow crosses are there?'",
-    "kestrel query photo.jpg 'What is this?' --model moondream2",
+    f"kestrel query {SCENE} 'What is this?' --model moondream2",
 )
 PICTURE_COLUMNS = 64
 FINE_COLOURS = ("256", "truecolor")
@@ -85,6 +85,7 @@ async def _tour(save: Path) -> None:
     # A page pool for a handful of short sequences; the planned one would be far larger than the model.
     config = RuntimeConfig(device="cpu", kv_cache_pages=512, max_batch_size=len(STEPS))
     async with open_engine(config) as engine:
+        note_default_model(config)
         loaded_s = time.monotonic()
         results = await asyncio.gather(*(_ask(engine, step, picture) for step in STEPS))
     done_s = time.monotonic()

@@ -14,7 +14,7 @@ from kestrel.bench.rows import environment
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, stderr_console, stdout_console
 from kestrel.cli.event_loop import run_to_end
-from kestrel.cli.loading import open_engine
+from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.sizes import parse_size
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
@@ -89,6 +89,7 @@ async def _evaluate(plan: EvalPlan, atlas: SpriteAtlas, config: RuntimeConfig) -
     async with open_engine(config) as engine:
         with QuestionBar() as bar:
             evaluation = await run_eval(engine, plan, atlas, bar)
+    note_default_model(config)
     return evaluation, _run_on(config)
 
 

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from kestrel.cli.console import stderr_console
+from kestrel.cli.environment import variable_of
 from kestrel.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -75,11 +76,21 @@ def _message(error: Exception) -> str:
     if isinstance(error, USAGE_ERROR):
         usage = cast(typer.BadParameter, error)
         path = "kestrel" if usage.ctx is None else usage.ctx.command_path
-        message = usage.format_message()
+        message = f"{_variable(usage)}{usage.format_message()}"
         return f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{path} --help`."
     if isinstance(error, KestrelError):
         return str(error)
     return f"unexpected {type(error).__name__}: {error}"
+
+
+def _variable(usage: typer.BadParameter) -> str:
+    """The environment variable at fault, if one is, with a colon behind it."""
+    if not isinstance(usage, typer.BadParameter) or usage.ctx is None or usage.param is None:
+        return ""
+    known = usage.param.envvar or ()
+    names = [known] if isinstance(known, str) else known
+    variable = variable_of(cast(typer.Context, usage.ctx), usage.param.name or "", names)
+    return "" if variable is None else f"{variable}: "
 
 
 def _is_unexpected(error: Exception) -> bool:

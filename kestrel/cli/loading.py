@@ -17,11 +17,15 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 
 
+def note_default_model(config: RuntimeConfig) -> None:
+    """Say what an answer comes from when nobody chose the model; for when there is an answer, not a refusal."""
+    if config.model is None and config.weights is None:
+        note(default_model.NOTICE)
+
+
 @asynccontextmanager
 async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
     """An engine that is shut down at the end: drained normally, at once after an error or Ctrl-C."""
-    if config.model is None and config.weights is None:
-        note(default_model.NOTICE)
     with LoadingBars(stderr_console()) as bars:
         try:
             engine = await InferenceEngine.create(config, progress=bars)

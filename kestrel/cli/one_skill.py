@@ -9,7 +9,7 @@ from typing import Any
 from kestrel.cli.console import note
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.event_loop import run_to_end
-from kestrel.cli.loading import open_engine
+from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import ObjectSettings, OutputOptions, SaveOptions, Settings, check_settings
 from kestrel.cli.pictures import read_picture
 from kestrel.cli.printing import note_limit, note_metrics, printer_for
@@ -44,6 +44,7 @@ async def _answer(call: SkillCall) -> None:
         stream: EngineStream = await engine.run(
             call.skill, stream=True, image=picture, settings=call.settings.given(), **call.fields
         )
+        note_default_model(call.config)
         async for chunk in stream:
             if call.output.stream:
                 printer.chunk(chunk)

@@ -38,7 +38,9 @@ def _doc(text: str, **extra: Any) -> dict[str, Any]:
 class Settings:
     """How tokens are chosen. What is not given is left to the model's own defaults."""
 
-    temperature: float | None = field(default=None, metadata=_doc("0 takes the most likely token each time."))
+    temperature: float | None = field(
+        default=None, metadata=_doc("0 takes the most likely token each time; at most 2.")
+    )
     top_p: float | None = field(default=None, metadata=_doc("Keep the likely tokens that reach this probability."))
     top_k: int | None = field(default=None, metadata=_doc("Keep this many likely tokens; 0 keeps all."))
     min_p: float | None = field(

@@ -13,6 +13,7 @@ from kestrel.errors import RequestError, shown
 from kestrel.images.rgb import RgbImage
 
 STDIN = "-"
+PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif")
 
 
 def is_file(text: str) -> bool:
@@ -21,6 +22,24 @@ def is_file(text: str) -> bool:
         return Path(text).is_file()
     except OSError:
         return False
+
+
+def looks_like_picture(text: str) -> bool:
+    """Whether a word of the command line is the path of a picture rather than a question, be it there or not."""
+    if text.endswith("?"):
+        return False
+    has_ending = Path(text).suffix.lower() in PICTURE_ENDINGS
+    has_folder = any(separator in text for separator in (os.sep, os.altsep) if separator)
+    has_blanks = any(character.isspace() for character in text)
+    return (has_ending and has_folder) if has_blanks else (has_ending or has_folder)
+
+
+def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
+    """A picture where a question belongs: one that is there, or the path of one that is not."""
+    if is_file(text):
+        raise RequestError(name, f"{text} is a file, not a question; {remedy}")
+    if looks_like_picture(text):
+        raise RequestError(name, f"{shown(text)} looks like a picture, and there is no such file; check the path")
 
 
 async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:

@@ -9,7 +9,7 @@ import typer
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.one_skill import SkillCall, run_skill
 from kestrel.cli.options import ReasoningOption, SpatialRefOption, TextOutputOptions, TextSettings, parse_spatial_refs
-from kestrel.cli.pictures import is_file
+from kestrel.cli.pictures import refuse_path_as_question
 from kestrel.config import RuntimeConfig
 from kestrel.errors import RequestError
 
@@ -36,7 +36,7 @@ def query(
 ) -> None:
     """Answer a question, about a picture or without one.
 
-    kestrel query photo.jpg "What is this?" --model moondream2
+    kestrel query examples/images/01.png "What is this?" --model moondream2
 
     kestrel query "Why is the sky blue?" --model moondream2
 
@@ -54,6 +54,6 @@ def picture_and_question(words: list[str], image: str | None) -> tuple[str | Non
     if len(words) == 2 and image is not None:
         raise RequestError("--image", f"the picture is given twice ({words[0]} and {image}); give it once")
     question = words[-1]
-    if len(words) == 1 and image is None and is_file(question):
-        raise RequestError("question", f"{question} is a file, not a question; add the question after it")
+    if len(words) == 1 and image is None:
+        refuse_path_as_question("question", question, "add the question after it")
     return (words[0] if len(words) == 2 else image), question

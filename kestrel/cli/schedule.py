@@ -14,13 +14,13 @@ import typer
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.event_loop import run_to_end
 from kestrel.cli.exit_codes import exit_code_of, one_line, print_error
-from kestrel.cli.loading import open_engine
+from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import OutputOptions, ReasoningOption, TextSettings, check_settings
-from kestrel.cli.pictures import is_file, read_pictures
+from kestrel.cli.pictures import read_pictures, refuse_path_as_question
 from kestrel.cli.schedule_report import Lane, print_summary, write_answers
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
-from kestrel.errors import KestrelError, RequestError
+from kestrel.errors import KestrelError
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ def schedule(
     """
     check_settings("query", settings, output)
     for prompt in prompts:
-        if is_file(prompt):
-            raise RequestError("prompt", f"{prompt} is a file, not a question; give a picture with --image")
+        refuse_path_as_question("prompt", prompt, "give a picture with --image")
     fields = {"reasoning": reasoning, "settings": settings.given()}
     failures = run_to_end(_schedule(prompts, image or [], fields, output, config))
     if failures:
@@ -71,6 +70,8 @@ async def _schedule(
         began_s = time.monotonic()
         outcomes = await asyncio.gather(*(_ask(engine, batch, index) for index in range(len(prompts))))
         took_s = time.monotonic() - began_s
+        if any(isinstance(outcome, EngineResult) for outcome in outcomes):
+            note_default_model(config)
         write_answers(prompts, outcomes, output, engine.model_name)
     print_summary(prompts, outcomes, took_s)
     return [outcome for outcome in outcomes if isinstance(outcome, Exception)]

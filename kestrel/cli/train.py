@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from kestrel import default_model
+from kestrel.cli.adapter_training_report import AdapterReport
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.event_loop import Interrupted
@@ -19,6 +21,8 @@ from kestrel.cli.exit_codes import INTERRUPTED
 from kestrel.cli.sizes import parse_size
 from kestrel.cli.training_report import TrainingReport
 from kestrel.errors import ConfigError
+from kestrel.train.adapter.options import AdapterRun
+from kestrel.train.adapter.run import run_adapter
 from kestrel.train.courses import COURSES, named_courses
 from kestrel.train.options import TinyRun
 from kestrel.train.run import run
@@ -28,6 +32,7 @@ def add_train_group(app: typer.Typer) -> None:
     group = typer.Typer(help="Train models.", add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(_train)
     group.command("tiny")(tiny)
+    group.command("adapter")(adapter)
     app.add_typer(group, name="train")
 
 
@@ -72,7 +77,33 @@ def tiny(
     with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
-    note(f"{options.folder}: {done.scenes:,} scenes in {done.runs} runs and {done.seconds:,.0f} s of training")
+    runs = "1 run" if done.runs == 1 else f"{done.runs} runs"
+    note(f"{options.folder}: {done.scenes:,} scenes in {runs} and {done.seconds:,.0f} s of training")
+    if was_interrupted:
+        raise Interrupted
+
+
+@with_flags
+def adapter(*, options: AdapterRun) -> None:
+    """Train an adapter (LoRA) for a base model on your own pictures.
+
+    kestrel train adapter --data bolts --output bolts.safetensors
+
+    The folder holds pictures and train.jsonl, one task per line: {"image": "a.png", "question": ..., "answer": ...},
+    or {"image", "object", "points"}, {"image", "object", "boxes"}, {"image", "caption"}; or COCO's annotations.json.
+    The best adapter by validation loss is written; curves (CSV and PNG) and the state for --resume go to
+    NAME.training. Ctrl-C ends a run early and saves it.
+    """
+    if options.model is None and options.model_path is None:
+        note(default_model.NOTICE)
+    with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:
+        done = run_adapter(options, report, should_stop)
+        was_interrupted = done.ending == "interrupted"
+    loss = "" if done.val_loss is None else f", validation loss {done.val_loss:.4f}"
+    written = (
+        f"step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{loss}" if done.step else "not written yet"
+    )
+    note(f"{done.output}: {written}; {done.ending}")
     if was_interrupted:
         raise Interrupted
 

@@ -81,6 +81,10 @@ class ConstraintCompiler:
     def num_kept(self) -> int:
         return len(self._compiled)
 
+    def is_kept(self, wanted: ResponseFormat) -> bool:
+        with self._lock:
+            return wanted in self._compiled
+
     def start(self, wanted: ResponseFormat) -> MatcherConstraint:
         """A constraint for one answer. Raises RequestError when the format is invalid or not supported."""
         with self._lock:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kestrel.constraints.limits import MAX_FORMAT_BYTES, check_pattern, check_schema
-from kestrel.errors import RequestError, shown
+from kestrel.errors import RequestError, did_you_mean, shown
 
 ANY_OBJECT = '{"type": "object"}'
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
@@ -75,7 +75,8 @@ def _choice(name: str, value: Mapping[str, Any]) -> ResponseFormat:
 def _require_known(name: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in value:
         if key not in known:
-            raise RequestError(f"{name}.{key}", f"is not known here; known fields: {', '.join(known)}")
+            close = did_you_mean(key, known)
+            raise RequestError(f"{name}.{key}", f"is not known here; known fields: {', '.join(known)}{close}")
 
 
 _READERS: Mapping[str, tuple[tuple[str, ...], Callable[[str, Mapping[str, Any]], ResponseFormat | None]]] = {

@@ -18,14 +18,15 @@ from typing import Any
 from kestrel.adapters.sources import AdapterListing
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
+from kestrel.constraints import ResponseFormat
 from kestrel.engine.adapters import engine_adapters, has_adapter_source
-from kestrel.engine.compiling import CompilePool
+from kestrel.engine.compiling import FormatThreads
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, take_route
 from kestrel.engine.laying_out import generation_request
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
-from kestrel.engine.snapshot import EngineSnapshot
+from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
@@ -56,7 +57,7 @@ class InferenceEngine(SkillCalls):
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
-        self._compiling = CompilePool()
+        self._formats = FormatThreads()
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -82,6 +83,18 @@ class InferenceEngine(SkillCalls):
         api_key = api_key or os.environ.get(API_KEY_VARIABLE) or None
         with_adapters = has_adapter_source(config, api_key)
         ready = await asyncio.to_thread(ready_model, config, progress, with_adapters=with_adapters)
+        return cls.start(config, ready, skills=skills, api_key=api_key)
+
+    @classmethod
+    def start(
+        cls,
+        config: RuntimeConfig,
+        ready: ReadyModel,
+        *,
+        skills: SkillRegistry | None = None,
+        api_key: str | None = None,
+    ) -> InferenceEngine:
+        """An engine over a model in memory that no other engine is using, on the running event loop."""
         engine = cls(config, ready, skills or default_registry(), asyncio.get_running_loop(), api_key)
         engine._worker.start()
         return engine
@@ -138,29 +151,8 @@ class InferenceEngine(SkillCalls):
 
     def snapshot(self) -> EngineSnapshot:
         """How busy it is; for the event loop, while the worker runs."""
-        cache, limits = self._cache.stats(), self._ready.runtime.limits
-        adapters, library = self._scheduler.adapters, self._adapters.snapshot()
-        return EngineSnapshot(
-            num_running=self._scheduler.num_running,
-            num_waiting=len(self._unsent) + self._worker.num_unread + self._scheduler.num_waiting,
-            num_pages=cache.num_pages,
-            num_used_pages=max(0, cache.num_pages - cache.free_pages - cache.evictable_pages),
-            num_cached_pages=cache.cached_pages,
-            page_size=self._cache.page_size,
-            max_batch_size=limits.max_batch_size,
-            prefix_query_tokens_total=cache.query_positions,
-            prefix_hit_tokens_total=cache.hit_positions,
-            evicted_pages_total=cache.evicted_pages,
-            preemptions_total=self._scheduler.num_preemptions,
-            num_adapter_slots=adapters.num_slots,
-            running_adapters=tuple(adapters.running),
-            waiting_adapters=tuple(adapters.waiting),
-            adapter_slot_loads_total=adapters.loads_total,
-            num_kept_adapters=0 if library is None else len(library.kept),
-            adapter_loads_total=0 if library is None else library.loads_total,
-            adapter_load_failures_total=0 if library is None else library.failures_total,
-            adapter_load_seconds_total=0.0 if library is None else library.load_seconds_total,
-        )
+        num_unsent = len(self._unsent) + self._worker.num_unread
+        return take_snapshot(self._scheduler, self._cache, self.max_batch_size, num_unsent, self._adapters.snapshot())
 
     # ------------------------------------------------------------------ one request
 
@@ -184,7 +176,7 @@ class InferenceEngine(SkillCalls):
             images = await self._pictures.decode(stream.request_id, request.images)
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
             if request.response_format is not None:
-                generation = await self._compiling.run(*lay_out)
+                generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
             else:
                 generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
             generation.tenant, generation.adapter = route.tenant, adapter
@@ -199,6 +191,10 @@ class InferenceEngine(SkillCalls):
         finally:
             self._unsent.discard(stream)
         return stream
+
+    def _is_kept(self, wanted: ResponseFormat) -> bool:
+        constraints = self.profile.constraints
+        return constraints is not None and constraints.is_kept(wanted)
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
         if stream.is_done:  # cancelled, or the worker failed, while its picture was decoded
@@ -286,7 +282,7 @@ class InferenceEngine(SkillCalls):
         await asyncio.sleep(0)  # let updates already handed to the loop arrive first
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
-        self._compiling.close()
+        self._formats.close()
         await self._adapters.close()
 
     async def _join(self, timeout_s: float) -> bool:

@@ -1,4 +1,8 @@
-"""A thread of its own for laying out requests whose answer format must be compiled, with a limit on its time."""
+"""Threads of their own for laying out requests with an answer format, with a limit on their time.
+
+One compiles, and may be busy for seconds. Another serves the formats that are compiled already, so that these never
+wait behind one that is not.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,25 @@ STACK_BYTES = 64 * 2**20
 T = TypeVar("T")
 
 
+class FormatThreads:
+    """Where requests with an answer format are laid out."""
+
+    def __init__(self) -> None:
+        self._compiling = CompilePool()
+        self._starting = CompilePool()
+
+    async def run(self, is_kept: bool, function: Callable[..., T], *arguments: Any) -> T:
+        """`is_kept`: the format is compiled already. Should it be given up meanwhile, this compiles it as well."""
+        pool = self._starting if is_kept else self._compiling
+        return await pool.run(function, *arguments)
+
+    def close(self) -> None:
+        self._compiling.close()
+        self._starting.close()
+
+
 class CompilePool:
-    """Started on first use. Who waits longer than the limit is refused; what was begun ends by itself."""
+    """One thread, started on first use. Who waits longer than the limit is refused; what was begun ends by itself."""
 
     def __init__(self, limit_s: float = COMPILE_LIMIT_S) -> None:
         self._limit_s = limit_s

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from kestrel.adapters.library import LibrarySnapshot
+from kestrel.cache import CacheManager
+from kestrel.scheduler import GenerationScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +54,35 @@ class EngineSnapshot:
     def kv_usage(self) -> float:
         """Share of the pages that running requests hold, 0 to 1."""
         return self.num_used_pages / self.num_pages
+
+
+def take_snapshot(
+    scheduler: GenerationScheduler[Any],
+    cache: CacheManager,
+    max_batch_size: int,
+    num_unsent: int,
+    library: LibrarySnapshot | None,
+) -> EngineSnapshot:
+    """`num_unsent`: accepted requests that the scheduler has not seen yet."""
+    pages, adapters = cache.stats(), scheduler.adapters
+    return EngineSnapshot(
+        num_running=scheduler.num_running,
+        num_waiting=num_unsent + scheduler.num_waiting,
+        num_pages=pages.num_pages,
+        num_used_pages=max(0, pages.num_pages - pages.free_pages - pages.evictable_pages),
+        num_cached_pages=pages.cached_pages,
+        page_size=cache.page_size,
+        max_batch_size=max_batch_size,
+        prefix_query_tokens_total=pages.query_positions,
+        prefix_hit_tokens_total=pages.hit_positions,
+        evicted_pages_total=pages.evicted_pages,
+        preemptions_total=scheduler.num_preemptions,
+        num_adapter_slots=adapters.num_slots,
+        running_adapters=tuple(adapters.running),
+        waiting_adapters=tuple(adapters.waiting),
+        adapter_slot_loads_total=adapters.loads_total,
+        num_kept_adapters=0 if library is None else len(library.kept),
+        adapter_loads_total=0 if library is None else library.loads_total,
+        adapter_load_failures_total=0 if library is None else library.failures_total,
+        adapter_load_seconds_total=0.0 if library is None else library.load_seconds_total,
+    )

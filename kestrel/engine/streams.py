@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
+from typing import Any
 
+from kestrel.engine.pace import listed
 from kestrel.engine.results import EngineResult, StreamChunk
 from kestrel.request import StreamUpdate
 
@@ -24,6 +26,8 @@ class EngineStream:
         self.adapter: str | None = None  # set by the engine once it is loaded
         self._cancel = cancel
         self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
+        self._late: Mapping[str, Iterable[Any]] = {}
+        self._making: asyncio.Task[dict[str, Any]] | None = None
         self._result: asyncio.Future[EngineResult] = asyncio.get_running_loop().create_future()
 
     def __aiter__(self) -> EngineStream:
@@ -44,7 +48,11 @@ class EngineStream:
 
     async def result(self) -> EngineResult:
         try:
-            return await asyncio.shield(self._result)
+            result = await asyncio.shield(self._result)
+            if self._late:
+                self._making = self._making or asyncio.create_task(asyncio.to_thread(_listed_all, self._late))
+                result.output.update(await asyncio.shield(self._making))
+            return result
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -84,6 +92,7 @@ class EngineStream:
         if update.error is not None:
             self.fail(update.error)
         elif update.output is not None and update.finish_reason is not None and update.metrics is not None:
+            self._late = update.output.late
             self._result.set_result(
                 EngineResult(
                     request_id=self.request_id,
@@ -104,3 +113,7 @@ class EngineStream:
         self._result.set_exception(error)
         self._result.exception()  # mark as seen: a caller that never awaits must not cause a warning
         self._chunks.put_nowait(None)
+
+
+def _listed_all(late: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
+    return {name: listed(entries) for name, entries in late.items()}

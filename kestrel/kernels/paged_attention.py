@@ -4,6 +4,8 @@ Contract. `k_cache`, `v_cache`: [num_slots, kv_heads, head_dim], a slot per posi
 positions 0..n-1 live in the slots given for it. q: [.., heads, head_dim]; heads is a multiple of kv_heads.
 out = softmax(q·kᵀ / sqrt(head_dim) + mask) · v, mask per query: position ≤ own position, or everything given when the
 queries are one bidirectional block.
+
+Caches of float8 hold k / k_scale and v / v_scale, one scale each for a whole layer.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import Tensor
 
 def write_kv(k_cache: Tensor, v_cache: Tensor, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
     """Put new keys and values into their slots."""
-    k_cache.index_copy_(0, slots_T, k_THD.to(k_cache.dtype))
-    v_cache.index_copy_(0, slots_T, v_THD.to(v_cache.dtype))
+    for cache, x_THD in ((k_cache, k_THD), (v_cache, v_THD)):
+        _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(x_THD.to(cache.dtype)))
 
 
 def attend_segment(
@@ -37,6 +39,22 @@ def attend_segment(
     return out_HQD.transpose(0, 1)
 
 
+def attend_padded(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_NK: Tensor, mask_NQK: Tensor) -> Tensor:
+    """Queries of several rows, padded to the same number; `mask_NQK` is true where a query sees a position."""
+    assert q_NQHD.ndim == 4
+    assert mask_NQK.shape == (*q_NQHD.shape[:2], kv_slots_NK.shape[1])
+    k_NHKD = k_cache[kv_slots_NK].transpose(1, 2)
+    v_NHKD = v_cache[kv_slots_NK].transpose(1, 2)
+    out_NHQD = F.scaled_dot_product_attention(
+        q_NQHD.transpose(1, 2),
+        k_NHKD,
+        v_NHKD,
+        attn_mask=mask_NQK[:, None],
+        enable_gqa=q_NQHD.shape[2] != k_NHKD.shape[1],
+    )
+    return out_NHQD.transpose(1, 2)
+
+
 def attend_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_BK: Tensor, mask_BK: Tensor) -> Tensor:
     """One query per row; `mask_BK` is true where a row has a position."""
     assert q_BHD.ndim == 3
@@ -51,6 +69,52 @@ def attend_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_BK: 
         enable_gqa=q_BHD.shape[1] != k_BHKD.shape[1],
     )
     return out_BH1D[:, :, 0]
+
+
+def attend_rows(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages_BP: Tensor,
+    num_keys_B: Tensor,
+    page_size: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """One query per row over the row's first `num_keys` positions, found through its pages.
+
+    Position p of row b lies in slot pages[b, p // page_size] · page_size + p % page_size. A row of no keys gives zeros;
+    what its pages hold does not matter, nor what other rows' pages hold past their last key.
+    """
+    assert q_BHD.ndim == 3
+    assert pages_BP.shape[0] == num_keys_B.shape[0] == q_BHD.shape[0]
+    keys_1K = torch.arange(pages_BP.shape[1] * page_size, device=q_BHD.device)[None]
+    mask_BK = keys_1K < num_keys_B[:, None]
+    pages_BK = pages_BP.repeat_interleave(page_size, dim=1)
+    slots_BK = torch.where(mask_BK, pages_BK * page_size + keys_1K % page_size, 0)
+    k_BKHD, v_BKHD = (
+        _widened(k_cache, slots_BK, k_scale, q_BHD.dtype),
+        _widened(v_cache, slots_BK, v_scale, q_BHD.dtype),
+    )
+    out_BH1D = F.scaled_dot_product_attention(
+        q_BHD[:, :, None],
+        k_BKHD.transpose(1, 2),
+        v_BKHD.masked_fill(~mask_BK[:, :, None, None], 0.0).transpose(1, 2),
+        attn_mask=mask_BK[:, None, None],
+        enable_gqa=q_BHD.shape[1] != k_cache.shape[1],
+    )
+    return torch.where(num_keys_B[:, None, None] > 0, out_BH1D[:, :, 0], 0.0)
+
+
+def _widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    if cache.dtype == dtype:
+        return cache[slots_BK]
+    return (_as_bytes(cache)[slots_BK].view(cache.dtype).to(torch.float32) * scale).to(dtype)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """float8 as bytes, which can be indexed on every device; other numbers as they are."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -56,6 +56,19 @@ class Adapt(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedImage:
+    """A picture as the encoder wants it."""
+
+    patches_NPC: Tensor
+    """Normalised patches of its crops, the one of the whole picture first."""
+    tiles_hw: tuple[int, int]
+
+    @property
+    def num_crops(self) -> int:
+        return len(self.patches_NPC)
+
+
 class DecoderModel(Protocol):
     """A decoder with typed inputs and outputs. Tensors are flat: T positions of any rows, one after another."""
 
@@ -74,8 +87,12 @@ class DecoderModel(Protocol):
 
     def embed_sizes(self, values_N2: Tensor) -> Tensor: ...
 
-    def embed_image(self, image: RgbImage) -> Tensor:
-        """[num_image_positions, hidden_dim]"""
+    def prepare_image(self, image: RgbImage) -> PreparedImage:
+        """Cut into crops and patches, on the device."""
+        ...
+
+    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        """[num_image_positions, hidden_dim] of each, all encoded together."""
         ...
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,15 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
-from kestrel.images.tiling import TilingParams, plan_tiling
-from kestrel.models.contract import Adapt, Attend, DecoderShape
+from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
+from kestrel.models.contract import Adapt, Attend, DecoderShape, PreparedImage
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.executor import Executor
+from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.executor import Executor, MakeFixedDecode
 from kestrel.runtime.memory import plan_pages
 
 
@@ -65,12 +68,24 @@ class MoondreamDecoder:
     def embed_sizes(self, values_N2: Tensor) -> Tensor:
         return self._model.region.encode_size(values_N2)
 
-    def embed_image(self, image: RgbImage) -> Tensor:
+    def prepare_image(self, image: RgbImage) -> PreparedImage:
         plan = plan_tiling(image.height, image.width, self._tiling)
-        crops_NHWC = make_crops(image_tensor(image, self.device), plan)
-        patches_NPC = normalise_and_patchify(crops_NHWC, self._tiling.patch_size, self.dtype)
-        features_NPD = self._model.vision.encode_crops(patches_NPC)
-        return self._model.vision.embed_image(features_NPD, (plan.rows, plan.cols))
+        patches_NPC = self.cut_patches(self.upload_image(image), plan)
+        return PreparedImage(patches_NPC, (plan.rows, plan.cols))
+
+    def upload_image(self, image: RgbImage) -> Tensor:
+        """[height, width, 3] uint8 on the model's device."""
+        return image_tensor(image, self.device)
+
+    def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
+        """Resized, cropped and normalised: [crops, grid², 3·patch²]."""
+        return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
+
+    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        vision = self._model.vision
+        features_NPD = vision.encode_crops(torch.cat([image.patches_NPC for image in images]))
+        of_each = features_NPD.split([image.num_crops for image in images])
+        return vision.embed_images(of_each, [image.tiles_hw for image in images])
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         return self._model.text(x_TD, positions_T, attend, adapt)
@@ -93,18 +108,50 @@ class MoondreamDecoder:
 class MoondreamRuntime(Executor):
     """One Moondream on one device, ready for a scheduler."""
 
-    def __init__(self, model: MoondreamModel, config: RuntimeConfig, with_adapters: bool = False) -> None:
-        decoder = MoondreamDecoder(model)
+    def __init__(
+        self,
+        model: MoondreamModel,
+        config: RuntimeConfig,
+        with_adapters: bool = False,
+        make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+    ) -> None:
+        """`make_decoder` may give one that also observes what it is asked."""
+        decoder = make_decoder(model)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
-        super().__init__(decoder, runtime_limits(decoder, config, 0 if slots is None else slots.num_slots), slots)
+        limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
+        super().__init__(
+            decoder, limits, slots, batch_crops(config, decoder.device), decode_graphs(config, decoder.device)
+        )
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
         share = 1 if experts is None else experts.experts_per_token
         max_rank = -(-config.max_adapter_rank // share) * share
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
+
+
+def decode_graphs(config: RuntimeConfig, device: torch.device) -> MakeFixedDecode | None:
+    """None: decoding rows run as any other positions do."""
+    if not config.enable_cuda_graphs or device.type != "cuda":
+        return None
+    # Here and not above: Triton comes with CUDA builds of torch only.
+    from kestrel.kernels.triton.paged_attention import attend_rows  # noqa: PLC0415
+
+    sizes = batch_sizes(config.max_batch_size)
+    return lambda model, kv, table: DecodeGraphs(model, kv, table, attend_rows, sizes)
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them."""
+    usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]
+    return [*(size for size in usual if size < largest), largest]
+
+
+def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
+    """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
+    return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
 
 
 def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter_slots: int = 0) -> RuntimeLimits:

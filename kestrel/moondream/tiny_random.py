@@ -10,16 +10,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from kestrel.moondream.config import MoondreamConfig, RegionConfig, TextConfig, TokenizerConfig, VisionConfig
+from kestrel.moondream.made_tokenizer import BLANK, NUM_CONTROL_IDS, Merges, byte_level_tokenizer, piece_vocabulary
 from kestrel.moondream.random_weights import write_random_folder
 from kestrel.moondream.sections import MoeConfig, derived_generation
 from kestrel.skills.base import Template
 
-NUM_CONTROL_IDS = 21
+__all__ = ["NUM_CONTROL_IDS", "outline_ids", "tiny_random_parts", "word_ids", "write_tiny_random_folder"]
+
 COORD_ID, SIZE_ID = 5, 6
-_BLANK = "Ġ"  # how byte-level vocabularies write a blank
 
 _TEMPLATE_WORDS = "caption short normal long query detect objects point segment"
 _WORDS = """
@@ -36,9 +37,14 @@ _OUTLINE_LETTERS = "MLZ"
 
 def write_tiny_random_folder(path: Path, seed: int = 0) -> None:
     """A complete model folder; the same seed gives the same bytes."""
+    config, tokenizer = tiny_random_parts()
+    write_random_folder(path, config, seed, tokenizer.to_str(pretty=True), dtype=torch.float32)
+
+
+def tiny_random_parts() -> tuple[MoondreamConfig, Tokenizer]:
+    """Dimensions and tokenizer; the weights are left to the caller."""
     vocabulary, merges = _vocabulary()
-    config = _config(vocabulary)
-    write_random_folder(path, config, seed, _tokenizer(vocabulary, merges).to_str(pretty=True), dtype=torch.float32)
+    return _config(vocabulary), byte_level_tokenizer(vocabulary, merges)
 
 
 def word_ids() -> tuple[int, ...]:
@@ -55,32 +61,12 @@ def outline_ids() -> tuple[int, ...]:
 
 def _ids_of(words: Iterable[str]) -> tuple[int, ...]:
     vocabulary, _ = _vocabulary()
-    return tuple(dict.fromkeys(vocabulary[_BLANK + word] for word in words))
+    return tuple(dict.fromkeys(vocabulary[BLANK + word] for word in words))
 
 
-def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Control ids, all bytes, then each word as a chain of merges from its first letter to its last."""
-    names = ["<|endoftext|>", *(f"<|md_reserved_{k}|>" for k in range(NUM_CONTROL_IDS - 1))]
-    names += sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {name: index for index, name in enumerate(names)}
-    merges: list[tuple[str, str]] = []
-    for word in [*_TEMPLATE_WORDS.split(), *_WORDS.split(), *map(str, _OUTLINE_NUMBERS)]:
-        known = _BLANK
-        for letter in word:
-            if known + letter not in vocabulary:
-                vocabulary[known + letter] = len(vocabulary)
-                merges.append((known, letter))
-            known += letter
-    return vocabulary, merges
-
-
-def _tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    controls = [name for name, index in vocabulary.items() if index < NUM_CONTROL_IDS]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in controls])
-    return tokenizer
+def _vocabulary() -> tuple[dict[str, int], Merges]:
+    words = [*_TEMPLATE_WORDS.split(), *_WORDS.split(), *map(str, _OUTLINE_NUMBERS)]
+    return piece_vocabulary(BLANK + word for word in words)
 
 
 def _config(vocabulary: dict[str, int]) -> MoondreamConfig:
@@ -116,7 +102,7 @@ def _config(vocabulary: dict[str, int]) -> MoondreamConfig:
 
 
 def _templates(vocabulary: dict[str, int]) -> dict[str, Template]:
-    word = {word: vocabulary[_BLANK + word] for word in _TEMPLATE_WORDS.split()}
+    word = {word: vocabulary[BLANK + word] for word in _TEMPLATE_WORDS.split()}
     templates = {
         f"caption.{length}": Template((1, word["caption"], 2, word[length], 3))
         for length in ("short", "normal", "long")

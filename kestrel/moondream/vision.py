@@ -6,6 +6,7 @@ are encoded alone, stitched without their margins, averaged back to the grid and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,12 +90,21 @@ class VisionModel(nn.Module):
 
         With one tile it shows the same pixels as crop 0, so crop 0 alone will do.
         """
+        return self.embed_images([features_NPD], [tiles_hw])[0]
+
+    def embed_images(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """`embed_image` of several pictures, projected together."""
+        pooled = [self._pooled_tiles(one_NPD, tiles_hw) for one_NPD, tiles_hw in zip(features, tiles, strict=True)]
+        projected = self.project(torch.cat([one_NPD[0] for one_NPD in features]), torch.cat(pooled))
+        return list(projected.split(self.grid**2))
+
+    def _pooled_tiles(self, features_NPD: Tensor, tiles_hw: tuple[int, int]) -> Tensor:
         num_tiles = tiles_hw[0] * tiles_hw[1]
         if num_tiles == 1 and features_NPD.shape[0] == 1:
-            features_NPD = features_NPD.expand(2, -1, -1)
+            return features_NPD[0]
         assert features_NPD.shape[0] == 1 + num_tiles, "one global crop and every tile, no more and no less"
         local = features_NPD[1:].unflatten(1, (self.grid, self.grid))
-        return self.project(features_NPD[0], self.pool(stitch(local, tiles_hw, self.overlap_margin)))
+        return self.pool(stitch(local, tiles_hw, self.overlap_margin))
 
     def pool(self, features_HWD: Tensor) -> Tensor:
         """Averages a stitched map back to one row per grid cell: [grid², D]."""

@@ -5,33 +5,21 @@ Positions lie flat, prefill chunks first, then one per decoding row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kestrel.kernels.paged_attention import attend_decode, attend_segment, causal_mask, write_kv
+from kestrel.kernels.paged_attention import attend_decode, write_kv
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.prefill_attention import LayerInputs, prefill_groups
 from kestrel.runtime.rows import COORD, SIZE, RowTable
 from kestrel.runtime.upload import upload
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
 
-@dataclass(slots=True)
-class Segment:
-    """A prefill chunk inside the flat batch."""
-
-    first: int
-    last: int
-    kv_slots_K: Tensor
-    mask_QK: Tensor | None
-    is_causal: bool
-
-
 class StepBatch:
-    """The tensors of one step, and its attention (`attend` is handed to the model)."""
+    """The tensors of one step, and its attention (`attend` is handed to the model). `prefill` is in packed order."""
 
     def __init__(self, kv: PagedKVCache, table: RowTable, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> None:
         self._kv = kv
@@ -45,7 +33,7 @@ class StepBatch:
         self.sample_at_B = upload(self.sample_at, table.device, torch.int64)
         rows_T = upload(rows, table.device)
         self._slots_T = self._slots(rows_T, self.positions_T)
-        self._segments = self._make_segments(prefill)
+        self._prefill = prefill_groups(prefill, self._slots, table.device)
         self._first_decode = len(positions) - len(decode)
         if decode:
             self._prepare_decode(decode)
@@ -54,9 +42,9 @@ class StepBatch:
         k_cache, v_cache = self._kv.layer(layer)
         write_kv(k_cache, v_cache, self._slots_T, k_THD, v_THD)
         out_THD = torch.empty_like(q_THD)
-        for s in self._segments:
-            q_QHD = q_THD[s.first : s.last]
-            out_THD[s.first : s.last] = attend_segment(q_QHD, k_cache, v_cache, s.kv_slots_K, s.mask_QK, s.is_causal)
+        layer_inputs = LayerInputs(q_THD, k_THD, v_THD, k_cache, v_cache)
+        for group in self._prefill:
+            group.attend(layer_inputs, out_THD)
         if self._first_decode < len(q_THD):
             q_BHD = q_THD[self._first_decode :]
             out_THD[self._first_decode :] = attend_decode(
@@ -84,22 +72,6 @@ class StepBatch:
         page_size = self._kv.page_size
         pages = self._table.pages[rows, positions // page_size]
         return pages * page_size + positions % page_size
-
-    def _make_segments(self, prefill: list[PrefillChunk]) -> list[Segment]:
-        segments: list[Segment] = []
-        first = 0
-        for chunk in prefill:
-            device = self._table.device
-            num_keys = chunk.start + chunk.num_positions
-            keys_K = torch.arange(num_keys, device=device)
-            kv_slots_K = self._slots(torch.full_like(keys_K, chunk.row), keys_K)
-            is_span = isinstance(chunk.items[0], ImageSpan)
-            is_causal = not is_span and chunk.start == 0
-            needs_mask = not is_span and chunk.start > 0 and chunk.num_positions > 1
-            mask_QK = causal_mask(chunk.num_positions, num_keys, device) if needs_mask else None
-            segments.append(Segment(first, first + chunk.num_positions, kv_slots_K, mask_QK, is_causal))
-            first += chunk.num_positions
-        return segments
 
     def _prepare_decode(self, decode: list[DecodeRow]) -> None:
         rows_B1 = upload([one.row for one in decode], self._table.device)[:, None]

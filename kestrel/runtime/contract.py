@@ -144,7 +144,7 @@ class PromptPart:
     the sum of the hidden states of those that count."""
 
     row: int
-    scores: tuple[ScoredToken, ...]
+    scores: Sequence[ScoredToken]
     hidden_sum: tuple[float, ...]
     num_pooled: int
 
@@ -157,7 +157,7 @@ class StepOutput:
     rows: list[RowOutput] = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
     prompt_parts: list[PromptPart] = field(default_factory=list)
-    """In the order of the plan's chunks; a row may have several."""
+    """A row may have several, which stand in the order of its chunks."""
 
 
 class InFlightStep(Protocol):

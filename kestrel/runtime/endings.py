@@ -15,7 +15,7 @@ from torch import Tensor
 from kestrel.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.grammar_tables import Advance, GrammarTables
-from kestrel.runtime.row_users import RowUsers
+from kestrel.runtime.row_users import RowUsers, Users
 from kestrel.runtime.upload import upload
 
 NEVER = 2**31
@@ -33,12 +33,17 @@ class EndingTable:
             (num_rows, MAX_STOP_TOKEN_IDS), grammars.vocab_size, dtype=torch.int64, device=device
         )
 
+    def any_among(self, row_indices: Sequence[int]) -> bool:
+        """Whether some row has a wish about its end."""
+        return any(row in self._delayed or row in self._stopping for row in row_indices)
+
     def start(self, start: RowStart) -> None:
         sampling = start.sampling
         delays, stops = delays_end(sampling), bool(sampling.stop_token_ids)
+        had_any = start.row in self._delayed or start.row in self._stopping
         self._delayed.note(start.row, delays)
         self._stopping.note(start.row, stops)
-        if delays or stops:
+        if delays or stops or had_any:
             ids = sampling.stop_token_ids
             padding = [self._grammars.vocab_size] * (MAX_STOP_TOKEN_IDS - len(ids))
             ends_from = NEVER if sampling.ignore_eos else sampling.min_tokens
@@ -49,8 +54,10 @@ class EndingTable:
     def forbid(self, scores_BV: Tensor, row_indices: Sequence[int], state_B: Tensor, spent_B: Tensor) -> Tensor:
         """Scores with the ids that would end a row too early at −inf, unless nothing else is left to sample."""
         users = self._delayed.among(row_indices)
-        if users is None:
-            return scores_BV
+        return scores_BV if users is None else self.forbid_for(users, scores_BV, state_B, spent_B)
+
+    def forbid_for(self, users: Users, scores_BV: Tensor, state_B: Tensor, spent_B: Tensor) -> Tensor:
+        """The same for given rows; those without such a wish keep their scores."""
         state_U, spent_U1 = state_B[users.at_U], spent_B[users.at_U][:, None]
         nothing = self._grammars.vocab_size  # a column past the vocabulary, cut off again
         ends_UE = self._grammars.end_ids(state_U)
@@ -67,8 +74,10 @@ class EndingTable:
     def stop(self, step: Advance, row_indices: Sequence[int], state_B: Tensor) -> Advance:
         """The step with those rows ended that sampled one of their stop ids in `state_B`."""
         users = self._stopping.among(row_indices)
-        if users is None:
-            return step
+        return step if users is None else self.stop_for(users, step, state_B)
+
+    def stop_for(self, users: Users, step: Advance, state_B: Tensor) -> Advance:
+        """The same for given rows; those without stop ids go on."""
         hits_U = (self._stop_ids_RS[users.rows_U] == step.sampled_B[users.at_U][:, None]).any(1)
         hits_U = hits_U & self._grammars.can_end(state_B[users.at_U])
         stopped_B = torch.zeros_like(step.ended_B).index_copy(0, users.at_U, hits_U)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,14 +14,25 @@ from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
-from kestrel.runtime.contract import AdapterLoad, PrefillChunk, RowOutput, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.contract import (
+    AdapterLoad,
+    DecodeRow,
+    PrefillChunk,
+    RowOutput,
+    RuntimeLimits,
+    StepOutput,
+    StepPlan,
+)
+from kestrel.runtime.fixed_decode import FixedDecode, parts_for
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.pictures import PictureEncoder
+from kestrel.runtime.prefill_attention import in_packed_order
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
 from kestrel.runtime.upload import start_download
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
+from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 FINISH = 2
 """Column of `Sampled.integers_B5` that says whether and how a row ended."""
@@ -29,35 +42,56 @@ NOT_FINITE_MESSAGE = (
 
 
 @dataclass(slots=True)
-class TorchStep:
-    """A launched step. `sampled` is on its way to the host; `arrived` tells when it is there."""
+class SampledPart:
+    """Rows that were sampled together. `sampled` is on its way to the host; `arrived` tells when it is there."""
 
-    step_id: int
     row_indices: list[int]
     host_rows: list[HostRow]
-    sampled: Sampled | None
-    failures: dict[int, Exception]
+    sampled: Sampled
     arrived: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class TorchStep:
+    """A launched step."""
+
+    step_id: int
+    parts: list[SampledPart]
+    failures: dict[int, Exception]
     prompts: PromptTensors | None = None
+
+
+MakeFixedDecode: TypeAlias = Callable[[DecoderModel, PagedKVCache, RowTable], FixedDecode]
 
 
 class Executor:
     """The torch runtime behind `kestrel.runtime.contract.Runtime`."""
 
-    def __init__(self, model: DecoderModel, limits: RuntimeLimits, adapters: AdapterSlots | None = None) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        limits: RuntimeLimits,
+        adapters: AdapterSlots | None = None,
+        vision_batch_crops: int = 1,
+        make_fixed_decode: MakeFixedDecode | None = None,
+    ) -> None:
+        """Without `make_fixed_decode` decoding rows run in one batch with what is prefilled."""
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
         self._adapters = adapters
+        self._pictures = PictureEncoder(model, vision_batch_crops)
         self._limits = limits
         device = model.device
         self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
         self._table = RowTable(
             num_rows=limits.max_batch_size,
             max_pages_per_row=-(-limits.max_positions // limits.page_size),
+            spare_page=self._kv.spare_page,
             vocab_size=model.shape.vocab_size,
             grammars=GrammarTables(model.shape.vocab_size, device),
             device=device,
         )
+        self._fixed = None if make_fixed_decode is None else make_fixed_decode(model, self._kv, self._table)
 
     @property
     def limits(self) -> RuntimeLimits:
@@ -74,41 +108,52 @@ class Executor:
         self._table.apply_starts(plan.starts)
         self._table.apply_page_writes(plan.page_writes)
         self._kv.copy_pages(plan.page_copies)
-        images, failures = self._embed_images(plan.prefill)
-        prefill = [chunk for chunk in plan.prefill if chunk.row not in failures]
-        if not prefill and not plan.decode:
-            return TorchStep(plan.step_id, [], [], None, failures, None)
+        parts: list[SampledPart] = []
+        decode = plan.decode
+        wishes = parts_for(self._table, plan) if self._fixed is not None and decode else None
+        if self._fixed is not None and wishes is not None:
+            parts.append(self._sent([one.row for one in decode], self._fixed.run(decode, wishes)))
+            decode = []
+        images, failures = self._pictures.encode(plan.prefill)
+        prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
+        step = TorchStep(plan.step_id, parts, failures)
+        if prefill or decode:
+            self._run_flat(step, prefill, decode, images, plan.masks)
+        return step
 
-        batch = StepBatch(self._kv, self._table, prefill, plan.decode)
+    def _run_flat(
+        self,
+        step: TorchStep,
+        prefill: list[PrefillChunk],
+        decode: list[DecodeRow],
+        images: dict[str, Tensor],
+        masks: Mapping[int, bytes],
+    ) -> None:
+        """Any chunks and rows as one run of positions."""
+        batch = StepBatch(self._kv, self._table, prefill, decode)
         embedded = embed_prefill(self._model, prefill, images)
-        if plan.decode:
-            embedded.append(embed_decode(self._model, self._table, plan.decode))
+        if decode:
+            embedded.append(embed_decode(self._model, self._table, decode))
         hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, self._adapt(batch.rows))
-        prompts = score_prompts(self._model, prefill, hidden_TD)
-        sampled = None
+        step.prompts = score_prompts(self._model, prefill, hidden_TD)
         if batch.sample_at:
             hidden_BD = hidden_TD[batch.sample_at_B]
-            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows, plan.masks)
-        host_rows = [self._table.host[row] for row in batch.sample_rows]
-        sampled, arrived = _send_to_host(sampled)
-        return TorchStep(plan.step_id, batch.sample_rows, host_rows, sampled, failures, arrived, prompts)
+            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows, masks)
+            step.parts.append(self._sent(batch.sample_rows, sampled))
+
+    def _sent(self, row_indices: list[int], sampled: Sampled) -> SampledPart:
+        on_host, arrived = _send_to_host(sampled)
+        return SampledPart(row_indices, [self._table.host[row] for row in row_indices], on_host, arrived)
 
     def collect(self, step: TorchStep) -> StepOutput:
-        if step.arrived is not None:
-            step.arrived.synchronize()
         output = StepOutput(step.step_id, failures=step.failures)
+        for part in step.parts:
+            if part.arrived is not None:
+                part.arrived.synchronize()
+            _read_part(part, output)
         if step.prompts is not None:
             output.prompt_parts, unsound = read_prompts(step.prompts)
             output.failures |= unsound
-        if step.sampled is not None:
-            integers = step.sampled.integers_B5.tolist()
-            values = step.sampled.values_B2.tolist()
-            logprobs = _logprobs(step.sampled, step.host_rows)
-            for b, row in enumerate(step.row_indices):
-                if integers[b][FINISH] == NOT_FINITE:
-                    output.failures[row] = NumericalError(NOT_FINITE_MESSAGE)
-                else:
-                    output.rows.append(_row_output(row, step.host_rows[b], integers[b], values[b], logprobs[b]))
         return output
 
     def _load_adapters(self, loads: list[AdapterLoad]) -> None:
@@ -123,24 +168,20 @@ class Executor:
             return None
         return StepAdapt(self._adapters, slots, self._model.device)
 
-    def _embed_images(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
-        """Encode the pictures of this step; a picture that cannot be encoded fails its own row only."""
-        images: dict[str, Tensor] = {}
-        failures: dict[int, Exception] = {}
-        for chunk in prefill:
-            for item in chunk.items:
-                if not isinstance(item, ImageSpan) or item.digest in images:
-                    continue
-                try:
-                    images[item.digest] = self._model.embed_image(chunk.images[item.digest])
-                except Exception as error:  # whatever a picture provokes stays with its request
-                    failures[chunk.row] = error
-        return images, failures
+
+def _read_part(part: SampledPart, output: StepOutput) -> None:
+    integers, values = part.sampled.integers_B5.tolist(), part.sampled.values_B2.tolist()
+    logprobs = _logprobs(part.sampled, part.host_rows)
+    for b, row in enumerate(part.row_indices):
+        if integers[b][FINISH] == NOT_FINITE:
+            output.failures[row] = NumericalError(NOT_FINITE_MESSAGE)
+        else:
+            output.rows.append(_row_output(row, part.host_rows[b], integers[b], values[b], logprobs[b]))
 
 
-def _send_to_host(sampled: Sampled | None) -> tuple[Sampled | None, torch.cuda.Event | None]:
+def _send_to_host(sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
     """Start the copy to pinned host memory; on the CPU the tensors are there already."""
-    if sampled is None or not sampled.integers_B5.is_cuda:
+    if not sampled.integers_B5.is_cuda:
         return sampled, None
     on_host = Sampled(start_download(sampled.integers_B5), start_download(sampled.values_B2))
     if sampled.chosen_logprob_B is not None:

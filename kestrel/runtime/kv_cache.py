@@ -14,16 +14,23 @@ from kestrel.runtime.upload import upload
 
 
 class PagedKVCache:
-    """Per layer [num_pages · page_size, kv_heads, head_dim]; slot of a position = its page · page_size + offset."""
+    """Per layer [(num_pages + 1) · page_size, kv_heads, head_dim]; slot of a position = page · page_size + offset.
+
+    The page after the last belongs to nobody: positions that only fill up a batch write there.
+    """
 
     def __init__(
         self, shape: DecoderShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        size = (shape.num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_layers, (num_pages + 1) * page_size, shape.num_kv_heads, shape.head_dim)
         self._k = _zeros(size, dtype, device)
         self._v = _zeros(size, dtype, device)
+
+    @property
+    def spare_page(self) -> int:
+        return self.num_pages
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._k[index], self._v[index]
@@ -33,7 +40,7 @@ class PagedKVCache:
             return
         pages = upload([(copy.source, copy.target) for copy in copies], self._k.device)
         for cache in (self._k, self._v):
-            by_page = cache.view(cache.shape[0], self.num_pages, self.page_size, *cache.shape[2:])
+            by_page = cache.view(cache.shape[0], self.num_pages + 1, self.page_size, *cache.shape[2:])
             by_page[:, pages[:, 1]] = by_page[:, pages[:, 0]]
 
 

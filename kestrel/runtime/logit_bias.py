@@ -21,6 +21,9 @@ class LogitBiasTable:
         self._users = RowUsers(device)
         self._bias_RV: Tensor | None = None
 
+    def any_among(self, row_indices: Sequence[int]) -> bool:
+        return self._users.any_among(row_indices)
+
     def start(self, start: RowStart) -> None:
         bias = start.sampling.logit_bias
         self._users.note(start.row, bool(bias))

@@ -24,6 +24,9 @@ class PenaltyTable:
         self._in_prompt_RV: Tensor | None = None
         self._counts_RV: Tensor | None = None
 
+    def any_among(self, row_indices: Sequence[int]) -> bool:
+        return self._users.any_among(row_indices)
+
     def start(self, start: RowStart) -> None:
         """(Re)count a row from what its start says was said before."""
         sampling = start.sampling

@@ -7,8 +7,9 @@ The chunks of one step are scored together, a slice of positions at a time, so t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -84,18 +85,61 @@ def read_prompts(tensors: PromptTensors) -> tuple[list[PromptPart], dict[int, Ex
     """The parts of the step, in the order of its chunks, and the rows whose numbers are no numbers."""
     if tensors.arrived is not None:
         tensors.arrived.synchronize()
-    scores = _read_scores(tensors.scores)
+    first = 0
     sums = iter([] if tensors.hidden_sum_CD is None else tensors.hidden_sum_CD.tolist())
     parts: list[PromptPart] = []
     failures: dict[int, Exception] = {}
     for chunk in tensors.chunks:
-        scored = tuple(next(scores) for _ in range(chunk.num_scores))
-        scored = tuple(ScoredToken(one.logprob, one.rank, one.top[: chunk.logprobs]) for one in scored)
+        scored = ScoredTokens(tensors.scores, first, first + chunk.num_scores, chunk.logprobs)
+        first += chunk.num_scores
         hidden_sum = tuple(next(sums)) if chunk.num_pooled else ()
-        if any(math.isnan(one.logprob) for one in scored) or not all(map(math.isfinite, hidden_sum)):
+        if scored.has_nan or not all(map(math.isfinite, hidden_sum)):
             failures[chunk.row] = NumericalError(NOT_FINITE_PROMPT)
         parts.append(PromptPart(chunk.row, scored, hidden_sum, chunk.num_pooled))
     return parts, failures
+
+
+class ScoredTokens(Sequence[ScoredToken]):
+    """The entries of one chunk, made of their tensors when they are first looked at, on the thread that looks."""
+
+    def __init__(self, scores: Scores | None, first: int, last: int, num_top: int) -> None:
+        self._scores = scores
+        self._rows = slice(first, last)
+        self._num_top = num_top
+        self._made: list[ScoredToken] | None = None
+
+    @property
+    def has_nan(self) -> bool:
+        return self._scores is not None and bool(self._scores.logprob_N[self._rows].isnan().any())
+
+    def __len__(self) -> int:
+        return self._rows.stop - self._rows.start
+
+    @overload
+    def __getitem__(self, index: int) -> ScoredToken: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ScoredToken]: ...
+    def __getitem__(self, index: int | slice) -> ScoredToken | Sequence[ScoredToken]:
+        if self._made is None:
+            self._made = list(self._make())
+        return self._made[index]
+
+    def __iter__(self) -> Iterator[ScoredToken]:
+        return iter(self._made) if self._made is not None else self._make()
+
+    def _make(self) -> Iterator[ScoredToken]:
+        """One at a time, so that who looks can take breaks."""
+        if self._scores is None:
+            return
+        rows, tops = self._rows, slice(0, self._num_top)
+        columns = (
+            self._scores.logprob_N[rows],
+            self._scores.rank_N[rows],
+            self._scores.top_id_NK[rows, tops],
+            self._scores.top_logprob_NK[rows, tops],
+        )
+        for logprob, rank, top_ids, top in zip(*(column.tolist() for column in columns), strict=True):
+            yield ScoredToken(logprob, rank, tuple(zip(top_ids, top, strict=True)))
 
 
 def _score(model: DecoderModel, hidden_TD: Tensor, at: list[int], ids: list[int], num_top: int) -> Scores:
@@ -119,14 +163,6 @@ def _score_slice(model: DecoderModel, hidden_ND: Tensor, ids_N: Tensor, num_top:
     chosen_N1 = logprobs_NV.gather(1, ids_N[:, None])
     top_logprob_NK, top_id_NK = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]), dim=-1)
     return Scores(chosen_N1[:, 0], 1 + (logprobs_NV > chosen_N1).sum(-1), top_logprob_NK, top_id_NK)
-
-
-def _read_scores(scores: Scores | None) -> Iterator[ScoredToken]:
-    if scores is None:
-        return
-    columns = (scores.logprob_N, scores.rank_N, scores.top_id_NK, scores.top_logprob_NK)
-    for logprob, rank, top_ids, top in zip(*(column.tolist() for column in columns), strict=True):
-        yield ScoredToken(logprob, rank, tuple(zip(top_ids, top, strict=True)))
 
 
 def _send_to_host(tensors: PromptTensors) -> PromptTensors:

@@ -26,6 +26,12 @@ class RowUsers:
         self._device = device
         self._rows: set[int] = set()
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def any_among(self, row_indices: Sequence[int]) -> bool:
+        return any(row in self._rows for row in row_indices)
+
     def note(self, row: int, uses: bool) -> None:
         if uses:
             self._rows.add(row)

@@ -54,6 +54,8 @@ class RowTable:
 
     num_rows: int
     max_pages_per_row: int
+    spare_page: int
+    """Where entries of a batch that are no row write."""
     vocab_size: int
     grammars: GrammarTables
     device: torch.device
@@ -67,10 +69,10 @@ class RowTable:
 
     def __post_init__(self) -> None:
         def integers(*shape: int) -> Tensor:
-            return torch.zeros(self.num_rows, *shape, dtype=torch.int64, device=self.device)
+            return torch.zeros(self.num_rows + 1, *shape, dtype=torch.int64, device=self.device)
 
         def numbers(*shape: int) -> Tensor:
-            return torch.zeros(self.num_rows, *shape, dtype=torch.float32, device=self.device)
+            return torch.zeros(self.num_rows + 1, *shape, dtype=torch.float32, device=self.device)
 
         self.tensors = RowTensors(
             last_id=integers(),
@@ -88,10 +90,16 @@ class RowTable:
             min_p=numbers(),
         )
         self.pages = integers(self.max_pages_per_row)
+        self.pages[self.spare_row] = self.spare_page
         self.host = [HostRow() for _ in range(self.num_rows)]
         self.penalties = PenaltyTable(self.num_rows, self.vocab_size, self.device)
         self.logit_bias = LogitBiasTable(self.num_rows, self.vocab_size, self.device)
-        self.endings = EndingTable(self.num_rows, self.grammars, self.device)
+        self.endings = EndingTable(self.num_rows + 1, self.grammars, self.device)
+
+    @property
+    def spare_row(self) -> int:
+        """The row of entries that only fill up a batch."""
+        return self.num_rows
 
     def apply_starts(self, starts: list[RowStart]) -> None:
         if not starts:
@@ -134,7 +142,7 @@ class RowTable:
     def _forget_unused_grammars(self) -> None:
         """Keep only the grammars of the rows, and move the rows' states along. Steps in flight keep their own notes."""
         self.grammars.clear()
-        moves = [0] * self.num_rows
+        moves = [0] * (self.num_rows + 1)
         for index, row in enumerate(self.host):
             if row.grammar is not None:
                 base = self.grammars.base_of(row.grammar)

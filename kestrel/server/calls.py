@@ -128,20 +128,26 @@ class Deadlines:
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; raises ClientGone, and ends the work, when the client hangs up first."""
+    return await unless(work, disconnected(receive))
+
+
+async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
+    """The result of `work`; raises ClientGone, and ends the work, when one of the others returns first."""
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    ending = [asyncio.ensure_future(end) for end in ends]
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, *ending}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        await _end(working)
         raise ClientGone
     finally:
-        gone.cancel()
+        for end in ending:
+            end.cancel()
         await _end(working)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

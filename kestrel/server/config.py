@@ -42,6 +42,15 @@ class ServerConfig:
     tls_cert_file: str | None = field(default=None, metadata=_doc("Certificate chain (PEM) to serve HTTPS."))
     tls_key_file: str | None = field(default=None, metadata=_doc("Private key (PEM) of the certificate."))
     root_path: str = field(default="", metadata=_doc("Path under which a proxy shows this server, such as /vision."))
+    trusted_proxies: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "Address or network (10.0.0.0/8) of a proxy whose X-Forwarded-For and -Proto are believed. Repeatable. "
+            "Default: none.",
+            flags=("--trusted-proxy",),
+            metavar="ADDRESS",
+        ),
+    )
     cors_origins: tuple[str, ...] = field(
         default=(),
         metadata=_doc(
@@ -140,7 +149,7 @@ _OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_c
 _SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
 _TEXTS = ("host", "root_path", "log_format")
 _OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
-_LISTS = ("api_keys", "cors_origins", "allowed_image_hosts")
+_LISTS = ("api_keys", "trusted_proxies", "cors_origins", "allowed_image_hosts")
 
 
 def _check_texts(config: ServerConfig) -> None:
@@ -148,6 +157,8 @@ def _check_texts(config: ServerConfig) -> None:
     for key in config.api_keys:
         if not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError("api_keys", "must be printable ASCII without blanks: keys travel in a header")
+    for proxy in config.trusted_proxies:
+        _check_proxy(proxy)
     for origin in config.cors_origins:
         if origin != "*" and _ORIGIN.fullmatch(origin) is None:
             raise ConfigError(
@@ -157,6 +168,14 @@ def _check_texts(config: ServerConfig) -> None:
         raise ConfigError("served_model_name", "is empty; name the model or leave it out")
     if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
         raise ConfigError("otlp_endpoint", f"{shown(config.otlp_endpoint)} is no http(s) URL; give the whole of it")
+
+
+def _check_proxy(proxy: str) -> None:
+    try:
+        ipaddress.ip_network(proxy)
+    except ValueError:
+        remedy = "give one such as 10.0.0.7, or a network such as 10.0.0.0/8"
+        raise ConfigError("trusted_proxies", f"{shown(proxy)} is no IP address or network; {remedy}") from None
 
 
 def _check_kinds(config: ServerConfig) -> None:

@@ -5,11 +5,14 @@ Another surface is one line in `routers`, another watcher one object in `app.sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from kestrel import __version__
 from kestrel.server.auth import Authentication
@@ -39,12 +42,13 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
     state = ServerState(config, images=image_fetcher(config))
     watch = observation(state)
     state.observers.append(watch)
+    included = [*routers(), watch.router()]
     app = FastAPI(
         title="Kestrel",
         version=__version__,
         root_path=config.root_path,
         lifespan=engine_lifespan(engine_or_factory),
-        middleware=_middleware(state, watch),
+        middleware=_middleware(state, watch, [route for router in included for route in router.routes]),
         exception_handlers={
             HTTPException: http_exception_response,
             RequestValidationError: validation_response,
@@ -53,7 +57,7 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
         redoc_url=None,
     )
     app.state.kestrel = state
-    for router in [*routers(), watch.router()]:
+    for router in included:
         app.include_router(router)
     return app
 
@@ -72,10 +76,10 @@ def routers() -> list[APIRouter]:
     return [operation_routes(), native_routes(), openai_routes(), playground_routes()]
 
 
-def _middleware(state: ServerState, watch: Observation) -> list[Middleware]:
+def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:
     """Outermost first."""
     config = state.config
-    layers = [Middleware(RequestIds), *watch.middleware()]
+    layers = [Middleware(RequestIds), *watch.middleware(routes)]
     if config.cors_origins:
         everything = ["*"]
         layers.append(

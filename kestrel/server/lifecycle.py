@@ -123,6 +123,8 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=list(config.trusted_proxies),
         timeout_keep_alive=config.keep_alive_timeout_s,
         timeout_graceful_shutdown=int(GRACE_S),
         h11_max_incomplete_event_size=config.max_header_bytes,

@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 
-import orjson
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kestrel.errors import QueueFull, RequestError, shown
+from kestrel.errors import QueueFull
 from kestrel.server.auth import is_open
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import (
     AmbiguousLength,
     BodyTooLarge,
-    ClientGone,
     HeadTooLarge,
     SlowClient,
-    UnsupportedEncoding,
 )
 from kestrel.server.state import ServerState
 
 LINGER_S = 5.0
 """How long the rest of a refused body is read and dropped, so that the client sees the refusal and no reset."""
 LINGER_BYTES = 256 * 2**20
-LARGE_BODY_BYTES = 2**18
-"""Bodies from here on are parsed off the event loop."""
 
 
 class HeadLimit:
@@ -155,37 +149,3 @@ class _IncomingBody:
 def _declared_length(headers: Headers) -> int:
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0
-
-
-async def read_object(request: Request) -> dict[str, object]:
-    """The JSON object in the body. Whatever else it holds is a RequestError."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity"):
-        raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)}; send plain JSON")
-    chunks: list[bytes] = []
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunks.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    body = b"".join(chunks)
-    is_large = len(body) > LARGE_BODY_BYTES
-    value = await asyncio.to_thread(parse_json, body) if is_large else parse_json(body)
-    if not isinstance(value, dict):
-        raise RequestError("body", f"must be a JSON object (got {_kind(value)})")
-    return value
-
-
-def parse_json(body: bytes) -> object:
-    if not body.strip():
-        raise RequestError("body", "is empty; send a JSON object")
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError("body", f"is not JSON: {error.msg} at character {error.pos}") from None
-
-
-def _kind(value: object) -> str:
-    return {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(type(value), "a number")

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from kestrel.engine import EngineResult, EngineStream
 from kestrel.engine.bodies import chunk_body
-from kestrel.errors import RequestError, shown
+from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
-from kestrel.server.limits import read_object
+from kestrel.server.json_body import read_object
 from kestrel.server.native_schemas import (
     COMMON_FIELDS,
     PICTURE,
@@ -154,7 +154,7 @@ def _stream(request: Request, skill: NativeSkill, info: RequestInfo, fields: dic
     def events(stream: EngineStream) -> AsyncIterator[bytes]:
         return stream_events(stream, "chunk" if skill.streams_text else "type")
 
-    return EventStream(native_call(request, info, fields), events, state_of(request).config.ping_interval_s)
+    return EventStream(native_call(request, info, fields), events, state_of(request).config)
 
 
 @asynccontextmanager
@@ -177,8 +177,9 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
     fields = {name: value for name, value in body.items() if value is not None}
     for name in ENGINE_ONLY:
         if name in fields:
-            known = ", ".join(sorted({*skill.fields, *COMMON_FIELDS, "settings"}))
-            raise RequestError(name, f"is not a field of {skill.name}; known fields: {known}")
+            known = sorted({*skill.fields, *COMMON_FIELDS, "settings"})
+            close = did_you_mean(name, known)
+            raise RequestError(name, f"is not a field of {skill.name}; known fields: {', '.join(known)}{close}")
     take_model(state, fields)
     for name, value in skill.defaults.items():
         fields.setdefault(name, value)
@@ -221,7 +222,8 @@ def adapter_in(state: ServerState, name: str) -> str | None:
                 return None
             if served is not None and name.startswith(f"{spelled}/"):
                 return name.removeprefix(f"{spelled}/")
-    raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out")
+    close = did_you_mean(name, [served for served in known if served is not None])
+    raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out{close}")
 
 
 def with_default_budget(fields: dict[str, Any], config: ServerConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kestrel.request import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
 from kestrel.skills.fields import MAX_OBJECTS, MAX_TOKENS, TEXT_SETTINGS
@@ -77,7 +78,7 @@ RESPONSE_FORMAT = described(
 )
 
 SETTINGS: Mapping[str, Schema] = {
-    "temperature": described("0 takes the likeliest token.", number(0, 100)),
+    "temperature": described("0 takes the likeliest token.", number(0, MAX_TEMPERATURE)),
     "top_p": described("Share of probability to draw from.", SHARE),
     "top_k": described("Tokens to draw from; 0 for all.", integer(0, MAX_TOKENS)),
     "min_p": described("Least probability, as a share of the likeliest token's.", SHARE),

@@ -6,12 +6,13 @@ With `watch = Observation(engine, model_name)` the application adds `watch` to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute
 
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.server.logs import access_log
@@ -76,9 +77,9 @@ class Observation:
 
     # ------------------------------------------------------------------ HTTP requests
 
-    def middleware(self) -> list[Middleware]:
+    def middleware(self, routes: Sequence[BaseRoute] = ()) -> list[Middleware]:
         """Records with access log and counts, and spans when there is a tracer; outermost first."""
-        layers = [Middleware(RecordedRequests, watchers=[access_log, self._count])]
+        layers = [Middleware(RecordedRequests, watchers=[access_log, self._count], routes=routes)]
         if self._tracer_provider is not None:
             layers.append(
                 Middleware(TracedRequests, provider=self._tracer_provider, model_name=lambda: self._model_name() or "")
@@ -86,7 +87,7 @@ class Observation:
         return layers
 
     def router(self) -> APIRouter:
-        """GET /metrics; 503 while the engine is loading."""
+        """GET and HEAD /metrics; 503 while the engine is loading."""
         router = APIRouter(tags=["operations"])
         text: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
         router.add_api_route(
@@ -101,6 +102,7 @@ class Observation:
                 **refusals(401),
             },
         )
+        router.add_api_route("/metrics", self._page, methods=["HEAD"], response_model=None, include_in_schema=False)
         return router
 
     async def _page(self) -> Response:

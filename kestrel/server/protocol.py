@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from typing import Any, cast
 
 import h11
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kestrel.errors import RequestError
+from kestrel.server.connections import enable_hang_up
 from kestrel.server.errors import error_response
 from kestrel.server.request_ids import HEADER
 
@@ -36,6 +38,12 @@ def timed_protocol(head_timeout_s: float) -> type[H11Protocol]:
             super().data_received(data)
             if self.cycle is not before:
                 self._stop_waiting()
+
+        def handle_events(self) -> None:
+            before: Any = self.cycle
+            super().handle_events()
+            if self.cycle is not before:
+                enable_hang_up(cast(Scope, self.cycle.scope), self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()

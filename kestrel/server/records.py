@@ -13,20 +13,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.request import RequestMetrics
 from kestrel.server.request_ids import HEADER, sane_id
 
 UNMATCHED = "unmatched"
-"""The route of a request that no route took, so that unknown paths do not become labels."""
+"""The route of a request whose path no route knows, so that unknown paths do not become labels."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 OTHER_METHOD = "_OTHER"
 """In place of a method that HTTP does not know: clients may invent any number of them."""
 SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
 _SCOPE_KEY = "kestrel.record"
+_ROUTES_KEY = "kestrel.routes"
 
 
 @dataclass(slots=True)
@@ -79,10 +81,18 @@ class RequestRecord:
         self.settings = {name: given[name] for name in SETTINGS if isinstance(given.get(name), (int, float))}
 
     def find_route(self, scope: Scope) -> None:
-        """Take the pattern from the route that was chosen, unless the handler named one."""
-        route = scope.get("route")
+        """Take the pattern from the route that was chosen, or would have been, unless the handler named one."""
+        route = scope.get("route") or _route_of_path(scope)
         if self.route == UNMATCHED and isinstance(route, Route):
             self.route = route.path
+
+
+def _route_of_path(scope: Scope) -> Route | None:
+    """The route that knows the path, for a request that was refused before the routes saw it."""
+    app: Starlette | None = scope.get("app")
+    routes = (*scope[_ROUTES_KEY], *(() if app is None else app.routes))
+    known = (route for route in routes if isinstance(route, Route))
+    return next((route for route in known if route.matches(scope)[0] is not Match.NONE), None)
 
 
 RequestWatcher: TypeAlias = Callable[[RequestRecord], None]
@@ -104,11 +114,15 @@ def recorded(record: RequestRecord, watchers: Sequence[RequestWatcher]) -> Itera
 
 
 class RecordedRequests:
-    """Wrap the whole application in this; each watcher is called once per request, at its end."""
+    """Wrap the whole application in this; each watcher is called once per request, at its end.
 
-    def __init__(self, app: ASGIApp, watchers: Sequence[RequestWatcher]) -> None:
+    `routes` are those of included routers, which an application does not always list as its own.
+    """
+
+    def __init__(self, app: ASGIApp, watchers: Sequence[RequestWatcher], routes: Sequence[BaseRoute] = ()) -> None:
         self._app = app
         self._watchers = watchers
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,6 +130,7 @@ class RecordedRequests:
             return
         record = RequestRecord(_request_id(scope), _method(scope))
         scope[_SCOPE_KEY] = record
+        scope[_ROUTES_KEY] = self._routes
         token = _current.set(record)
         exchange = _Exchange(record, receive, send)
         try:

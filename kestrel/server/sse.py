@@ -12,9 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from kestrel.server.calls import until_gone
+from kestrel.server.calls import disconnected, unless
+from kestrel.server.config import ServerConfig
+from kestrel.server.connections import hang_up
 from kestrel.server.errors import ClientGone, error_body, kind_of
 
 logger = logging.getLogger("kestrel.server")
@@ -28,6 +30,8 @@ HEADERS = {
 FIRST_EVENT_WAIT_S = 0.25
 """How long the headers wait for the first event, so that a request refused at once gets a status of its own."""
 
+STALL_CHECK_S = 0.25
+
 T = TypeVar("T")
 """What runs: one engine request or several."""
 
@@ -37,7 +41,8 @@ def event(value: Any) -> bytes:
 
 
 class EventStream(Response, Generic[T]):
-    """Runs engine requests and sends their events. A client that goes away ends them.
+    """Runs engine requests and sends their events. A client that goes away ends them, as does one that stops reading:
+    when the request's time is over and what was written is still not taken, the connection ends too.
 
     `events` makes the events of what `call` opens, last one included. `events_of_failure` makes what follows a failure
     in the middle: the error, and a dialect's own end mark.
@@ -47,21 +52,26 @@ class EventStream(Response, Generic[T]):
         self,
         call: AbstractAsyncContextManager[T],
         events: Callable[[T], AsyncIterator[bytes]],
-        ping_interval_s: float,
+        config: ServerConfig,
         events_of_failure: Callable[[BaseException], bytes] = lambda error: event(error_body(error)),
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._call = call
         self._events = events
-        self._ping_interval_s = ping_interval_s
+        self._config = config
         self._events_of_failure = events_of_failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._run(send))
-
-    async def _run(self, send: Send) -> None:
         out = _Out(send, self.status_code, self.raw_headers)
+        await unless(self._run(out), disconnected(receive), self._hang_up_when_stalled(scope, out))
+
+    async def _hang_up_when_stalled(self, scope: Scope, out: _Out) -> None:
+        await out.until_stalled(self._config.request_timeout_s)
+        logger.warning("the client of request %s stopped reading; it is hung up on", scope["state"].get("request_id"))
+        hang_up(scope)
+
+    async def _run(self, out: _Out) -> None:
         try:
             async with self._call as stream:
                 await self._send_all(self._events(stream), out)
@@ -80,7 +90,7 @@ class EventStream(Response, Generic[T]):
             if first.done() and first.exception() is not None:
                 first.result()
             await out.start()
-            pinging = asyncio.ensure_future(out.keep_open(self._ping_interval_s))
+            pinging = asyncio.ensure_future(out.keep_open(self._config.ping_interval_s))
             try:
                 await out.write(await first)
                 async for data in events:
@@ -99,17 +109,18 @@ class _Out:
         self._status = status
         self._headers = headers
         self._last_write_s = time.monotonic()
+        self._num_waiting = 0
         self.started = False
 
     async def start(self) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+            await self._put({"type": "http.response.start", "status": self._status, "headers": self._headers})
 
     async def write(self, data: bytes) -> None:
         self._last_write_s = time.monotonic()
         try:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._put({"type": "http.response.body", "body": data, "more_body": True})
         except OSError:
             raise ClientGone from None
 
@@ -123,4 +134,18 @@ class _Out:
             await asyncio.sleep(interval_s - silent_s)
 
     async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def until_stalled(self, after_s: float) -> None:
+        """Returns when, so many seconds from now or later, something written is not taken."""
+        await asyncio.sleep(after_s)
+        while not self._num_waiting:
+            await asyncio.sleep(STALL_CHECK_S)
+
+    async def _put(self, message: Message) -> None:
+        """The server below waits here while the client does not read."""
+        self._num_waiting += 1
+        try:
+            await self._send(message)
+        finally:
+            self._num_waiting -= 1

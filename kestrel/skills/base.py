@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from kestrel.constraints import ResponseFormat
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, did_you_mean
 from kestrel.grammar import Grammar
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import (
@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
 class ConstraintSource(Protocol):
     def start(self, wanted: ResponseFormat) -> TokenConstraint:
         """A constraint for one answer, compiled if need be. Raises RequestError for formats that cannot be kept."""
+        ...
+
+    def is_kept(self, wanted: ResponseFormat) -> bool:
+        """Whether `start` would find it compiled."""
         ...
 
 
@@ -193,5 +197,5 @@ class SkillRegistry:
         try:
             return self._skills[name]
         except KeyError:
-            known = ", ".join(sorted(self._skills))
-            raise RequestError("skill", f"{name!r} is not registered; choose one of: {known}") from None
+            known, close = ", ".join(sorted(self._skills)), did_you_mean(name, self._skills)
+            raise RequestError("skill", f"{name!r} is not registered; choose one of: {known}{close}") from None

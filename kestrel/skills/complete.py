@@ -118,7 +118,8 @@ class CompleteState(TextState):
         if self._prompt_ids is not None:
             output.fields["prompt_token_ids"] = list(self._prompt_ids)
             if self._report is not None:
-                output.fields["prompt_logprobs"] = prompt_logprobs(self._prompt_ids, self._report, self.profile)
+                late = prompt_logprobs(self._prompt_ids, self._report, self.profile)
+                return replace(output, late={"prompt_logprobs": late})
         return output
 
 

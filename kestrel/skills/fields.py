@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel.errors import RequestError, shown
-from kestrel.request import MAX_LOGPROBS, MAX_SEED, MIN_REPETITION_PENALTY, SamplingParams
+from kestrel.errors import RequestError, did_you_mean, shown
+from kestrel.request import MAX_LOGPROBS, MAX_SEED, MAX_TEMPERATURE, MIN_REPETITION_PENALTY, SamplingParams
 from kestrel.skills.checks import (
     Check,
     boolean,
@@ -45,7 +45,7 @@ class Setting:
 SETTINGS: Mapping[str, Setting] = {
     "max_tokens": Setting(integer(1, MAX_TOKENS), ("max_new_tokens",)),
     "max_objects": Setting(integer(1, MAX_OBJECTS)),
-    "temperature": Setting(number(0.0, 100.0)),
+    "temperature": Setting(number(0.0, MAX_TEMPERATURE)),
     "top_p": Setting(number(0.0, 1.0)),
     "top_k": Setting(integer(0, MAX_TOKENS)),
     "min_p": Setting(number(0.0, 1.0)),
@@ -160,8 +160,11 @@ class FieldTable:
             elif name == "settings":
                 settings.add_all(value)
             elif not settings.try_add(name, name, value):
-                known = ", ".join(sorted([*self.own, "image", "settings", *self.setting_names()]))
-                raise RequestError(str(name), f"is not a field of {self.skill}; known fields: {known}")
+                known = sorted([*self.own, "image", "settings", *self.setting_names()])
+                close = did_you_mean(name, known)
+                raise RequestError(
+                    str(name), f"is not a field of {self.skill}; known fields: {', '.join(known)}{close}"
+                )
         return Values(own, settings.values, image)
 
     def setting_names(self) -> Iterator[str]:
@@ -195,8 +198,9 @@ class _Settings:
             raise RequestError("settings", f"must map setting names to values (got {shown(given)})")
         for name, value in given.items():
             if not self.try_add(name, f"settings.{name}", value):
-                known = ", ".join(sorted(self._table.setting_names()))
-                raise RequestError(f"settings.{name}", f"is not a setting; known settings: {known}")
+                known = sorted(self._table.setting_names())
+                close = did_you_mean(name, known)
+                raise RequestError(f"settings.{name}", f"is not a setting; known settings: {', '.join(known)}{close}")
 
     def try_add(self, name: str, given_as: str, value: Any) -> bool:
         """Take one setting; False when the name is none. `given_as` says where it stood."""

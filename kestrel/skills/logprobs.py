@@ -40,7 +40,7 @@ class ShownTokens:
         top = () if logprobs is None else logprobs.top
         if chosen is not None and token_id not in (top_id for top_id, _ in top):
             top = (*top, (token_id, chosen))
-        return {**self._show(token_id, chosen), "top": [self._show(top_id, logprob) for top_id, logprob in top]}
+        return {**self._show(token_id, chosen), "top": [self._show(*likely) for likely in top]}
 
     def _show(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         shown = self._shown.get(token_id)

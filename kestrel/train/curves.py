@@ -35,8 +35,8 @@ class CurveWriter:
             writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
-def draw_curves(csv_path: Path, png_path: Path) -> None:
-    """Losses on a log scale against scenes seen."""
+def draw_curves(csv_path: Path, png_path: Path, axis: str = "scenes", colours: Mapping[str, str] = COLOURS) -> None:
+    """Losses on a log scale against scenes seen. Rows without a value of a column are passed over in its curve."""
     with csv_path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     picture = Image.new("RGB", (WIDTH, HEIGHT), "white")
@@ -47,20 +47,22 @@ def draw_curves(csv_path: Path, png_path: Path) -> None:
         draw.line([(MARGIN, y), (WIDTH - MARGIN, y)], fill="#dddddd")
         draw.text((MARGIN - 8, y), f"{10.0**exponent:g}", fill="black", font=font, anchor="rm")
     if rows:
-        scenes = [float(row["scenes"]) for row in rows]
-        for index, (name, colour) in enumerate(COLOURS.items()):
-            values = [float(row[name]) for row in rows]
-            draw.line(_points(scenes, values), fill=colour, width=2)
+        last = float(rows[-1][axis])
+        for index, (name, colour) in enumerate(colours.items()):
+            measured = [row for row in rows if row[name]]
+            if not measured:
+                continue
+            values = [float(row[name]) for row in measured]
+            draw.line(_points([float(row[axis]) for row in measured], values, last), fill=colour, width=2)
             place = (MARGIN + 180 * index, MARGIN - 20)
             draw.text(place, f"{name} {values[-1]:.4g}", fill=colour, font=font, anchor="ls")
-        axis = f"scenes seen: 0 to {scenes[-1]:,.0f}"
-        draw.text((MARGIN, HEIGHT - MARGIN + 24), axis, fill="black", font=font, anchor="ls")
+        legend = f"{axis} seen: 0 to {last:,.0f}"
+        draw.text((MARGIN, HEIGHT - MARGIN + 24), legend, fill="black", font=font, anchor="ls")
     picture.save(png_path)
 
 
-def _points(xs: list[float], ys: list[float]) -> list[tuple[float, float]]:
-    last = max(xs[-1], 1.0)
-    return [(MARGIN + (WIDTH - 2 * MARGIN) * x / last, _y(y)) for x, y in zip(xs, ys, strict=True)]
+def _points(xs: list[float], ys: list[float], last: float) -> list[tuple[float, float]]:
+    return [(MARGIN + (WIDTH - 2 * MARGIN) * x / max(last, 1.0), _y(y)) for x, y in zip(xs, ys, strict=True)]
 
 
 def _y(value: float) -> float:

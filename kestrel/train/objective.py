@@ -7,7 +7,7 @@ the prefix and themselves, but not each other. Positions restart for every task,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kestrel.images.crops import make_crops, normalise_and_patchify
 from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.models.contract import Adapt
 from kestrel.moondream.model import MoondreamModel
 from kestrel.train.experts import AllExpertsMlp
 from kestrel.train.packing import NO_LABEL, PackedTasks
@@ -147,7 +148,9 @@ def packed_mask(tasks: TaskTensors, prefix: int) -> Tensor:
     return torch.cat([outer, inner], dim=2)[:, None]
 
 
-def hidden_states(model: MoondreamModel, pictures_BPD: Tensor, tasks: TaskTensors) -> Tensor:
+def hidden_states(
+    model: MoondreamModel, pictures_BPD: Tensor, tasks: TaskTensors, adapt: Adapt | None = None
+) -> Tensor:
     """[B, L, dim]: the stream at every task position."""
     batch, patches, dim = pictures_BPD.shape
     bos = model.text.embed(torch.full((batch, 1), model.config.tokenizer.bos_id, device=pictures_BPD.device))
@@ -155,7 +158,7 @@ def hidden_states(model: MoondreamModel, pictures_BPD: Tensor, tasks: TaskTensor
     prefix = 1 + patches
     positions = torch.cat([torch.arange(prefix, device=x.device).expand(batch, -1), tasks.position], dim=1)
     attend = PackedAttention(packed_mask(tasks, prefix))
-    hidden = model.text(x.flatten(0, 1), positions.flatten(), attend)
+    hidden = model.text(x.flatten(0, 1), positions.flatten(), attend, adapt)
     return hidden.view(batch, -1, dim)[:, prefix:]
 
 
@@ -181,18 +184,25 @@ def region_losses(model: MoondreamModel, hidden_ND: Tensor, tasks: TaskTensors) 
     return coord_loss, size_loss
 
 
-def losses(
-    model: MoondreamModel, experts: Sequence[AllExpertsMlp], pixels_BHWC: Tensor, tasks: TaskTensors, dtype: torch.dtype
-) -> Losses:
-    """`experts` are the mixtures of the model, whose balance is part of the loss."""
-    hidden = hidden_states(model, embed_pictures(model, pixels_BHWC, dtype), tasks).flatten(0, 1)
-    rows = hidden[tasks.label_at]
+def answer_losses(model: MoondreamModel, hidden_BLD: Tensor, tasks: TaskTensors) -> Losses:
+    """What the answers cost, from the stream at every task position."""
+    rows = hidden_BLD.flatten(0, 1)[tasks.label_at]
     logits = model.text.logits(rows).float()
     num_labels = max(1, len(rows))  # a batch may be without any, if none of its tasks fit
     text = (F.cross_entropy(logits, tasks.label_id, reduction="none") * tasks.label_weight).sum() / num_labels
     coord, size = region_losses(model, rows, tasks)
-    balances = [each.balance for each in experts if each.balance is not None]
-    balance = torch.stack(balances).mean() if balances else text.detach() * 0.0
-    total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size + BALANCE_WEIGHT * balance
+    total = text + COORD_WEIGHT * coord + SIZE_WEIGHT * size
     accuracy = (logits.detach().argmax(-1) == tasks.label_id).float().sum() / num_labels
-    return Losses(total, text.detach(), coord.detach(), size.detach(), balance.detach(), accuracy)
+    return Losses(total, text.detach(), coord.detach(), size.detach(), text.detach() * 0.0, accuracy)
+
+
+def losses(
+    model: MoondreamModel, experts: Sequence[AllExpertsMlp], pixels_BHWC: Tensor, tasks: TaskTensors, dtype: torch.dtype
+) -> Losses:
+    """`experts` are the mixtures of the model, whose balance is part of the loss."""
+    found = answer_losses(model, hidden_states(model, embed_pictures(model, pixels_BHWC, dtype), tasks), tasks)
+    balances = [each.balance for each in experts if each.balance is not None]
+    if not balances:
+        return found
+    balance = torch.stack(balances).mean()
+    return replace(found, total=found.total + BALANCE_WEIGHT * balance, balance=balance.detach())

@@ -84,7 +84,7 @@ class TinyRun:
 
 
 _RANGES: dict[str, tuple[float, float]] = {
-    "steps": (0, 10**9),
+    "steps": (1, 10**9),
     "batch_size": (1, 65_536),
     "tasks_per_scene": (1, 1024),
     "length": (1, 65_536),

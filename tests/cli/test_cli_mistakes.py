@@ -9,6 +9,7 @@ import typer
 
 from kestrel.cli import exit_codes
 from kestrel.cli.exit_codes import exit_code_of, one_line, report
+from kestrel.cli.query import picture_and_question
 from kestrel.errors import (
     AdapterNotFound,
     AdapterSourceError,
@@ -33,6 +34,18 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         (("query", "--tempreature", "1", "hi"), 2, "--tempreature"),
         (("query", "hi", *MD3, "--page-size", "many"), 2, "--page-size"),
         (("query", "hi", "--model", "unheard-of"), 2, "moondream2"),
+        (("query", "hi", "--model", "moondraem2"), 2, "did you mean 'moondream2'?"),
+        (
+            ("query", "hi", *MD3, "--compile"),
+            2,
+            "compile: torch.compile is not available in this version; leave it out",
+        ),
+        (("query", "missing.jpg", *MD3), 2, "'missing.jpg' looks like a picture, and there is no such file"),
+        (("query", "pictures/missing", *MD3), 2, "'pictures/missing' looks like a picture, and there is no such file"),
+        (("query", "my pictures/a cat.JPEG", *MD3), 2, "looks like a picture"),
+        (("query", " "), 2, "question: is empty"),
+        (("schedule", "hi", "missing.webp", *MD3), 2, "prompt: 'missing.webp' looks like a picture"),
+        (("train", "tiny", "--folder", "unused", "--steps", "0"), 2, "steps: must be from 1"),
         (("query", "hi", *MD3, "--device", "abacus"), 2, "device: 'abacus'"),
         (("query", "hi", "--weights", "/no/such/folder"), 3, "/no/such/folder"),
         (("query", "hi", "--weights", SMALL), 3, "image_small.png"),
@@ -42,7 +55,7 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         (("query", "missing.png", "hi", *MD3), 2, "no file 'missing.png'"),
         (("query", str(GOLDENS / "md3" / "config.json"), "hi", *MD3), 2, "image: "),
         (("query", " ", *MD3), 2, "question: is empty"),
-        (("query", "hi", *MD3, "--temperature", "500"), 2, "temperature: must be a number from 0 to 100"),
+        (("query", "hi", *MD3, "--temperature", "500"), 2, "temperature: must be a number from 0 to 2"),
         (("query", "hi", *MD3, "--top-p", "0"), 2, "top_p: must be above 0"),
         (("query", "hi", *MD3, "--logprobs", "2"), 2, "add --json"),
         (("query", "hi", *MD3, "--spatial-ref", "0.1,0.1"), 2, "give an image"),
@@ -136,3 +149,35 @@ def test_weights_that_do_not_fit_are_named_in_one_line(kestrel: Kestrel, tmp_pat
     outcome = kestrel("query", "hi", "--weights", tmp_path)
     assert (outcome.code, outcome.out) == (3, "")
     assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "question", ["Is it A/B?", "cats and/or dogs", "What is in photo.jpg", "and/or?", "3.5", "Why"]
+)
+def test_a_question_with_a_slash_or_a_dot_is_a_question(question: str) -> None:
+    assert picture_and_question([question], None) == (None, question)
+
+
+@pytest.mark.parametrize(
+    ("verb", "variable", "value", "words"),
+    [
+        ("serve", "KESTREL_PORT", "abc", "--port"),
+        ("serve", "KESTREL_PORT", "99999", "must be an integer from 0 to 65535"),
+        ("serve", "KESTREL_LOG_FORMAT", "xml", "'xml' is not known"),
+        ("query", "KESTREL_MAX_BATCH_SIZE", "many", "--max-batch-size"),
+        ("query", "KESTREL_PAGE_SIZE", "0", "must be an integer from 1 to 1024"),
+    ],
+)
+def test_a_bad_value_of_the_environment_is_refused_by_the_variable(
+    kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch, verb: str, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    outcome = kestrel(verb, *([] if verb == "serve" else ["hi"]))
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: {variable}")
+    assert words in outcome.err
+
+
+def test_a_bad_flag_is_not_blamed_on_the_environment(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KESTREL_PORT", "8080")
+    assert kestrel("serve", "--port", "99999").err.startswith("error: port: must be")

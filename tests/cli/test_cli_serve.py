@@ -149,3 +149,20 @@ def test_a_port_in_use_is_one_line(kestrel: Kestrel) -> None:
         outcome = kestrel("serve", "--port", str(taken.getsockname()[1]))
     assert outcome.code == 2
     assert "choose another --port" in outcome.err
+
+
+def test_a_misspelt_key_of_the_file_gets_a_suggestion(kestrel: Kestrel, tmp_path: Path) -> None:
+    path = tmp_path / "kestrel.yaml"
+    path.write_text("max_bach_size: 4\n", encoding="utf-8")
+    outcome = kestrel("serve", "--config", path)
+    assert outcome.code == 2
+    assert "did you mean 'max_batch_size'?" in outcome.err
+
+
+def test_a_server_that_cannot_start_says_nothing_of_the_demonstration_model(kestrel: Kestrel) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        outcome = kestrel("serve", "--port", str(taken.getsockname()[1]))
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: port: cannot listen")

@@ -75,7 +75,7 @@ def test_a_fresh_folder_becomes_a_model_that_answers(kestrel: Kestrel, tmp_path:
     (line,) = outcome.out.splitlines()
     assert line.startswith("step      1 ")
     assert all(word in line for word in (" scenes ", "/s ", " s ", " lr ", " loss "))
-    assert "2 scenes in 1 runs" in outcome.err
+    assert "2 scenes in 1 run " in outcome.err
     assert [row["step"] for row in rows_of(folder)] == ["1"]
     with Image.open(folder / "curves.png") as picture:
         assert picture.size[0] > 100

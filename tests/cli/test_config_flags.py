@@ -52,6 +52,7 @@ def test_every_verb_that_loads_a_model_takes_every_field() -> None:
         "detect",
         "eval",
         "segment",
+        "profile",
         "schedule",
         "serve",
     }

@@ -75,6 +75,30 @@ def test_the_name_of_a_control_token_is_plain_text(name: str) -> None:
             assert_valid(text.decode(ids), schema)
 
 
+@pytest.mark.parametrize(
+    ("schema", "longest"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 999}, 3),
+        ({"type": "integer", "minimum": -50, "maximum": 999_999}, 6),
+        ({"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01}, 4),
+        ({"type": "integer"}, None),
+        ({"type": "number", "minimum": 0, "maximum": 1}, None),
+    ],
+)
+def test_bounds_end_the_digits_of_a_number_and_nothing_else_does(schema: dict[str, Any], longest: int | None) -> None:
+    """What the documents tell users whose model writes digits for ever."""
+    constraint, text = compiler().start(wanted(schema)), tokenizer()
+    written = ""
+    while len(written) < 50:
+        by_text = {text.decode([i]): i for i in allowed_ids(constraint) if i != EOS}
+        wish = next((sign for sign in (".", *"1234567890") if sign in by_text), None)
+        if wish is None:
+            break
+        constraint.accept(by_text[wish])
+        written += wish
+    assert len(written) == (longest or 50)
+
+
 def test_an_id_that_was_not_allowed_fails_the_answer() -> None:
     constraint = compiler().start(ResponseFormat("regex", "yes"))
     with pytest.raises(RequestError, match="response_format"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from kestrel.cli.demo import SCENE
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import RequestError
+from kestrel.request import TokenLogprobs
+from kestrel.skills.logprobs import ShownTokens
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
@@ -78,6 +81,27 @@ async def test_a_stream_of_a_scored_prompt_ends_without_chunks(make_engine: Make
     stream = await engine.submit(IDS, prompt_logprobs=0, max_tokens=0, stream=True)
     assert [chunk async for chunk in stream] == []
     assert len((await stream.result()).output["prompt_logprobs"]) == len(IDS)
+
+
+async def test_scored_prompts_are_written_out_neither_by_the_worker_nor_on_the_event_loop(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of entries take long, and both threads are everybody's."""
+    engine = await make_engine("md3")
+    threads: set[str] = set()
+    write = ShownTokens.entry
+
+    def noting(self: ShownTokens, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        threads.add(threading.current_thread().name)
+        return write(self, token_id, logprobs)
+
+    monkeypatch.setattr(ShownTokens, "entry", noting)
+    stream = await engine.submit(IDS, prompt_logprobs=3, max_tokens=0, stream=True)
+    first, second = await asyncio.gather(stream.result(), stream.result())
+    assert len(first.output["prompt_logprobs"]) == len(second.output["prompt_logprobs"]) == len(IDS)
+    assert isinstance(first.output["prompt_logprobs"], list)
+    assert threads
+    assert not threads & {"kestrel", threading.current_thread().name}
 
 
 def dense_embedding(naive: NaiveMoondream, pixels: np.ndarray | None, ids: list[int]) -> list[float]:

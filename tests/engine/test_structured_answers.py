@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from kestrel.cli.demo import SCENE
 from kestrel.config import RuntimeConfig
+from kestrel.constraints.compiler import ConstraintCompiler
+from kestrel.constraints.formats import ResponseFormat
 from kestrel.engine import InferenceEngine
 from kestrel.engine.compiling import CompilePool
 from kestrel.errors import QueueFull, RequestCancelled, RequestError
@@ -245,6 +248,32 @@ async def test_a_compilation_past_its_time_is_refused_and_does_not_hold_the_loop
     await asyncio.sleep(0.4)
     assert await pool.run(int, "7") == 7
     pool.close()
+
+
+async def test_a_format_that_is_kept_does_not_wait_for_one_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow one is real in all but its time, which a hostile schema may take."""
+    engine = fake_engine()
+    compile_it, is_compiling, may_go_on = ConstraintCompiler._compile, threading.Event(), threading.Event()
+
+    def slowly(self: ConstraintCompiler, wanted: ResponseFormat) -> Any:
+        is_compiling.set()
+        may_go_on.wait(20)
+        return compile_it(self, wanted)
+
+    try:
+        known, new = of_schema(SCHEMAS["person"]), of_schema(SCHEMAS["nested"])
+        await engine.run("query", **QUESTION, max_tokens=3, response_format=known)
+        monkeypatch.setattr(ConstraintCompiler, "_compile", slowly)
+        slow = asyncio.create_task(engine.run("query", **QUESTION, max_tokens=3, response_format=new))
+        await asyncio.to_thread(is_compiling.wait, 20)
+        quick = engine.run("query", **QUESTION, max_tokens=3, response_format=known)
+        assert (await asyncio.wait_for(quick, 3)).output["answer"].startswith("{")
+        assert not slow.done()
+        may_go_on.set()
+        assert (await slow).output["answer"].startswith("{")
+    finally:
+        may_go_on.set()
+        await engine.shutdown(drain=False)
 
 
 async def test_the_deepest_references_within_the_limits_do_not_exhaust_the_stack() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.triton_mode import devices  # isort: skip - before any kernel
+from tests.kernels.triton_mode import HALF, devices  # isort: skip - before any kernel
 
 from random import Random
 
@@ -13,8 +13,6 @@ from kestrel.kernels.low_rank import SlotRows
 from kestrel.kernels.low_rank import add_low_rank as plain
 from kestrel.kernels.triton.low_rank import Tiles, add_low_rank
 
-HALF = {"cuda": torch.bfloat16, "cpu": torch.float16}
-"""The interpreter multiplies bfloat16 as if it were integers."""
 SHAPES = {
     "one row": (1, 24, 40, 8, [8]),
     "odd sizes, mixed ranks, an empty slot": (37, 100, 130, 48, [6, 48, 0, 17]),

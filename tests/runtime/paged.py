@@ -12,12 +12,17 @@ from torch import Tensor
 from kestrel.cache import CacheManager
 from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
+from kestrel.kernels.paged_attention import attend_rows
+from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import GenerationRequest, SamplingParams, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor
+from kestrel.runtime.fixed_decode import FixedDecode
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem, Token
 from tests.scheduler.harness import Recorder, run, tokens_of
@@ -74,7 +79,12 @@ class Paged:
         return run(self.scheduler)
 
 
-def paged(model: MoondreamModel, *, prefix_cache: bool = True, **changes: int) -> Paged:
+def fixed_decode(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FixedDecode:
+    return FixedDecode(model, kv, table, attend_rows, (1, 3, 8, 16))
+
+
+def paged(model: MoondreamModel, *, prefix_cache: bool = True, in_fixed_sizes: bool = False, **changes: int) -> Paged:
+    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph."""
     page_size = changes.get("page_size", 16)
     numbers = {
         "max_batch_size": 16,
@@ -87,6 +97,6 @@ def paged(model: MoondreamModel, *, prefix_cache: bool = True, **changes: int) -
     limits = RuntimeLimits(**(numbers | changes))
     decoder = RecordingDecoder(model)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits)
+        runtime = Executor(decoder, limits, make_fixed_decode=fixed_decode if in_fixed_sizes else None)
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)

@@ -34,7 +34,7 @@ def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     assert bytes_per_page(SHAPE, 16, torch.float32) == 2 * 2 * 16 * 4 * 8 * 4
     cache = PagedKVCache(SHAPE, 10, 16, torch.bfloat16, CPU)
     k, v = cache.layer(1)
-    assert k.shape == v.shape == (160, 4, 8)
+    assert k.shape == v.shape == (160 + 16, 4, 8), "ten pages and the spare one"
     assert k.dtype == torch.bfloat16
     assert not k.any()
 

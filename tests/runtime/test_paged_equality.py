@@ -108,8 +108,11 @@ def test_several_pictures_in_one_context(family: str) -> None:
     case = Case("two", items, text_grammar(g.config), 6, images)
     expected = g.naive.generate(items, images, case.grammar, 6).tokens
     engine = paged(g.model)
-    whole = engine.decoder.embed_image
-    engine.decoder.embed_image = lambda image: whole(image)[:50] if image.digest == digest else whole(image)
+    whole = engine.decoder.embed_images
+    engine.decoder.embed_images = lambda prepared: [
+        embedded if image.num_crops == 1 else embedded[:50]
+        for image, embedded in zip(prepared, whole(prepared), strict=True)
+    ]
     assert engine.run(case)["two"] == expected
 
 

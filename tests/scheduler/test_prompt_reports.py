@@ -34,10 +34,10 @@ def report_by_hand(items: list[ContextItem], asked: PromptOutputs) -> PromptRepo
             scores.append(ScoredToken(-1.0 if is_likeliest else -2.0, 1 if is_likeliest else 2, top))
         values.append(item.id)
     if asked.pool_from is None:
-        return PromptReport(scores)
+        return PromptReport([scores])
     pooled = range(asked.pool_from, len(values))
     sums = [float(sum(sum(values[: p + 1]) for p in pooled)), float(sum(pooled))]
-    return PromptReport(scores, sums, len(pooled))
+    return PromptReport([scores], sums, len(pooled))
 
 
 contexts = st.tuples(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -76,7 +77,10 @@ def runtime_config(**changes: Any) -> RuntimeConfig:
 
 
 def start_server(
-    server_config: ServerConfig, config: RuntimeConfig, prepare: Callable[[FastAPI], None] | None = None
+    server_config: ServerConfig,
+    config: RuntimeConfig,
+    prepare: Callable[[FastAPI], None] | None = None,
+    send_buffer_bytes: int | None = None,
 ) -> Iterator[RunningServer]:
     """A generator for fixtures: yields a ready server, ends it afterwards."""
     app = create_app(lambda: InferenceEngine.create(config), server_config)
@@ -84,6 +88,8 @@ def start_server(
         prepare(app)
     server = uvicorn.Server(uvicorn_config(app, server_config))
     listening = bind(server_config)
+    if send_buffer_bytes is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[listening]),))
     thread.start()

@@ -45,7 +45,14 @@ def test_every_form_of_prompt_says_the_same(client: httpx.Client, server: Runnin
 
 
 def test_choices_of_several_prompts_stand_in_order_and_share_their_prompt(client: httpx.Client) -> None:
-    warm = {"temperature": 20.0, "max_tokens": 6, "seed": 3}
+    warm = {
+        "temperature": 2.0,
+        "top_p": 1.0,
+        "repetition_penalty": 2.0,
+        "ignore_eos": True,
+        "max_tokens": 40,
+        "seed": 3,
+    }
     both = complete(client, ["Who are you?", "a bee"], n=2, **warm)
     first, second = (complete(client, prompt, n=2, **warm) for prompt in ("Who are you?", "a bee"))
     texts = [choice["text"] for one in (first, second) for choice in one["choices"]]

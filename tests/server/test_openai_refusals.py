@@ -68,6 +68,7 @@ def picture(url: Any) -> dict[str, Any]:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.01}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),

@@ -145,3 +145,26 @@ def test_a_dead_worker_turns_health_to_503(doomed: RunningServer) -> None:
             assert (client.get(path).status_code, client.get(path).json()["status"]) == (503, "failed")
         again = client.post("/v1/query", json={"question": "Who are you?"})
         assert again.status_code == 503
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/healthz",
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/kestrel-tiny",
+        "/tokenizer_info",
+        "/openapi.json",
+        "/",
+    ],
+)
+def test_every_route_that_can_be_read_answers_head_as_get_without_the_body(client: httpx.Client, path: str) -> None:
+    whole, head = client.get(path), client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.headers["x-request-id"]
+    assert client.head("/v1/models/another").status_code == 404

@@ -65,6 +65,25 @@ def test_a_refused_key_is_recorded_by_its_class(locked: RunningServer) -> None:
     assert record_of(locked, "POST", "/v1/query", QUESTION).error_type == "Unauthorised"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("POST", "/v1/query", "/v1/query"),
+        ("GET", "/v1/models/kestrel-tiny/any", "/v1/models/{model:path}"),
+        ("PUT", "/v1/query", "/v1/query"),
+        ("GET", "/metrics", "/metrics"),
+        ("GET", "/openapi.json", "/openapi.json"),
+        ("POST", "/v1/nothing/secret", "unmatched"),
+        ("GET", "/v1/query/secret", "unmatched"),
+    ],
+)
+def test_a_refused_key_is_recorded_under_the_route_it_asked_for(
+    locked: RunningServer, method: str, path: str, route: str
+) -> None:
+    record = record_of(locked, method, path)
+    assert (record.status, record.route) == (401, route)
+
+
 def test_an_invented_method_is_no_label(server: RunningServer) -> None:
     """Each label is a time series, and a client can invent any number of methods."""
     assert record_of(server, "BREW", "/v1/query").method == "_OTHER"

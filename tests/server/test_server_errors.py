@@ -50,7 +50,7 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
         ("query", {"question": "What?", "reasoning": "yes"}, "reasoning"),
         ("query", {"question": "What?", "spatial_refs": [[0.5, 2]], "image_url": SCENE_URL}, "spatial_refs[0]"),
         ("query", {"question": "What?", "spatial_refs": [[0.5, 0.5]]}, "spatial_refs"),
-        ("query", {"question": "What?", "settings": {"temperature": 1000}}, "temperature"),
+        ("query", {"question": "What?", "settings": {"temperature": 2.1}}, "temperature"),
         ("query", {"question": "What?", "settings": {"top_p": 0}}, "top_p"),
         ("query", {"question": "What?", "settings": {"max_tokens": 0}}, "max_tokens"),
         ("query", {"question": "What?", "settings": {"max_tokens": 1.5}}, "max_tokens"),
@@ -181,3 +181,9 @@ def test_the_table_of_errors(error: Exception, status: int, code: str | None, re
 def test_a_library_s_print_of_an_object_does_not_reach_a_client() -> None:
     error = RequestError("image", "cannot identify image file <_io.BytesIO object at 0x7f28ee93d6c0>")
     assert error_body(error)["error"]["message"] == "image: cannot identify image file the data"
+
+
+def test_a_misspelt_model_gets_a_suggestion(client: httpx.Client) -> None:
+    response = client.post("/v1/query", json={"question": "Who?", "model": "kestrel-tyni"})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith("did you mean 'kestrel-tiny'?")

@@ -14,6 +14,7 @@ import pytest
 from kestrel.server.config import ServerConfig
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
+from tests.server.pages import Page
 from tests.server.sockets import eventually, send
 
 LIMIT = 64 * 1024
@@ -153,6 +154,10 @@ def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningS
     for connection in held:
         connection.close()
     assert eventually(lambda: strict.engine.num_requests == 0)
+    with strict.client() as client:
+        page = Page(client.get("/metrics").text)
+    assert page.value("kestrel_http_requests_total", route="/v1/query", status="429") == 1
+    assert page.total("kestrel_http_requests_total", route="unmatched") == 0
 
 
 def test_the_default_budget_holds_unless_the_request_names_one(visitor: httpx.Client, strict: RunningServer) -> None:

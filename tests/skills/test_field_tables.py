@@ -48,6 +48,7 @@ BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", -1),
     ("temperature", "0.5"),
     ("temperature", -0.1),
+    ("temperature", 2.01),
     ("temperature", float("nan")),
     ("temperature", float("inf")),
     ("temperature", 10**400),
@@ -170,6 +171,21 @@ def test_an_unknown_field_is_refused_with_the_known_ones() -> None:
     ) as caught:
         TABLE.read({"temprature": 0.5})
     assert caught.value.field == "temprature"
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"),
+    [
+        ({"tempreature": 1}, "did you mean 'temperature'?"),
+        ({"settings": {"max_token": 1}}, "did you mean 'max_tokens'?"),
+        ({"zebra": 1}, None),
+    ],
+)
+def test_a_name_close_to_a_known_one_gets_a_suggestion(given: dict[str, Any], suggested: str | None) -> None:
+    with pytest.raises(RequestError) as refusal:
+        TABLE.read(given)
+    assert ("did you mean" in str(refusal.value)) is (suggested is not None)
+    assert (suggested or "") in str(refusal.value)
 
 
 def test_an_unknown_field_is_refused_even_without_a_value() -> None:

@@ -70,8 +70,9 @@ def test_a_bad_wish_is_refused_by_name(name: str, value: Any, md3: ModelProfile)
 def test_every_prompt_token_has_an_entry_and_the_first_none(md3: ModelProfile) -> None:
     _, state = begun("complete", md3, prompt=[30, 31, 32], prompt_logprobs=1, max_tokens=0)
     scores = [ScoredToken(-0.25, 1, ((31, -0.25),)), ScoredToken(-3.0, 7, ((40, -0.5),))]
-    state.consume_prompt(PromptReport(scores))
-    fields = state.finish(FinishReason.LENGTH).fields
+    state.consume_prompt(PromptReport([scores]))
+    output = state.finish(FinishReason.LENGTH)
+    fields = {**output.fields, **{name: list(entries) for name, entries in output.late.items()}}
     shown = {i: {"id": i, "token": (t := md3.tokenizer.decode([i])), "bytes": list(t.encode())} for i in (31, 32, 40)}
     assert fields["prompt_token_ids"] == [30, 31, 32]
     assert fields["prompt_logprobs"] == [
@@ -90,18 +91,18 @@ def test_every_prompt_token_has_an_entry_and_the_first_none(md3: ModelProfile) -
 def test_the_beginning_of_text_before_a_picture_is_echoed(prompt: Any, md3: ModelProfile) -> None:
     _, state = begun("complete", md3, prompt=prompt, image=IMAGE, echo=True, prompt_logprobs=0)
     ids = [0, *(md3.tokenizer.encode("once") if prompt == "once" else [40, 41])]
-    state.consume_prompt(PromptReport([ScoredToken(-1.0, 1)] * (len(ids) - 1)))
-    fields = state.finish(FinishReason.LENGTH).fields
-    assert fields["prompt_token_ids"] == ids
-    assert [entry and entry["id"] for entry in fields["prompt_logprobs"]] == [None, *ids[1:]]
+    state.consume_prompt(PromptReport([[ScoredToken(-1.0, 1)] * (len(ids) - 1)]))
+    output = state.finish(FinishReason.LENGTH)
+    assert output.fields["prompt_token_ids"] == ids
+    assert [entry and entry["id"] for entry in output.late["prompt_logprobs"]] == [None, *ids[1:]]
 
 
 def test_an_echo_alone_has_the_ids_alone(md3: ModelProfile) -> None:
     _, state = begun("complete", md3, prompt=[30, 31], echo=True)
     state.consume(TextToken(32), None)
-    fields = state.finish(FinishReason.LENGTH).fields
-    assert (fields["prompt_token_ids"], fields["token_ids"]) == ([30, 31], [32])
-    assert "prompt_logprobs" not in fields
+    output = state.finish(FinishReason.LENGTH)
+    assert (output.fields["prompt_token_ids"], output.fields["token_ids"]) == ([30, 31], [32])
+    assert "prompt_logprobs" not in {**output.fields, **output.late}
 
 
 def test_embed_lays_out_picture_and_text_and_counts_from_after_the_beginning(md3: ModelProfile) -> None:

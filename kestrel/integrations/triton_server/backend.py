@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 
 from kestrel import __version__, default_model
 from kestrel.engine import InferenceEngine
+from kestrel.engine.allocator import keep_freed_memory
 from kestrel.environment import runtime_config_from
 from kestrel.integrations.inference_protocol.errors import TritonCode, kind_of
 from kestrel.integrations.inference_protocol.inputs import BOOL, BYTES, INPUTS, InputTensor, read_call
@@ -37,6 +38,7 @@ class KestrelBackend:
     """Settings come from the environment: KESTREL_MODEL, KESTREL_DEVICE and every other KESTREL_ variable."""
 
     def __init__(self, utilities: Utilities, environment: Mapping[str, str] = os.environ) -> None:
+        keep_freed_memory()
         config = runtime_config_from(environment)
         self._utilities = utilities
         self._unanswered: set[Future[None]] = set()

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
-from kestrel.server.limits import read_object
+from kestrel.server.json_body import read_object
 from kestrel.server.openai.engine_work import EngineWork
 from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
 from kestrel.server.openai.logprobs import chat_logprobs
@@ -107,6 +107,7 @@ class ChatShape:
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    scores_prompts = False
 
     def __init__(self, tokenizer: Tokenizer, num_top: int | None, shows_thinking: bool) -> None:
         self._tokenizer = tokenizer

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
-from kestrel.server.limits import read_object
+from kestrel.server.json_body import read_object
 from kestrel.server.openai.engine_work import EngineWork
 from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
 from kestrel.server.openai.logprobs import Columns, add_prompt
@@ -118,6 +118,10 @@ class CompletionShape:
         self._has_logprobs = has_logprobs
         self._echoed = echoed
         self._opened: set[int] = set()
+
+    @property
+    def scores_prompts(self) -> bool:
+        return self._has_logprobs and self._echoed is not None
 
     def choice(self, index: int, result: EngineResult) -> dict[str, Any]:
         prompt = self._prompt_text(index)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import until_gone
-from kestrel.server.limits import read_object
+from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
 from kestrel.server.openai.generation import json_response

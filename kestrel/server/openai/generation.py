@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Shape(ChoiceShape, Protocol):
     object: str
     chunk_object: str
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether a choice shows its prompt's log-probabilities, which takes too long for the event loop."""
+        ...
+
     def choice(self, index: int, result: EngineResult) -> Mapping[str, Any]: ...
 
 
@@ -66,8 +72,12 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     if asked.wish.stream:
         return stream_response(request, asked.work, envelope, shape, asked.wish, asked.share)
     results = await until_gone(request.receive, all_results(request, asked.work))
-    choices = [shape.choice(index, result) for index, result in enumerate(results)]
+    choices = await asyncio.to_thread(_choices, shape, results) if shape.scores_prompts else _choices(shape, results)
     return json_response({**envelope, "choices": choices, "usage": usage_of(results, asked.share)})
+
+
+def _choices(shape: Shape, results: Sequence[EngineResult]) -> list[Mapping[str, Any]]:
+    return [shape.choice(index, result) for index, result in enumerate(results)]
 
 
 def _record_settings(fields: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kestrel.engine.pace import Pace
 from kestrel.skills.base import Tokenizer
 from kestrel.skills.text_stream import TextStream
 
@@ -50,9 +51,10 @@ def _chat_token(tokenizer: Tokenizer, entry: Entry) -> dict[str, Any]:
 
 @dataclass
 class Columns:
-    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, one place per token."""
+    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset`, one place per token; each id is decoded once."""
 
     tokenizer: Tokenizer
+    names: dict[int, str] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Columns:
 
     def add(self, token_id: int, entry: Entry | None, offset: int) -> None:
         """A token without entry, such as a prompt's first, has no log-probability."""
-        self.tokens.append(shown_token(self.tokenizer, token_id))
+        self.tokens.append(self._name(token_id))
         self.token_logprobs.append(None if entry is None else entry["logprob"])
         self.top_logprobs.append(None if entry is None else self._top(entry["top"]))
         self.text_offset.append(offset)
@@ -81,12 +83,20 @@ class Columns:
         """Best first. Two ids may look alike; then the likelier one keeps the place."""
         top: dict[str, float] = {}
         for entry in likely:
-            top.setdefault(shown_token(self.tokenizer, entry["id"]), entry["logprob"])
+            top.setdefault(self._name(entry["id"]), entry["logprob"])
         return top
+
+    def _name(self, token_id: int) -> str:
+        name = self.names.get(token_id)
+        if name is None:
+            name = self.names[token_id] = shown_token(self.tokenizer, token_id)
+        return name
 
 
 def add_prompt(columns: Columns, ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
-    text = TextStream(columns.tokenizer)
+    """For a thread of its own: a long prompt takes a while, and rests between its tokens."""
+    text, pace = TextStream(columns.tokenizer), Pace()
     for token_id, entry in zip(ids, entries, strict=True):
         columns.add(token_id, entry, text.num_characters)
         text.push(token_id)
+        pace.rest()

@@ -14,6 +14,7 @@ from kestrel.request import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
 
@@ -109,7 +110,7 @@ _RESPONSE_FORMAT: Schema = {
 }
 
 SAMPLING = (
-    Parameter("temperature", number_schema(0, 100), "temperature"),
+    Parameter("temperature", number_schema(0, MAX_TEMPERATURE), "temperature"),
     Parameter("top_p", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "top_p"),
     Parameter("top_k", integer_schema(-1, MAX_TOKENS), "top_k", _top_k),
     Parameter("min_p", number_schema(0, 1), "min_p"),

@@ -54,6 +54,10 @@ def openai_routes() -> APIRouter:
             openapi_extra=_extra(route),
             response_model=None,
         )
+        if route.body is None:
+            router.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
+            )
     return router
 
 

@@ -49,8 +49,7 @@ def stream_response(
     def events(streams: list[EngineStream]) -> AsyncIterator[bytes]:
         return _events(streams, envelope, shape, wish, RunningUsage(streams, share))
 
-    ping_interval_s = state_of(request).config.ping_interval_s
-    return EventStream(open_streams(request, work), events, ping_interval_s, events_of_failure)
+    return EventStream(open_streams(request, work), events, state_of(request).config, events_of_failure)
 
 
 def events_of_failure(error: BaseException) -> bytes:

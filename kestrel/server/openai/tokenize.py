@@ -10,7 +10,7 @@ from starlette.responses import Response
 from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import require_readable
 from kestrel.errors import RequestError, shown
-from kestrel.server.limits import read_object
+from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.generation import json_response
 from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag

@@ -131,7 +131,12 @@ def grouped(named: Iterable[tuple[str, str, SceneObject]]) -> tuple[Group, ...]:
 
 
 def reading_key(thing: SceneObject) -> tuple[int, float, float]:
-    return (min(int(thing.y * READING_ROWS), READING_ROWS - 1), thing.x, thing.y)
+    return reading_place(thing.x, thing.y)
+
+
+def reading_place(x: float, y: float) -> tuple[int, float, float]:
+    """Sorts places in reading order: row by row, in each from the left."""
+    return (min(int(y * READING_ROWS), READING_ROWS - 1), x, y)
 
 
 def side(thing: SceneObject) -> float:

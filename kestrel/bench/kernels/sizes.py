@@ -1,0 +1,73 @@
+"""The sizes at which kernels are timed, and small ones at which they are only run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kestrel.moondream.config import MOONDREAM3, MoeConfig, TextConfig, VisionConfig
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    vision: VisionConfig
+    text: TextConfig
+    """Of Moondream 3; Moondream 2 has the same sizes in the parts that it has."""
+    moe: MoeConfig
+    crops: tuple[int, ...]
+    """Encoded at once."""
+    num_keys: int
+    max_keys: int
+    decode_rows: tuple[int, ...]
+    few_rows: tuple[int, ...]
+    """Rows of a linear layer or of a small mixture of experts."""
+    prefill_tokens: tuple[int, ...]
+    routed_tokens: tuple[int, ...]
+    """Tokens of a large mixture of experts."""
+
+
+def full_sizes() -> Sizes:
+    """Pictures of nine crops, alone and four at once; prompts of 750 tokens, alone and four at once; 770 keys."""
+    text, moe = MOONDREAM3.text, MOONDREAM3.text.moe
+    assert moe is not None
+    return Sizes(
+        vision=MOONDREAM3.vision,
+        text=text,
+        moe=moe,
+        crops=(9, 36),
+        num_keys=770,
+        max_keys=2048,
+        decode_rows=(1, 4, 16, 64),
+        few_rows=(1, 4, 16),
+        prefill_tokens=(750, 3000),
+        routed_tokens=(16, 64, 750, 3000),
+    )
+
+
+def small_sizes() -> Sizes:
+    """Every code path once, quickly; nothing is a multiple of a block."""
+    moe = MoeConfig(num_experts=5, start_layer=0, experts_per_token=2, expert_inner_dim=24)
+    text = replace(
+        MOONDREAM3.text,
+        dim=48,
+        ff_dim=40,
+        n_heads=3,
+        n_kv_heads=3,
+        rotary_dim=8,
+        vocab_size=56,
+        max_context=64,
+        moe=moe,
+    )
+    return Sizes(
+        vision=replace(MOONDREAM3.vision, enc_dim=80, enc_n_heads=2, enc_ff_dim=100, crop_size=98),
+        text=text,
+        moe=moe,
+        crops=(1,),
+        num_keys=37,
+        max_keys=64,
+        decode_rows=(3,),
+        few_rows=(1, 6),
+        prefill_tokens=(7,),
+        routed_tokens=(7,),
+    )

@@ -1,0 +1,102 @@
+"""What the text model needs: norms, rotation with storing, attention over pages, linears of a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kestrel.bench.kernels.case import Case, Maker
+from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
+from kestrel.bench.kernels.tunings import decode_tunings, rotate_tunings, small_linear_tunings
+from kestrel.bench.kernels.vision_cases import HALF_BYTES, add_norm_case
+from kestrel.kernels import paged_attention, rotate_and_store, small_linear
+from kestrel.kernels.rope import rope_tables
+from kestrel.kernels.triton import paged_attention as triton_paged_attention
+from kestrel.kernels.triton import rotate_and_store as triton_rotate_and_store
+from kestrel.kernels.triton import small_linear as triton_small_linear
+
+
+def text_cases(sizes: Sizes) -> Iterator[Case]:
+    text = sizes.text
+    for rows in (*sizes.decode_rows, *sizes.prefill_tokens):
+        yield add_norm_case(rows, text.dim, num_deltas=2)
+        yield _rotate_case(sizes, rows, has_tau=False)
+    yield _rotate_case(sizes, sizes.prefill_tokens[-1], has_tau=True)
+    for rows in sizes.decode_rows:
+        yield _decode_case(sizes, rows, None)
+        yield _decode_case(sizes, rows, torch.float8_e4m3fn)
+    for rows in sizes.few_rows:
+        yield _linear_case("qkv|fc1", rows, text.qkv_dim + text.ff_dim, text.dim, gelu_from=text.qkv_dim)
+        yield _linear_case("proj|fc2", rows, text.dim, text.dim + text.ff_dim, gelu_from=None)
+        yield _linear_case("head", rows, text.vocab_size, text.dim, gelu_from=None)
+
+
+def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
+    text = sizes.text
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        tables = rope_tables(text.max_context, text.rotary_dim, text.rope_theta, maker.device)
+        slots = maker.order(2 * tokens)[:tokens]
+        caches = (maker.numbers(2 * tokens, text.n_kv_heads, text.head_dim) for _ in range(2))
+        qkv, positions = maker.numbers(tokens, text.qkv_dim), maker.integers(text.max_context, tokens)
+        factors = [maker.numbers(tokens, heads, dtype=torch.float32) for heads in (text.n_heads, text.n_kv_heads)]
+        tau = tuple(factors) if has_tau else None
+        return qkv, text.n_heads, text.n_kv_heads, *tables, positions, slots, *caches, tau
+
+    return Case(
+        op="rotate_and_store",
+        size=f"{tokens} tokens{', tau' * has_tau}",
+        plain=rotate_and_store.rotate_and_store,
+        triton=triton_rotate_and_store.rotate_and_store,
+        make=make,
+        bytes_moved=2 * tokens * text.qkv_dim * HALF_BYTES,
+        flop=4 * tokens * text.qkv_dim,
+        tunings=rotate_tunings(),
+        is_plain_capturable=False,
+    )
+
+
+def _decode_case(sizes: Sizes, rows: int, cache_dtype: torch.dtype | None) -> Case:
+    text, pages = sizes.text, -(-sizes.max_keys // PAGE_SIZE)
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        table = maker.order(rows * pages).view(rows, pages)
+        caches = (
+            maker.numbers(rows * pages * PAGE_SIZE, text.n_kv_heads, text.head_dim, dtype=cache_dtype) for _ in range(2)
+        )
+        num_keys = torch.full((rows,), sizes.num_keys, device=maker.device)
+        return maker.numbers(rows, text.n_heads, text.head_dim), *caches, table, num_keys, PAGE_SIZE
+
+    width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
+    kv_numbers = 2 * rows * sizes.num_keys * text.n_kv_heads * text.head_dim
+    return Case(
+        op="attend_rows",
+        size=f"{rows} rows of {sizes.num_keys} keys{'' if cache_dtype is None else ', fp8'}",
+        plain=paged_attention.attend_rows,
+        triton=triton_paged_attention.attend_rows,
+        make=make,
+        bytes_moved=kv_numbers * width + 2 * rows * text.n_heads * text.head_dim * HALF_BYTES,
+        flop=2 * kv_numbers * text.n_heads // text.n_kv_heads,
+        tunings=decode_tunings(),
+    )
+
+
+def _linear_case(name: str, rows: int, num_out: int, num_in: int, gelu_from: int | None) -> Case:
+    def make(maker: Maker) -> tuple[Tensor, ...]:
+        weight = maker.numbers(num_out, num_in, scale=num_in**-0.5)
+        return maker.numbers(rows, num_in), weight, maker.numbers(num_out), maker.numbers(rows, num_out)
+
+    return Case(
+        op="small_linear",
+        size=f"{name}, {rows}x{num_in} to {num_out}",
+        plain=partial(small_linear.small_linear, gelu_from=gelu_from),
+        triton=partial(triton_small_linear.small_linear, gelu_from=gelu_from),
+        make=make,
+        bytes_moved=(num_out * num_in + rows * (num_in + 2 * num_out)) * HALF_BYTES,
+        flop=2 * rows * num_out * num_in,
+        tunings=small_linear_tunings(rows),
+    )

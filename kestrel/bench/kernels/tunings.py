@@ -1,0 +1,59 @@
+"""Block sizes worth trying for each kernel on a large GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from kestrel.kernels.triton import (
+    crop_attention,
+    fp8_rows,
+    layer_norm,
+    moe_grouped,
+    moe_small,
+    paged_attention,
+    rotate_and_store,
+    small_linear,
+)
+
+
+def layer_norm_tunings() -> tuple[Any, ...]:
+    return tuple(layer_norm.Tuning(warps, rows) for warps, rows in product((1, 2, 4, 8), (1, 4, 16)))
+
+
+def fp8_tunings() -> tuple[Any, ...]:
+    return tuple(fp8_rows.Tuning(warps) for warps in (1, 2, 4, 8))
+
+
+def crop_attention_tunings() -> tuple[Any, ...]:
+    tried = ((128, 64, 4), (128, 64, 8), (64, 64, 4), (128, 128, 8), (64, 128, 4), (128, 32, 4), (64, 32, 4))
+    return tuple(crop_attention.Tuning(*blocks, stages) for blocks, stages in product(tried, (2, 3)))
+
+
+def decode_tunings() -> tuple[Any, ...]:
+    tried = product(((32, 2), (32, 4), (64, 4), (128, 4), (128, 8)), (1024, 2048, 4096))
+    return tuple(paged_attention.Tuning(keys, warps, target_programs=programs) for (keys, warps), programs in tried)
+
+
+def rotate_tunings() -> tuple[Any, ...]:
+    return tuple(rotate_and_store.Tuning(heads, warps) for heads, warps in product((4, 8, 16, 32), (1, 2, 4)))
+
+
+def small_linear_tunings(num_rows: int) -> tuple[Any, ...]:
+    if num_rows <= small_linear.SUMMED_ROWS:
+        tried = product((1, 2, 4), (512, 1024, 2048), (2, 4, 8))
+        return tuple(small_linear.Tuning(outs, ins, warps) for outs, ins, warps in tried)
+    blocks = ((16, 256), (16, 512), (32, 128), (32, 256), (64, 64), (64, 128), (128, 64))
+    return tuple(small_linear.Tuning(*block, warps, stages) for block, warps, stages in product(blocks, (4, 8), (3, 5)))
+
+
+def moe_small_tunings() -> tuple[Any, ...]:
+    tried = product((1, 2, 4), (1, 2, 4), (1024, 2048), (4, 8))
+    return tuple(moe_small.Tuning(*blocks) for blocks in tried)
+
+
+def moe_grouped_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
+    """Blocks from half to twice an expert's share of the pairs."""
+    rows = [size for size in (16, 32, 64, 128) if 0.5 * pairs_per_expert <= size <= 2 * max(16.0, pairs_per_expert)]
+    tried = product(rows or [128], ((64, 64), (64, 128), (128, 128), (128, 256)), ((64, 4, 4), (64, 8, 3), (128, 8, 3)))
+    return tuple(moe_grouped.Tuning(size, *outputs, *rest) for size, outputs, rest in tried)

@@ -1,0 +1,112 @@
+"""What the engine benchmark asks. Every request yields a known number of tokens: ends are barred.
+
+- chart9: a question of 14 words about a picture nobody has seen, which is cut into 9 crops; 750 positions on
+  Moondream 2, 749 on Moondream 3
+- same-image: many questions about one picture
+- text: the question alone
+- mixed-skills: questions, captions, points and boxes in turn, each about a fresh picture
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel.errors import ConfigError, shown
+from kestrel.moondream.made_tokenizer import BLANK
+from kestrel.skills.base import SpecialIds
+
+QUESTION = "What is the highest value shown by the bars in the left chart here?"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    skill: str
+    fields: dict[str, Any]
+    num_tokens: int
+    """It yields exactly these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What asks are made of."""
+
+    pictures: Sequence[bytes]
+    tokens: int
+    ids: SpecialIds
+
+    @property
+    def text_settings(self) -> dict[str, Any]:
+        return {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    pictures_for: Callable[[int], int]
+    """From a number of requests to that of pictures."""
+    ask: Callable[[Material, int], Ask]
+    """The request with this index."""
+
+    def asks(self, material: Material, count: int) -> list[Ask]:
+        return [self.ask(material, index) for index in range(count)]
+
+
+def find_workload(name: str) -> Workload:
+    for workload in WORKLOADS:
+        if workload.name == name:
+            return workload
+    known = ", ".join(workload.name for workload in WORKLOADS)
+    raise ConfigError("workloads", f"{shown(name)} is not a workload; use one of: {known}")
+
+
+def question_pieces() -> list[str]:
+    """The question's words as vocabularies write them, for tokenizers that shall know each as one token."""
+    first, *rest = QUESTION.removesuffix("?").split()
+    return [first, *(BLANK + word for word in rest)]
+
+
+def _query(material: Material, picture: bytes | None, question: str) -> Ask:
+    fields = {"image": picture, "question": question, "reasoning": False, "settings": material.text_settings}
+    return Ask("query", fields, material.tokens)
+
+
+def _chart(material: Material, index: int) -> Ask:
+    return _query(material, material.pictures[index], QUESTION)
+
+
+def _same_image(material: Material, index: int) -> Ask:
+    return _query(material, material.pictures[0], f"{index} {QUESTION}")
+
+
+def _text(material: Material, index: int) -> Ask:
+    return _query(material, None, f"{index} {QUESTION}")
+
+
+def _mixed(material: Material, index: int) -> Ask:
+    picture = material.pictures[index]
+    kind = index % 4
+    if kind == 0:
+        return _query(material, picture, QUESTION)
+    if kind == 1:
+        return Ask(
+            "caption", {"image": picture, "length": "normal", "settings": material.text_settings}, material.tokens
+        )
+    return _objects(material, picture, *(("point", 2) if kind == 2 else ("detect", 3)))
+
+
+def _objects(material: Material, picture: bytes, skill: str, tokens_per_object: int) -> Ask:
+    count = max(1, material.tokens // tokens_per_object)
+    settings = {"max_objects": count, "suppressed_ids": [material.ids.eos]}
+    return Ask(skill, {"image": picture, "object": "bar", "settings": settings}, count * tokens_per_object)
+
+
+WORKLOADS = (
+    Workload("chart9", lambda requests: requests, _chart),
+    Workload("same-image", lambda requests: 1, _same_image),
+    Workload("text", lambda requests: 0, _text),
+    Workload("mixed-skills", lambda requests: requests, _mixed),
+)

@@ -1,0 +1,111 @@
+"""kestrel profile: where a request's time goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from kestrel.bench.engine import load_model
+from kestrel.bench.phases import DECODE, GAPS
+from kestrel.bench.profile import Profile, ProfilePlan, measure_profile
+from kestrel.bench.profile_picture import profile_svg
+from kestrel.bench.rows import environment
+from kestrel.cli.config_flags import with_flags
+from kestrel.cli.console import note, stderr_console, stdout_console, write
+from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.loading import LoadingBars
+from kestrel.cli.random_option import RandomOption, check_random
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+
+
+@with_flags
+def profile(
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of every answer.")] = 30,
+    requests: Annotated[int, typer.Option("--requests", metavar="N", help="Requests that are measured.")] = 16,
+    warm_up: Annotated[int, typer.Option("--warm-up", metavar="N", help="Requests before them.")] = 3,
+    random: RandomOption = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the profile into this SVG file.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (JSON). It slows the requests down."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
+    picture_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."
+        ),
+    ] = None,
+    *,
+    config: RuntimeConfig,
+) -> None:
+    """Show where a request's time goes: JPEG decoding, upload, resizing, vision, prefill, tokens, gaps of the host.
+
+    kestrel profile --random MD2 --tokens 30 --picture profile.svg
+
+    Questions about fresh pictures of 9 crops are asked one at a time. On a GPU phases lie between events of its
+    stream: a gap is time in which none was under way. Inside a phase the GPU may wait for the host too; --trace shows.
+    """
+    for name, value, least in (("--tokens", tokens, 1), ("--requests", requests, 1), ("--warm-up", warm_up, 0)):
+        if value < least:
+            raise ConfigError(name, f"must be at least {least} (got {value})")
+    check_random(random, config)
+    _check_file("--picture", picture, ".svg")
+    _check_file("--trace", trace, ".json")
+    plan = ProfilePlan(tokens=tokens, requests=requests, warm_up=warm_up, picture_folder=picture_cache, trace=trace)
+    with LoadingBars(stderr_console()) as bars:
+        loaded = load_model(config, random, bars)
+    found = run_to_end(measure_profile(loaded, config, plan))
+    if as_json:
+        write(json.dumps(_as_json(found, loaded.name)) + "\n")
+    else:
+        stdout_console().print(_table(found))
+    if picture is not None:
+        title = f"{loaded.name}: {found.whole_ms:.2f} ms for {tokens} tokens, mean of {requests} requests"
+        picture.write_text(profile_svg(found, title), encoding="utf-8")
+        note(f"drew the profile into {picture}")
+
+
+def _table(profile: Profile) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+    table.add_column("phase", footer="whole request", no_wrap=True)
+    table.add_column("ms", footer=f"{profile.whole_ms:.2f}", justify="right")
+    table.add_column("share", footer="100.0 %", justify="right")
+    table.add_column("times", justify="right")
+    counts = {**profile.counts, GAPS: 0}
+    for name, ms in profile.parts_ms.items():
+        times = "" if name == GAPS else f"{counts[name]:g}"
+        table.add_row(name, f"{ms:.2f}", f"{100 * ms / profile.whole_ms:.1f} %", times)
+        if name == DECODE:
+            table.add_row("  per token", f"{profile.decode_ms_per_token:.3f}", "", "")
+    return table
+
+
+def _as_json(profile: Profile, model: str) -> dict[str, Any]:
+    return {
+        **environment(),
+        "model": model,
+        "tokens": profile.tokens,
+        "requests": len(profile.requests),
+        "whole_ms": profile.whole_ms,
+        "parts_ms": profile.parts_ms,
+        "spans_per_request": profile.counts,
+        "decode_ms_per_token": profile.decode_ms_per_token,
+    }
+
+
+def _check_file(flag: str, path: Path | None, suffix: str) -> None:
+    if path is None:
+        return
+    if path.suffix != suffix:
+        raise ConfigError(flag, f"{path} must end in {suffix}; give it another name")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(flag, f"{path.parent} is not a folder; create it first")

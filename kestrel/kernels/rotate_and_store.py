@@ -1,0 +1,59 @@
+"""What happens between the fused projection and attention, in one operation.
+
+A row of `qkv_TF` is [q heads | k heads | v heads]. Queries and values are scaled per head where factors are given
+(`kestrel.kernels.tau`), queries and keys are rotated by their positions (`kestrel.kernels.rope`), keys and values go to
+their slots of the cache, queries come back. Every step rounds to the dtype of `qkv_TF`.
+
+A token of slot -1 is not stored: a row of padding writes nothing. Caches of float8 receive k / k_scale and v / v_scale,
+limited to what the type can hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kestrel.kernels.fp8_rows import LARGEST_FP8
+from kestrel.kernels.paged_attention import write_kv
+from kestrel.kernels.rope import apply_rope
+from kestrel.kernels.tau import scale_heads
+
+
+def rotate_and_store(
+    qkv_TF: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tau: tuple[Tensor, Tensor] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """q [T, heads, head_dim], contiguous. Tables: [num_positions, rotary_dim / 2], fp32. `tau`: factors [T, heads] of
+    queries and [T, kv_heads] of values, fp32. Reads on the host which tokens are stored."""
+    assert qkv_TF.ndim == 2
+    heads = qkv_TF.unflatten(1, (n_heads + 2 * n_kv_heads, -1))
+    q_THD, k_THD, v_THD = heads.split([n_heads, n_kv_heads, n_kv_heads], dim=1)
+    if tau is not None:
+        q_THD, v_THD = scale_heads(q_THD, tau[0]), scale_heads(v_THD, tau[1])
+    cos_TR, sin_TR = cos_table[positions_T], sin_table[positions_T]
+    q_THD, k_THD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_THD, cos_TR, sin_TR)
+    stored = slots_T >= 0
+    write_kv(
+        k_cache,
+        v_cache,
+        slots_T[stored],
+        _for_cache(k_THD[stored], k_cache.dtype, k_scale),
+        _for_cache(v_THD[stored], v_cache.dtype, v_scale),
+    )
+    return q_THD.contiguous()
+
+
+def _for_cache(x_THD: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    if dtype != torch.float8_e4m3fn:
+        return x_THD
+    return (x_THD.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype)

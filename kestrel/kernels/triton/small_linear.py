@@ -1,0 +1,152 @@
+"""A linear layer for at most 16 rows: the weights stream through once, and everything else hides behind them.
+
+Up to `SUMMED_ROWS` rows, a program takes a few outputs and adds products lane by lane; lanes meet once, after the last
+block. With more rows the tensor cores do it, outputs as their long side and the rows of x, padded to 16, as the short.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kestrel.kernels.triton.activations import gelu_tanh
+
+MAX_ROWS = 16
+SUMMED_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    block_out: int
+    block_in: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+    @classmethod
+    def of(cls, num_rows: int, num_out: int, num_in: int) -> Tuning:
+        if num_rows <= SUMMED_ROWS:
+            return cls(block_out=1, block_in=min(2048 if num_rows == 1 else 1024, triton.next_power_of_2(num_in)))
+        block_out = next((size for size in (64, 32) if num_out >= 132 * size), 16)
+        return cls(block_out, min(8192 // block_out, max(16, triton.next_power_of_2(num_in))))
+
+
+@triton.jit
+def _finish(
+    total, rows, outs, inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, num_out, y_stride, residual_stride, gelu_from,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+):  # fmt: skip
+    """What follows the product, in fp32, up to the store."""
+    if HAS_SCALE:
+        total *= tl.load(scale_ptr + outs, mask=outs < num_out, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)
+    if HAS_GELU:
+        total = tl.where(outs >= gelu_from, gelu_tanh(total), total)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + rows * residual_stride + outs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows * y_stride + outs, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _by_sums(
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr,
+    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
+    # x and w are loaded in three dimensions, so that both lie in the lanes as their product does.
+    x_place = x_ptr + rows[:, None, None] * x_stride
+    w_place = w_ptr + outs.to(tl.int64)[None, :, None] * num_in
+    for start in range(0, num_in, BLOCK_IN):
+        d = start + tl.arange(0, BLOCK_IN)[None, None, :]
+        if EVEN:
+            w = tl.load(w_place + d)
+            x = tl.load(x_place + d)
+        else:
+            w = tl.load(w_place + d, mask=(outs < num_out)[None, :, None] & (d < num_in), other=0.0)
+            x = tl.load(x_place + d, mask=(rows < num_rows)[:, None, None] & (d < num_in), other=0.0)
+        total += x.to(tl.float32) * w.to(tl.float32)
+    inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
+    _finish(
+        tl.sum(total, axis=2), rows[:, None], outs[None, :], inside,
+        y_ptr, bias_ptr, residual_ptr, scale_ptr, num_out, y_stride, residual_stride, gelu_from,
+        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _by_dots(
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr,
+    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = tl.arange(0, ROWS)
+    total = tl.zeros((BLOCK_OUT, ROWS), dtype=tl.float32)
+    w_place = w_ptr + outs.to(tl.int64)[:, None] * num_in
+    for start in range(0, num_in, BLOCK_IN):
+        d = start + tl.arange(0, BLOCK_IN)
+        if EVEN:
+            w = tl.load(w_place + d[None, :])
+            x = tl.load(x_ptr + rows[None, :] * x_stride + d[:, None], mask=(rows < num_rows)[None, :], other=0.0)
+        else:
+            w = tl.load(w_place + d[None, :], mask=(outs < num_out)[:, None] & (d < num_in)[None, :], other=0.0)
+            x_mask = (rows < num_rows)[None, :] & (d < num_in)[:, None]
+            x = tl.load(x_ptr + rows[None, :] * x_stride + d[:, None], mask=x_mask, other=0.0)
+        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+    inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
+    _finish(
+        total, rows[None, :], outs[:, None], inside,
+        y_ptr, bias_ptr, residual_ptr, scale_ptr, num_out, y_stride, residual_stride, gelu_from,
+        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU,
+    )  # fmt: skip
+
+
+def small_linear(
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    bias_F: Tensor | None = None,
+    residual_MF: Tensor | None = None,
+    gelu_from: int | None = None,
+    scale_F: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """y [M, F] in the dtype of x, M ≤ 16. Rows of x and of the residual may lie apart."""
+    num_rows, num_in = x_MD.shape
+    num_out = weight_FD.shape[0]
+    assert num_rows <= MAX_ROWS
+    assert weight_FD.shape == (num_out, num_in)
+    assert weight_FD.is_contiguous()
+    assert x_MD.stride(1) == 1
+    assert residual_MF is None or (residual_MF.shape == (num_rows, num_out) and residual_MF.stride(1) == 1)
+    assert scale_F is None or (scale_F.shape == (num_out,) and scale_F.is_contiguous())
+    y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
+    if num_rows == 0:
+        return y_MF
+    chosen = tuning or Tuning.of(num_rows, num_out, num_in)
+    kernel, padded_rows = _by_dots, MAX_ROWS
+    if num_rows <= SUMMED_ROWS:
+        kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
+    has_full_rows = kernel is _by_dots or padded_rows == num_rows
+    kernel[(triton.cdiv(num_out, chosen.block_out),)](
+        x_MD, weight_FD, y_MF,
+        x_MD if bias_F is None else bias_F,
+        x_MD if residual_MF is None else residual_MF,
+        x_MD if scale_F is None else scale_F,
+        num_rows, num_out, num_in, x_MD.stride(0), num_out, 0 if residual_MF is None else residual_MF.stride(0),
+        0 if gelu_from is None else gelu_from,
+        ROWS=padded_rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
+        EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows,
+        HAS_BIAS=bias_F is not None, HAS_RESIDUAL=residual_MF is not None, HAS_SCALE=scale_F is not None,
+        HAS_GELU=gelu_from is not None, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+    return y_MF

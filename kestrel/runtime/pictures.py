@@ -1,0 +1,70 @@
+"""Encoding the pictures of a step: each is prepared alone, and as many as fit are encoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kestrel.models.contract import DecoderModel, PreparedImage
+from kestrel.runtime.contract import PrefillChunk
+from kestrel.tokens import ImageSpan
+
+
+class PictureEncoder:
+    def __init__(self, model: DecoderModel, max_crops: int) -> None:
+        self._model = model
+        self._max_crops = max_crops
+
+    def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
+        """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only."""
+        prepared, failures = self._prepare(prefill)
+        embedded: dict[str, Tensor] = {}
+        for group in self._groups(prepared):
+            try:
+                embedded |= zip(group, self._model.embed_images(list(group.values())), strict=True)
+            except Exception:  # whatever a picture provokes stays with its request: find out whose it is
+                embedded |= self._one_by_one(group, prefill, failures)
+        return embedded, failures
+
+    def _prepare(self, prefill: list[PrefillChunk]) -> tuple[dict[str, PreparedImage], dict[int, Exception]]:
+        prepared: dict[str, PreparedImage] = {}
+        failures: dict[int, Exception] = {}
+        for chunk, digest in _pictures(prefill):
+            if digest not in prepared:
+                try:
+                    prepared[digest] = self._model.prepare_image(chunk.images[digest])
+                except Exception as error:
+                    failures[chunk.row] = error
+        return prepared, failures
+
+    def _groups(self, prepared: dict[str, PreparedImage]) -> Iterator[dict[str, PreparedImage]]:
+        """At most `max_crops` together; a picture with more is alone."""
+        group: dict[str, PreparedImage] = {}
+        num_crops = 0
+        for digest, image in prepared.items():
+            if group and num_crops + image.num_crops > self._max_crops:
+                yield group
+                group, num_crops = {}, 0
+            group[digest] = image
+            num_crops += image.num_crops
+        if group:
+            yield group
+
+    def _one_by_one(
+        self, group: dict[str, PreparedImage], prefill: list[PrefillChunk], failures: dict[int, Exception]
+    ) -> dict[str, Tensor]:
+        embedded: dict[str, Tensor] = {}
+        for digest, image in group.items():
+            try:
+                embedded[digest] = self._model.embed_images([image])[0]
+            except Exception as error:
+                failures |= {chunk.row: error for chunk, own in _pictures(prefill) if own == digest}
+        return embedded
+
+
+def _pictures(prefill: list[PrefillChunk]) -> Iterator[tuple[PrefillChunk, str]]:
+    for chunk in prefill:
+        for item in chunk.items:
+            if isinstance(item, ImageSpan):
+                yield chunk, item.digest

@@ -1,0 +1,257 @@
+"""The training loop of an adapter: steps of AdamW on its factors, looks at the validation loss, early stopping.
+
+The base is frozen. A step depends on its number, the factors and the optimiser's state alone, and these are what a
+saved state holds; so a resumed run does exactly what an uninterrupted one would have done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kestrel.adapters import Adapter
+from kestrel.errors import NumericalError
+from kestrel.models.adapting import SingleAdapter
+from kestrel.models.contract import Adapt
+from kestrel.moondream.model import MoondreamModel
+from kestrel.skills.base import SpecialIds
+from kestrel.train.adapter.encoding import RowOrder, TrainingRow
+from kestrel.train.adapter.lora import Factors
+from kestrel.train.adapter.pictures import EmbeddedPictures
+from kestrel.train.adapter.state import TrainingState
+from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
+from kestrel.train.packing import pack
+
+Ending = Literal["all steps are done", "it no longer got better", "the time is up", "interrupted"]
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    steps: int
+    steps_between_looks: int
+    batch_size: int
+    lr: float
+    final_lr: float
+    warmup_steps: int
+    weight_decay: float
+    clip_norm: float
+    patience: int
+    max_seconds: float
+    log_every: int
+    seed: int
+
+    def lr_at(self, step: int) -> float:
+        """Depends on the step alone: a stopped and resumed run has the rates of one that was not."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        done = step / max(1, self.steps)
+        return warm * (self.final_lr + 0.5 * (self.lr - self.final_lr) * (1.0 + math.cos(math.pi * done)))
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """Means over the steps since the last line; `val_loss` where a look was taken."""
+
+    step: int
+    pictures: int
+    pictures_per_s: float
+    seconds: float
+    lr: float
+    loss: float
+    text: float
+    coord: float
+    size: float
+    token_accuracy: float
+    val_loss: float | None
+
+
+class LoopWatcher(Protocol):
+    """Told what happens; keeps what is to be kept."""
+
+    def on_line(self, line: StepLine) -> None: ...
+
+    def on_better(self, state: TrainingState) -> None:
+        """The factors as they are now are the best so far."""
+        ...
+
+    def on_state(self, state: TrainingState) -> None: ...
+
+
+class AdapterTask:
+    """A frozen model, its pictures and its rows: what an adapter is trained and judged on."""
+
+    def __init__(self, model: MoondreamModel, pictures: EmbeddedPictures, ids: SpecialIds) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.device = model.text.wte.device
+        self.dtype = model.text.wte.dtype
+        self._pictures = pictures
+        self._ids = ids
+
+    def adapt(self, adapter: Adapter) -> Adapt:
+        return SingleAdapter(adapter, self.device, self.dtype)
+
+    def losses(self, rows: Sequence[TrainingRow], adapt: Adapt) -> tuple[Losses, int]:
+        """And the number of labels."""
+        length = max(sum(task.num_inputs for task in row.tasks) for row in rows)
+        positions = 1 + self.model.config.vision.num_patches
+        packed = pack([row.tasks for row in rows], length, self._ids, positions)
+        tasks = TaskTensors.upload(packed, self.device)
+        pictures = self._pictures.batch([row.picture for row in rows])
+        hidden = hidden_states(self.model, pictures, tasks, adapt)
+        return answer_losses(self.model, hidden, tasks), len(tasks.label_at)
+
+    @torch.no_grad()
+    def judge(self, rows: Sequence[TrainingRow], adapter: Adapter, batch_size: int) -> float:
+        """The loss over rows, a label counting the same in every batch."""
+        adapt = self.adapt(adapter)
+        total, num_labels = 0.0, 0
+        with repeatable():
+            for first in range(0, len(rows), batch_size):
+                found, count = self.losses(rows[first : first + batch_size], adapt)
+                total += found.total.item() * count
+                num_labels += count
+        return total / max(1, num_labels)
+
+
+def train_adapter(
+    task: AdapterTask,
+    factors: Factors,
+    train: Sequence[TrainingRow],
+    val: Sequence[TrainingRow],
+    plan: LoopPlan,
+    state: TrainingState,
+    watcher: LoopWatcher,
+    should_stop: Callable[[], bool],
+) -> Ending:
+    """Goes on from `state`, which it brings up to date together with the factors."""
+    optimiser = torch.optim.AdamW(factors.parameters(), lr=plan.lr, weight_decay=plan.weight_decay)
+    if state.step:
+        factors.assign(state.factors)
+        optimiser.load_state_dict(state.optimiser)
+    order = RowOrder(len(train), plan.batch_size, plan.seed)
+    window = _Window(state.seconds)
+    with repeatable():
+        while True:
+            ending = _ending(state, plan, window, should_stop)
+            if ending is not None:
+                break
+            lr = plan.lr_at(state.step)
+            found, _ = task.losses([train[index] for index in order.batch(state.step)], task.adapt(factors.adapter()))
+            found.total.backward()
+            _step(optimiser, factors, lr, plan.clip_norm)
+            state.step += 1
+            window.add(found, plan.batch_size)
+            look = state.step % plan.steps_between_looks == 0 or state.step == plan.steps
+            val_loss = _look(task, factors, val, plan, state, watcher) if look and val else None
+            if look or state.step % plan.log_every == 0:
+                watcher.on_line(window.close(state.step, plan.batch_size, lr, val_loss))
+            if look:
+                _save(state, factors, optimiser, window, watcher)
+    _save(state, factors, optimiser, window, watcher)
+    return ending
+
+
+def _ending(state: TrainingState, plan: LoopPlan, window: _Window, should_stop: Callable[[], bool]) -> Ending | None:
+    if state.step >= plan.steps:
+        state.has_ended = True
+        return "all steps are done"
+    if plan.patience and state.looks_since_best >= plan.patience:
+        state.has_ended = True
+        return "it no longer got better"
+    if window.seconds_of_run >= plan.max_seconds:
+        return "the time is up"
+    return "interrupted" if should_stop() else None
+
+
+def _step(optimiser: torch.optim.AdamW, factors: Factors, lr: float, clip_norm: float) -> None:
+    nn.utils.clip_grad_norm_(factors.parameters(), clip_norm)
+    for group in optimiser.param_groups:
+        group["lr"] = lr
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+
+
+def _look(
+    task: AdapterTask,
+    factors: Factors,
+    val: Sequence[TrainingRow],
+    plan: LoopPlan,
+    state: TrainingState,
+    watcher: LoopWatcher,
+) -> float:
+    loss = _finite(task.judge(val, factors.adapter(), plan.batch_size), state.step)
+    if state.best_loss is None or loss < state.best_loss:
+        state.best_loss, state.best_step, state.looks_since_best = loss, state.step, 0
+        watcher.on_better(state)
+    else:
+        state.looks_since_best += 1
+    return loss
+
+
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise NumericalError(f"the loss at step {step} is not a finite number; start anew with a lower --lr")
+    return loss
+
+
+def _save(
+    state: TrainingState, factors: Factors, optimiser: torch.optim.AdamW, window: _Window, watcher: LoopWatcher
+) -> None:
+    state.factors, state.optimiser, state.seconds = factors.values(), optimiser.state_dict(), window.seconds
+    watcher.on_state(state)
+
+
+class _Window:
+    """Means over the steps since the last line, and the time."""
+
+    def __init__(self, seconds_before: float) -> None:
+        self._before = seconds_before
+        self._start = self._since = time.perf_counter()
+        self._found: list[torch.Tensor] = []
+        self._pictures = 0
+
+    @property
+    def seconds_of_run(self) -> float:
+        return time.perf_counter() - self._start
+
+    @property
+    def seconds(self) -> float:
+        """Of all runs."""
+        return self._before + self.seconds_of_run
+
+    def add(self, found: Losses, pictures: int) -> None:
+        values = (found.total, found.text, found.coord, found.size, found.token_accuracy)
+        self._found.append(torch.stack([value.detach().float() for value in values]))
+        self._pictures += pictures
+
+    def close(self, step: int, batch_size: int, lr: float, val_loss: float | None) -> StepLine:
+        means = torch.stack(self._found).mean(0).tolist()
+        rate = self._pictures / max(1e-9, time.perf_counter() - self._since)
+        self._found, self._pictures, self._since = [], 0, time.perf_counter()
+        loss, text, coord, size, accuracy = means
+        _finite(loss, step)
+        return StepLine(step, step * batch_size, rate, self.seconds, lr, loss, text, coord, size, accuracy, val_loss)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, equal inputs give equal bits on one machine: no sums in the order in which threads happen to finish."""
+    before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # time for nothing: nobody reads such memory here
+    try:
+        # The other attention kernels have no deterministic backward pass.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = fills

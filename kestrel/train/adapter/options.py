@@ -1,0 +1,222 @@
+"""What one training run of an adapter is asked to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kestrel.adapters.adapter import MATRICES, Matrix
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError, shown
+from kestrel.train.adapter.dataset import check_skills
+
+DEFAULT_EPOCHS = 10.0
+FOLDER_SUFFIX = ".training"
+STATE, CURVES, PICTURE = "state.pt", "curves.csv", "curves.png"
+
+
+def _doc(text: str, **extra: Any) -> dict[str, Any]:
+    return {"help": text, **extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRun:
+    """One run, from a folder of examples to an adapter file. Every field is also a CLI flag."""
+
+    data: Path = field(
+        metadata=_doc(
+            "Folder with train.jsonl (and val.jsonl), or with annotations.json (COCO), and the pictures.", metavar="DIR"
+        )
+    )
+    output: Path = field(
+        metadata=_doc(
+            "Adapter to write; curves and what --resume needs go to NAME.training.", metavar="NAME.safetensors"
+        )
+    )
+    skills: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "Learn only this: query, caption, point, detect or segment. Repeatable, or separated by commas. "
+            "Default: everything in train.jsonl; detect from COCO.",
+            flags=("--skill",),
+            metavar="SKILL",
+        ),
+    )
+    model: str | None = field(
+        default=None, metadata=_doc("Base model: a registered name. Default: the embedded one.", metavar="NAME")
+    )
+    model_path: Path | None = field(
+        default=None, metadata=_doc("Base model: a folder, or a single weights file.", metavar="PATH")
+    )
+    tokenizer_path: Path | None = field(
+        default=None, metadata=_doc("tokenizer.json to use with a single weights file.", metavar="FILE")
+    )
+    rank: int = field(default=16, metadata=_doc("Rank of the adapter; experts share it."))
+    alpha: float | None = field(
+        default=None, metadata=_doc("Deltas are scaled by alpha / rank. Default: the rank, for no scaling.")
+    )
+    targets: str = field(
+        default=",".join(MATRICES), metadata=_doc("Matrices to adapt, separated by commas.", metavar="NAME,...")
+    )
+    epochs: float | None = field(
+        default=None, metadata=_doc(f"Passes over the data. Default: {DEFAULT_EPOCHS:g}, unless steps are given.")
+    )
+    steps: int | None = field(default=None, metadata=_doc("Batches to train on, instead of passes over the data."))
+    batch_size: int = field(default=4, metadata=_doc("Pictures in a batch, each with its tasks."))
+    length: int = field(default=256, metadata=_doc("Positions for tasks behind a picture; more tasks make more rows."))
+    lr: float | None = field(
+        default=None,
+        metadata=_doc(
+            "Learning rate after the warm-up; it falls along a half cosine. Default: half over the model's width, "
+            "0.002 for kestrel-tiny and 0.00024 for Moondream 2."
+        ),
+    )
+    final_lr: float = field(default=0.0, metadata=_doc("Learning rate at the end."))
+    warmup_steps: int = field(default=20, metadata=_doc("Steps in which the learning rate rises."))
+    weight_decay: float = field(default=0.01, metadata=_doc("Weight decay of the factors."))
+    clip_norm: float = field(default=1.0, metadata=_doc("Largest norm of a step's gradients."))
+    val_share: float = field(
+        default=0.1, metadata=_doc("Share of the pictures to judge by, without a file for it; 0 judges by none.")
+    )
+    negatives: float = field(
+        default=0.2, metadata=_doc("COCO: share of the questions that ask for something which is not there.")
+    )
+    val_every: int | None = field(
+        default=None, metadata=_doc("Steps between two looks at the validation loss. Default: one pass over the data.")
+    )
+    patience: int = field(
+        default=5, metadata=_doc("Looks without a better validation loss before training ends early; 0 never does.")
+    )
+    max_seconds: float = field(
+        default=math.inf, metadata=_doc("Stop after this time; --resume goes on.", show_default=False)
+    )
+    resume: bool = field(
+        default=False,
+        metadata=_doc("Go on where a run with the same options stopped.", flags=("--resume",), show_default=False),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=_doc("Start anew over an earlier run's files.", flags=("--overwrite",), show_default=False),
+    )
+    seed: int = field(default=0, metadata=_doc("Of the first factors, the split and the order of the data."))
+    device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
+    dtype: str = field(
+        default="auto",
+        metadata=_doc("Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32."),
+    )
+    picture_memory_mb: int = field(
+        default=2048,
+        metadata=_doc("Memory for what the vision tower made of pictures; the rest is computed each time."),
+    )
+    max_image_pixels: int = field(
+        default=RuntimeConfig.max_image_pixels, metadata=_doc("Largest picture in pixels, read from its header.")
+    )
+    max_image_bytes: int = field(default=RuntimeConfig.max_image_bytes, metadata=_doc("Largest picture file in bytes."))
+    log_every: int = field(default=10, metadata=_doc("Steps between two rows of the curves."))
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = self.__dict__[name]
+            if value is not None and not low <= value <= high:
+                raise ConfigError(name, f"must be from {low:g} to {high:g} (got {value:g})")
+        if not self.max_seconds > 0.0:
+            raise ConfigError("max_seconds", f"must be above 0 (got {self.max_seconds:g}); leave it out for no limit")
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError("steps", "is given together with epochs; give one of them")
+        if self.resume and self.overwrite:
+            raise ConfigError("overwrite", "is given together with resume; give one of them")
+        if self.output.suffix != ".safetensors":
+            raise ConfigError("output", f"{self.output} must end in .safetensors")
+        check_skills(self.skill_names)
+        _check_targets(self.targets)
+        if self.runtime_config().dtype_name == "float16":
+            raise ConfigError("dtype", "float16 is too narrow for gradients; use bfloat16 or float32")
+
+    @property
+    def skill_names(self) -> tuple[str, ...]:
+        return tuple(_listed(",".join(self.skills)))
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """In the order of the model, however they were listed."""
+        names = _listed(self.targets)
+        return tuple(name for name in MATRICES if name in names)
+
+    @property
+    def scale_alpha(self) -> float:
+        return float(self.rank) if self.alpha is None else self.alpha
+
+    @property
+    def folder(self) -> Path:
+        """Where curves and the state of training go."""
+        return self.output.with_suffix(FOLDER_SUFFIX)
+
+    def runtime_config(self) -> RuntimeConfig:
+        """Refuses models, devices and number formats that do not exist."""
+        return RuntimeConfig(
+            model=self.model,
+            model_path=self.model_path,
+            tokenizer_path=self.tokenizer_path,
+            device=self.device,
+            dtype=self.dtype,
+            max_image_pixels=self.max_image_pixels,
+            max_image_bytes=self.max_image_bytes,
+        )
+
+    def lr_for(self, width: int) -> float:
+        return 0.5 / width if self.lr is None else self.lr
+
+    def num_steps(self, num_rows: int) -> int:
+        if self.steps is not None:
+            return self.steps
+        epochs = DEFAULT_EPOCHS if self.epochs is None else self.epochs
+        return max(1, math.ceil(epochs * num_rows / self.batch_size))
+
+    def steps_between_looks(self, num_rows: int) -> int:
+        return self.val_every if self.val_every is not None else max(1, math.ceil(num_rows / self.batch_size))
+
+    def what_must_not_change(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one it goes on from."""
+        return {name: self.__dict__[name] for name in _FIXED}
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "rank": (1, 512),
+    "alpha": (1e-6, 1e6),
+    "epochs": (0.001, 10**6),
+    "steps": (1, 10**9),
+    "batch_size": (1, 4096),
+    "length": (1, 65_536),
+    "lr": (0.0, 1.0),
+    "final_lr": (0.0, 1.0),
+    "warmup_steps": (0, 10**9),
+    "weight_decay": (0.0, 1.0),
+    "clip_norm": (1e-6, 1e6),
+    "val_share": (0.0, 0.9),
+    "negatives": (0.0, 0.9),
+    "val_every": (1, 10**9),
+    "patience": (0, 10**6),
+    "seed": (0, 2**63 - 1),
+    "picture_memory_mb": (0, 2**20),
+    "log_every": (1, 10**9),
+}
+
+_FIXED = (
+    "rank", "alpha", "targets", "epochs", "steps", "batch_size", "length", "lr", "final_lr", "warmup_steps",
+    "weight_decay", "clip_norm", "val_every", "patience", "seed",
+)  # fmt: skip
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _check_targets(text: str) -> None:
+    names = _listed(text)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("targets", f"must name matrices, each once: {', '.join(MATRICES)} (got {shown(text)})")
+    for name in names:
+        if name not in MATRICES:
+            raise ConfigError("targets", f"there is no {name!r}; known are: {', '.join(MATRICES)}")

@@ -1,0 +1,86 @@
+"""PERFORMANCE.md is what its generator makes of the rows, and the generator keeps to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kestrel.bench.report import TARGET, report
+from kestrel.bench.rows import append_row
+
+ROOT = Path(__file__).parents[2]
+MACHINE = {
+    "date": "2026-01-02",
+    "commit": "abc1234",
+    "kestrel": "0.1.0",
+    "python": "3.12.3",
+    "torch": "2.11.0",
+    "cpu": "Some CPU",
+    "gpu": "NVIDIA H200",
+    "cores": 16,
+    "threads": 8,
+    "load_before": 0.25,
+}
+
+
+def engine_row(workload: str, mode: str, size: int, tokens: int, rate: float, p50: float, **changes: object) -> dict:
+    what = {"model": "random-MD2", "dtype": "bfloat16", "settings": "", "workload": workload, "mode": mode}
+    counts = {"max_batch_size": size, "tokens": tokens, "requests": 4, "cached_tokens": 2199, "vision_passes": 1}
+    times = {"latency_p95_ms": p50 * 2, "ttft_p50_ms": 1.0, "tokens_per_s": rate * tokens}
+    return {**MACHINE, **what, **counts, "req_per_s": rate, "latency_p50_ms": p50, **times, **changes}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    rows = [
+        engine_row("chart9", "flood", 64, 3, 11.0, 900.0),
+        engine_row("chart9", "flood", 64, 3, 62.5, 901.0),
+        engine_row("chart9", "closed", 64, 3, 60.0, 1000.0),
+        engine_row("chart9", "flood", 1, 30, 20.25, 40.0),
+        engine_row("same-image", "flood", 64, 30, 330.0, 5.0),
+        engine_row("text", "closed", 64, 30, 500.0, 6.0),
+        engine_row("chart9", "closed", 1, 3, 3.5, 321.0, gpu="none", model="kestrel-tiny", dtype="float32"),
+    ]
+    for row in rows:
+        append_row(tmp_path / "engine.csv", row)
+    decode = {"model": "random-MD2", "dtype": "bfloat16", "batch_size": 1, "context": 749, "step_ms": 1.1}
+    append_row(tmp_path / "decode_scaling.csv", {**MACHINE, **decode, "tokens_per_s": 909.0})
+    start = {"model": "random-MD2", "process_s": 4.5, "create_s": 3.0, "first_answer_s": 0.5, "start_s": 8.0}
+    append_row(tmp_path / "start.csv", {**MACHINE, **start})
+    return tmp_path
+
+
+def test_the_committed_file_is_what_the_committed_rows_give() -> None:
+    assert (ROOT / TARGET).read_text(encoding="utf-8") == report(ROOT / "bench" / "results")
+
+
+def test_the_last_row_of_a_case_stands_beside_the_peer(results: Path) -> None:
+    lines = report(results).splitlines()
+    assert (
+        "| max batch size | direct req/s | peer | direct P50 ms | peer | CoT req/s | peer | CoT P50 ms | peer |"
+        in lines
+    )
+    assert "| 64 | 62.5 | 50.1 | 1000 | 1271 | – | 45.6 | – | 1393 |" in lines
+    assert "| 1 | – | 33.2 | – | 38.4 | 20.25 | 11.9 | – | 76.4 |" in lines
+    assert "| flood | 64 | 30 | 330 | 264 | 4 | 1 | 550 |" in lines
+    assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 15000 |" in lines
+    assert "| random-MD2 | bfloat16 | 1 | 749 | 1.1 | 1.58 | 909 |" in lines
+    assert "| random-MD2 | 4.5 | 3 | 0.5 | 8 |" in lines
+
+
+def test_figures_of_the_peer_stand_only_where_they_were_measured(results: Path) -> None:
+    gpu, cpu = report(results).split("\n## Some CPU (CPU)\n")
+    assert "Peer: Kestrel 0.5.0" in gpu
+    assert "peer" not in cpu.lower()
+    assert "| 1 | – | 321 | – | – |" in cpu
+    assert "### kestrel-tiny, float32" in cpu
+
+
+def test_every_section_says_what_was_run(results: Path) -> None:
+    run = "2026-01-02, commit abc1234, torch 2.11.0, Python 3.12.3, load average 0.25 on 16 cores before it"
+    assert report(results).count(f"Measured {run}.") == 4
+
+
+def test_without_rows_only_the_introduction_is_left(tmp_path: Path) -> None:
+    assert "\n## " not in report(tmp_path)

@@ -1,0 +1,60 @@
+"""Freed memory is kept: large blocks come and go without page faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, resource
+from kestrel.engine.allocator import keep_freed_memory
+kept = keep_freed_memory() if {asks} else None
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def use():
+    block = libc.malloc(24 * 2**20)
+    libc.memset(block, 1, 24 * 2**20)
+    libc.free(block)
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    # A second size in between keeps the system's own growing threshold from hiding the matter.
+    use()
+    other = libc.malloc(40 * 2**20); libc.memset(other, 1, 40 * 2**20); libc.free(other)
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+IS_GLIBC = sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names
+
+
+def outcome(*, asks: bool, **variables: str) -> tuple[str, int]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC", "GLIBC"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(asks=asks)],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, faults = done.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="glibc only")
+def test_large_blocks_come_and_go_without_page_faults() -> None:
+    pages = 20 * 64 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    assert outcome(asks=False)[1] > pages // 4
+    kept, faults = outcome(asks=True)
+    assert kept == "True"
+    assert faults < pages // 50
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="glibc only")
+def test_an_operator_who_decided_otherwise_is_obeyed() -> None:
+    kept, _ = outcome(asks=True, MALLOC_TRIM_THRESHOLD_="131072")
+    assert kept == "False"

@@ -1,0 +1,72 @@
+"""Linear layers for a handful of rows as Triton kernels against the plain version."""
+
+from __future__ import annotations
+
+from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: skip - before any kernel
+
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel.kernels.small_linear import small_linear as plain
+from kestrel.kernels.triton.small_linear import Tuning, small_linear
+
+SHAPES = [(1, 48, 64), (1, 7, 100), (2, 5, 33), (4, 32, 128), (5, 40, 72), (16, 32, 128), (13, 3, 5), (0, 8, 16)]
+
+
+@devices
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_those_of_the_plain_version(shape: tuple[int, int, int], device: str) -> None:
+    num_rows, num_out, num_in = shape
+    draw = Draw(device)
+    x, weight = draw(num_rows, num_in), draw(num_out, num_in)
+    expected = plain(x.double(), weight.double()).float()
+    torch.testing.assert_close(small_linear(x, weight), expected, rtol=1e-5, atol=2e-5)
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+@pytest.mark.parametrize("gelu_from", [None, 0, 11])
+def test_bias_activation_and_residual_follow(gelu_from: int | None, num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, weight, bias, residual = draw(num_rows, 40), draw(24, 40), draw(24), draw(num_rows, 24)
+    wide = [t.double() for t in (x, weight, bias, residual)]
+    got = small_linear(x, weight, bias, residual, gelu_from)
+    expected = plain(wide[0], wide[1], wide[2], wide[3], gelu_from).float()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_weights_of_float8_are_read_with_a_scale_per_output(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, weight, scale = draw(num_rows, 32), draw(20, 32).to(torch.float8_e4m3fn), draw(20)
+    expected = plain(x.double(), weight.double() * scale.double()[:, None]).float()
+    torch.testing.assert_close(small_linear(x, weight, scale_F=scale), expected, rtol=1e-5, atol=2e-5)
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_rows_may_be_columns_of_a_wider_tensor(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    wide, weight = draw(num_rows, 96), draw(16, 32)
+    got = small_linear(wide[:, 64:], weight, residual_MF=wide[:, 16:32])
+    assert torch.equal(got, small_linear(wide[:, 64:].contiguous(), weight, residual_MF=wide[:, 16:32].contiguous()))
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_rows: int, device: str) -> None:
+    draw = Draw(device, HALF[device])
+    given: list[Any] = [draw(num_rows, 256), draw(64, 256, scale=0.1), draw(64), draw(num_rows, 64), 32]
+    exact = plain(*(g.double() if isinstance(g, torch.Tensor) else g for g in given))
+    assert distance(small_linear(*given), exact) <= 1.05 * distance(plain(*given), exact)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_out"),
+    [((1, 2048, 10240), 1), ((16, 14336, 2048), 64), ((16, 6144, 2048), 32), ((8, 2048, 8192), 16)],
+)
+def test_outputs_are_shared_out_so_that_all_multiprocessors_work(shape: tuple[int, int, int], block_out: int) -> None:
+    assert Tuning.of(*shape).block_out == block_out

@@ -1,0 +1,74 @@
+"""Pictures of a step are encoded together, and a bad one hits its own rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kestrel.images.rgb import RgbImage
+from kestrel.models.contract import PreparedImage
+from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.runtime.contract import PrefillChunk
+from kestrel.runtime.pictures import PictureEncoder
+from kestrel.tokens import ImageSpan
+from tests.moondream.goldens import golden, pixels
+
+
+class WatchedDecoder(MoondreamDecoder):
+    """Notes how many crops came together; pictures whose top left pixel is white break the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__(golden("md2").model)
+        self.groups: list[list[int]] = []
+
+    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        self.groups.append([image.num_crops for image in images])
+        if any(bool((image.patches_NPC[0, 0] == 1.0).all()) for image in images):
+            raise RuntimeError("the encoder broke")
+        return super().embed_images(images)
+
+
+def chunk(row: int, name: str, white_corner: bool = False) -> PrefillChunk:
+    array = pixels(name).copy()
+    if white_corner:
+        array[:200, :200] = 255
+    image = RgbImage.from_pixels(array)
+    span = ImageSpan(image.digest, 730, 1)
+    return PrefillChunk(row, 0, [span], 730, samples=False, images={image.digest: image})
+
+
+@torch.inference_mode()
+def test_pictures_of_several_requests_are_encoded_together_as_each_alone() -> None:
+    decoder = WatchedDecoder()
+    chunks = [chunk(0, "small"), chunk(1, "multi"), chunk(2, "small")]
+    together, failures = PictureEncoder(decoder, max_crops=64).encode(chunks)
+    assert failures == {}
+    assert len(decoder.groups) == 1, "one pass, and a repeated picture is encoded once"
+    assert len(decoder.groups[0]) == 2
+    for each in chunks:
+        alone, _ = PictureEncoder(decoder, max_crops=1).encode([each])
+        digest = next(iter(each.images))
+        torch.testing.assert_close(together[digest], alone[digest], rtol=0.0, atol=2e-5)
+
+
+@pytest.mark.parametrize("max_crops", [1, 5])
+@torch.inference_mode()
+def test_no_more_crops_come_together_than_allowed_unless_one_picture_has_more(max_crops: int) -> None:
+    decoder = WatchedDecoder()
+    chunks = [chunk(0, "multi"), chunk(1, "small")]
+    PictureEncoder(decoder, max_crops).encode(chunks)
+    assert len(decoder.groups) == 2
+    assert all(len(group) == 1 or sum(group) <= max_crops for group in decoder.groups)
+
+
+@torch.inference_mode()
+def test_a_picture_that_breaks_the_encoder_fails_its_own_rows_only() -> None:
+    decoder = WatchedDecoder()
+    chunks = [chunk(0, "small"), chunk(1, "small", white_corner=True), chunk(2, "small", white_corner=True)]
+    embedded, failures = PictureEncoder(decoder, max_crops=64).encode(chunks)
+    assert set(failures) == {1, 2}
+    assert all("broke" in str(error) for error in failures.values())
+    assert list(embedded) == [next(iter(chunks[0].images))]
