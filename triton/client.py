@@ -1,8 +1,8 @@
 """Tries every skill of a Kestrel behind the Triton protocol, or measures it under load.
 
     pip install 'tritonclient[grpc]' numpy
-    python triton/client.py --url localhost:8001 --image photo.jpg
-    python triton/client.py --url localhost:8001 --image photo.jpg --concurrency 8 --requests 100
+    python triton/client.py --url localhost:8001 --image kestrel/cli/demo_scene.png
+    python triton/client.py --url localhost:8001 --image kestrel/cli/demo_scene.png --concurrency 8 --requests 100
 
 It works with NVIDIA's Triton Inference Server and with `kestrel serve --grpc-port`. The exit code is 0 when every
 request was answered, 1 when some were not, 2 for wrong use or when there is no server.
