@@ -16,7 +16,7 @@ from kestrel.api_keys import offered_keys
 from kestrel.errors import RequestError
 from kestrel.integrations.grpc.host import Host, Visitor
 from kestrel.integrations.grpc.protocol import INFERENCE, Behaviour, Message, Protocol
-from kestrel.integrations.grpc.streams import StreamSession, Write
+from kestrel.integrations.grpc.streams import ClientGone, StreamSession, Write
 from kestrel.integrations.grpc.tensors import fill_response, input_tensors, require_model, require_usual
 from kestrel.integrations.inference_protocol.errors import kind_of, message_of
 from kestrel.integrations.inference_protocol.inputs import BOOL, INPUTS, MODEL, VERSION, read_call
@@ -115,6 +115,8 @@ class InferenceService:
                         response = self._stream_response()
                         fill_response(response.infer_response, request, answer)
                         await write(response)
+            except ClientGone:
+                raise
             except Exception as error:
                 _log_fault(error)
                 response = self._stream_response(error_message=message_of(error))

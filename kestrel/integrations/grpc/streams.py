@@ -15,6 +15,10 @@ Write: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
 AnswerAll: TypeAlias = Callable[[Message, Write], Coroutine[Any, Any, None]]
 
 
+class ClientGone(Exception):
+    """Nobody reads the answers any more."""
+
+
 class StreamSession:
     """`answer_all(request, write)` answers one request, refusals included. After `closing` no more are read."""
 
@@ -50,14 +54,17 @@ class StreamSession:
             self._room.release()
 
     async def _write_in_turn(self, response: Message) -> None:
-        """Waits while the client does not read, and so does whoever makes the answers."""
+        """Waits while the client does not read, and so does whoever makes the answers. Raises ClientGone."""
         async with self._one_at_a_time:
-            await self._write(response)
+            try:
+                await self._write(response)
+            except Exception as error:
+                raise ClientGone from error
 
     def _put_aside(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the connection broke, and the call with it
+            task.exception()  # ClientGone: the call ends as well
 
 
 async def _first(coming: Awaitable[Message | None], closing: asyncio.Future[Any]) -> Message | None:
