@@ -103,3 +103,27 @@ class RequestCancelled(KestrelError):
 
 class EngineStopped(KestrelError):
     """The engine has shut down or its worker failed; `__cause__` says why."""
+
+
+class Unauthorised(KestrelError):
+    """No key, or none that is known."""
+
+
+class ModelNotFound(KestrelError):
+    """A request names a model that is not served here."""
+
+
+class DeadlineExceeded(KestrelError):
+    """The request took longer than the server allows."""
+
+
+class TooManyRequests(KestrelError):
+    """One client has too many unanswered requests."""
+
+
+class NotServing(KestrelError):
+    """The server is starting or draining."""
+
+
+class QueueTimeout(CapacityError):
+    """The request waited too long for its turn."""

@@ -22,10 +22,9 @@ import typer
 
 from kestrel.cli.environment import variable_of
 from kestrel.config import RuntimeConfig
+from kestrel.environment import environment_names, flag_names
 from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
-
-ENVIRONMENT_PREFIX = "KESTREL_"
 
 WITH_ENVIRONMENT = (RuntimeConfig, ServerConfig)
 
@@ -98,15 +97,6 @@ def flag_parameters(group: type) -> list[inspect.Parameter]:
     ]
 
 
-def flag_names(field: Field[Any]) -> tuple[str, ...]:
-    """Every spelling of a field's flag; a boolean's opposite is not among them."""
-    return tuple(field.metadata.get("flags", (_dashed(field.name),)))
-
-
-def environment_names(field: Field[Any]) -> list[str]:
-    return [ENVIRONMENT_PREFIX + name.removeprefix("--").replace("-", "_").upper() for name in flag_names(field)]
-
-
 def _option(field: Field[Any], reads_environment: bool) -> Any:
     names = flag_names(field)
     if "bool" in str(field.type) and "flags" not in field.metadata:
@@ -151,7 +141,3 @@ def _value_type(hint: Any) -> Any:
         return hint
     kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
     return Optional[kinds[0] if len(kinds) == 1 else str]  # noqa: UP045 (built at run time)
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import secrets
-
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kestrel.api_keys import ApiKeys, offered_keys
 from kestrel.server.config import ServerConfig
-from kestrel.server.errors import Unauthorised
 from kestrel.server.paths import route_path
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/ready", "/version"})
@@ -28,16 +24,14 @@ def is_open(scope: Scope) -> bool:
 class Authentication:
     """Puts `client` (who calls, for limits and logs) and `tenant` (whose cached KV it may share) on the request."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, keys: ApiKeys) -> None:
         self._app = app
-        self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._keys = keys
         self._isolates = config.isolate_prefix_cache
-        self._salt = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            key = None if self._is_open(scope) else self._require_key(Headers(scope=scope))
-            name = None if key is None else hmac.new(self._salt, key, hashlib.sha256).hexdigest()[:16]
+            name = None if self._is_open(scope) else self._keys.require(keys_in(Headers(scope=scope)))
             scope["state"]["client"] = f"key {name}" if name else _address(scope)
             scope["state"]["tenant"] = name if self._isolates else None
         await self._app(scope, receive, send)
@@ -45,26 +39,9 @@ class Authentication:
     def _is_open(self, scope: Scope) -> bool:
         return not self._keys or is_open(scope)
 
-    def _require_key(self, headers: Headers) -> bytes:
-        """The digest of the key. Digests are compared, so that not even a key's length shows in the time it takes."""
-        offered = [_digest(key) for key in offered_keys(headers)]
-        if not offered:
-            raise Unauthorised("an API key is required; send `Authorization: Bearer KEY` or `X-Moondream-Auth: KEY`")
-        known = [key for key in self._keys for candidate in offered if hmac.compare_digest(key, candidate)]
-        if not known:
-            raise Unauthorised("the API key is not known; check it, or ask the operator for one")
-        return known[0]
 
-
-def offered_keys(headers: Headers) -> list[bytes]:
-    """Every key of a request; an empty header counts as absent."""
-    scheme, _, bearer = headers.get("authorization", "").strip().partition(" ")
-    offered = [bearer if scheme.lower() == "bearer" else "", headers.get("x-moondream-auth", "")]
-    return [key.strip().encode("latin-1") for key in offered if key.strip()]
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def keys_in(headers: Headers) -> list[bytes]:
+    return offered_keys(headers.get("authorization", ""), headers.get("x-moondream-auth", ""))
 
 
 def client_of(connection: HTTPConnection) -> str:

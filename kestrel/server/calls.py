@@ -19,7 +19,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
-from kestrel.server.state import RequestInfo, state_of
+from kestrel.server.state import RequestInfo, ServerState, state_of
 
 T = TypeVar("T")
 
@@ -55,9 +55,18 @@ def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
 async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
     """The running request. However the block is left, the request ends with it and the observers are told."""
     state = state_of(request)
+    state.require_serving()
+    async with engine_request(state, _with_free_id(request, info), fields, tenant_of(request)) as stream:
+        yield stream
+
+
+@asynccontextmanager
+async def engine_request(
+    state: ServerState, info: RequestInfo, fields: dict[str, Any], tenant: str | None
+) -> AsyncIterator[EngineStream]:
+    """The same for a request that came by any protocol."""
     engine = state.require_serving()
-    info = _with_free_id(request, info)
-    fields = {**fields, "tenant": tenant_of(request), "request_id": info.request_id}
+    fields = {**fields, "tenant": tenant, "request_id": info.request_id}
     deadlines = Deadlines(engine, info, state.config)
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
     state.running[info.request_id] = info

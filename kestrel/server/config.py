@@ -25,6 +25,10 @@ class ServerConfig:
 
     host: str = field(default="127.0.0.1", metadata=_doc("Address to listen on. A public one needs an API key."))
     port: int = field(default=8080, metadata=_doc("Port to listen on; 0 takes a free one."))
+    grpc_port: int | None = field(
+        default=None,
+        metadata=_doc("Port for the KServe v2 / Triton protocol over gRPC; needs the extra grpc. Default: none."),
+    )
     api_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
@@ -133,6 +137,7 @@ class ServerConfig:
 
 _INTEGERS: dict[str, tuple[int, int]] = {
     "port": (0, 65_535),
+    "grpc_port": (0, 65_535),
     "max_body_bytes": (1024, 2**40),
     "max_header_bytes": (1024, 2**24),
     "max_pending_body_bytes": (1024, 2**50),
@@ -140,6 +145,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "max_requests_per_client": (1, 10**7),
     "keep_alive_timeout_s": (1, 86_400),
 }
+_OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client")
 _SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
 _TEXTS = ("host", "root_path", "log_format")
 _OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
@@ -187,7 +193,7 @@ def _check_kinds(config: ServerConfig) -> None:
 def _check_numbers(config: ServerConfig) -> None:
     for name, (low, high) in _INTEGERS.items():
         value = getattr(config, name)
-        if value is None and name in ("default_max_new_tokens", "max_requests_per_client"):
+        if value is None and name in _OPTIONAL_INTEGERS:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")

@@ -24,11 +24,17 @@ from kestrel.errors import (
     AdapterUnusable,
     CapacityError,
     ContextTooLong,
+    DeadlineExceeded,
     EngineStopped,
     KestrelError,
+    ModelNotFound,
+    NotServing,
     NumericalError,
+    QueueTimeout,
     RequestCancelled,
     RequestError,
+    TooManyRequests,
+    Unauthorised,
 )
 from kestrel.server.records import RequestRecord
 
@@ -38,14 +44,6 @@ _OBJECT = re.compile(r"<[^<>]{0,100} at 0x[0-9a-fA-F]+>")
 """How libraries print what they were given; it says nothing to a client and an address to an attacker."""
 RETRY_AFTER_S = 1
 """What a client is told to wait when the server is full."""
-
-
-class Unauthorised(KestrelError):
-    """No key, or none that is known."""
-
-
-class ModelNotFound(KestrelError):
-    """A request names a model that is not served here."""
 
 
 class BodyTooLarge(KestrelError):
@@ -66,22 +64,6 @@ class UnsupportedEncoding(KestrelError):
 
 class SlowClient(KestrelError):
     """The request did not arrive in time."""
-
-
-class DeadlineExceeded(KestrelError):
-    """The request took longer than the server allows."""
-
-
-class TooManyRequests(KestrelError):
-    """One client has too many unanswered requests."""
-
-
-class NotServing(KestrelError):
-    """The server is starting or draining."""
-
-
-class QueueTimeout(CapacityError):
-    """The request waited too long for its turn."""
 
 
 class ClientGone(Exception):

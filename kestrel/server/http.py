@@ -95,7 +95,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
         *layers,
         Middleware(ErrorBoundary),
         Middleware(HeadLimit, config=config),
-        Middleware(Authentication, config=config),
-        Middleware(ClientLimit, config=config),
+        Middleware(Authentication, config=config, keys=state.keys),
+        Middleware(ClientLimit, state=state),
         Middleware(BodyLimit, state=state),
     ]

@@ -23,11 +23,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kestrel.engine import InferenceEngine
+from kestrel.engine.warm_up import warm_up
 from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
 from kestrel.server.protocol import timed_protocol
 from kestrel.server.state import Phase, ServerState, app_state
-from kestrel.server.warm_up import warm_up
 
 logger = logging.getLogger("kestrel.server")
 

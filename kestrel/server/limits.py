@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +16,6 @@ from kestrel.server.errors import (
     BodyTooLarge,
     HeadTooLarge,
     SlowClient,
-    TooManyRequests,
 )
 from kestrel.server.state import ServerState
 
@@ -54,27 +52,16 @@ def _head_bytes(scope: Scope) -> int:
 class ClientLimit:
     """Refuses a client with too many unanswered requests, before its body is read."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
-        self._limit = config.max_requests_per_client
-        self._unanswered: Counter[str] = Counter()
+        self._clients = state.clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._limit is None or is_open(scope):
+        if scope["type"] != "http" or is_open(scope):
             await self._app(scope, receive, send)
             return
-        client = scope["state"]["client"]
-        if self._unanswered[client] >= self._limit:
-            raise TooManyRequests(
-                f"{self._limit} requests of this client are unanswered (max_requests_per_client); retry later"
-            )
-        self._unanswered[client] += 1
-        try:
+        with self._clients.counted(scope["state"]["client"]):
             await self._app(scope, receive, send)
-        finally:
-            self._unanswered[client] -= 1
-            if not self._unanswered[client]:
-                del self._unanswered[client]
 
 
 class BodyLimit:

@@ -12,10 +12,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kestrel.engine import EngineResult, EngineStream, StreamChunk
+from kestrel.engine import EngineResult, EngineStream
+from kestrel.engine.bodies import chunk_body
 from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import engine_call, request_info, until_gone
+from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
 from kestrel.server.json_body import read_object
@@ -181,8 +183,8 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
     take_model(state, fields)
     for name, value in skill.defaults.items():
         fields.setdefault(name, value)
-    if skill.counts_tokens and state.config.default_max_new_tokens is not None and not _bounds_tokens(fields):
-        fields["max_new_tokens"] = state.config.default_max_new_tokens
+    if skill.counts_tokens:
+        fields = with_default_budget(fields, state.config)
     if "image_url" in fields:
         max_bytes = state.require_serving().config.max_image_bytes
         fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, state.images)
@@ -222,6 +224,13 @@ def adapter_in(state: ServerState, name: str) -> str | None:
                 return name.removeprefix(f"{spelled}/")
     close = did_you_mean(name, [served for served in known if served is not None])
     raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out{close}")
+
+
+def with_default_budget(fields: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """The fields of a skill that counts tokens, with the server's own bound where they have none."""
+    if config.default_max_new_tokens is None or _bounds_tokens(fields):
+        return fields
+    return {**fields, "max_new_tokens": config.default_max_new_tokens}
 
 
 def _bounds_tokens(fields: Mapping[str, Any]) -> bool:
@@ -266,21 +275,6 @@ async def stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes
         yield event(chunk_body(chunk))
     opening = {"chunk": ""} if style == "chunk" else {"type": "final"}
     yield event({**opening, "completed": True, **result_body(await stream.result())})
-
-
-def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
-    """Text has no type. Thinking has one and no `chunk`, so that joined chunks are the answer alone."""
-    place = {"completed": False, "token_index": chunk.token_index}
-    match chunk.kind:
-        case "text":
-            return {"chunk": chunk.text, **place}
-        case "reasoning":
-            return {"type": "reasoning", "reasoning": chunk.text, **place}
-        case "path_delta":
-            return {"type": "path_delta", "chunk": chunk.text, **place}
-        case "bbox":
-            return {"type": "bbox", **(chunk.data or {}), **place}
-    return {"type": chunk.kind, chunk.kind: chunk.data, **place}
 
 
 def _body(skill: NativeSkill) -> dict[str, Any]:

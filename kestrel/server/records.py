@@ -7,7 +7,8 @@ once the last byte is out or the client is gone. A record holds numbers and name
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -96,6 +97,20 @@ def _route_of_path(scope: Scope) -> Route | None:
 
 RequestWatcher: TypeAlias = Callable[[RequestRecord], None]
 _current: ContextVar[RequestRecord | None] = ContextVar("kestrel_record", default=None)
+
+
+@contextmanager
+def recorded(record: RequestRecord, watchers: Sequence[RequestWatcher]) -> Iterator[None]:
+    """The same for a request that came by another protocol; whoever serves it fills in the status."""
+    token = _current.set(record)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        record.latency_s = time.monotonic() - record.started_s
+        record.client_gone = record.status is None
+        for watcher in watchers:
+            watcher(record)
 
 
 class RecordedRequests:

@@ -12,9 +12,11 @@ from typing import Protocol, cast
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 
+from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, InferenceEngine
+from kestrel.errors import NotServing
+from kestrel.server.client_counts import ClientCounts
 from kestrel.server.config import ServerConfig
-from kestrel.server.errors import NotServing
 from kestrel.server.images import ImageFetcher, NoRemoteImages
 
 logger = logging.getLogger("kestrel.server")
@@ -70,6 +72,12 @@ class ServerState:
     """When the server was made, in seconds since 1970."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the server is ready, or has failed to become so."""
+    keys: ApiKeys = field(init=False)
+    clients: ClientCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = ApiKeys(self.config.api_keys)
+        self.clients = ClientCounts(self.config.max_requests_per_client)
 
     @property
     def ready(self) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kestrel.cli import serve as serve_module
-from kestrel.cli.config_flags import flag_names
 from kestrel.config import RuntimeConfig
+from kestrel.environment import flag_names
 from kestrel.server.config import ServerConfig
 from tests.cli.conftest import Kestrel
 

@@ -10,8 +10,9 @@ import pytest
 import typer
 
 from kestrel.cli.app import VERBS
-from kestrel.cli.config_flags import environment_names, flag_names, flag_parameters, takes_config, with_flags
+from kestrel.cli.config_flags import flag_parameters, takes_config, with_flags
 from kestrel.config import RuntimeConfig
+from kestrel.environment import environment_names, flag_names
 
 from .conftest import MD3, Kestrel
 

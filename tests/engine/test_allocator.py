@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource
-from kestrel.server.allocator import keep_freed_memory
+from kestrel.engine.allocator import keep_freed_memory
 kept = keep_freed_memory() if {asks} else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""One real request per skill before the server calls itself ready."""
+"""One real request per skill, before a server calls itself ready."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from kestrel.engine import InferenceEngine
+from kestrel.engine.api import InferenceEngine
 
 TENANT = "warm-up"
 """Its cached KV is shared with nobody."""

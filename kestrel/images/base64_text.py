@@ -1,0 +1,44 @@
+"""Pictures as text: base64, bare or in a data URL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+from kestrel.errors import RequestError
+
+_DATA_URL = re.compile(r"data:([^,;]{0,100})((?:;[^,;]{0,100}){0,8}),", re.IGNORECASE)
+_BLANKS = re.compile(r"\s+")
+
+
+def base64_payload(value: str, field: str) -> str:
+    """The base64 in a text. The media type of a data URL is not used: the bytes say what they are."""
+    if value[:5].lower() != "data:":
+        return value
+    head = _DATA_URL.match(value)
+    if head is None:
+        raise RequestError(field, "is no data URL; write data:image/png;base64, and then the data")
+    if "base64" not in head.group(2).lower().split(";"):
+        raise RequestError(field, "is a data URL without base64; write data:image/png;base64, and then the data")
+    return value[head.end() :]
+
+
+def require_decodable(payload: str, max_bytes: int, field: str) -> None:
+    """Refuse, before it is decoded, what would be larger than `max_bytes`."""
+    if len(payload) // 4 * 3 > max_bytes + 2 and len(_BLANKS.sub("", payload)) // 4 * 3 > max_bytes + 2:
+        raise RequestError(field, f"the picture exceeds {max_bytes} bytes (max_image_bytes); send a smaller one")
+
+
+def decode_base64(text: str, field: str) -> bytes:
+    """Strict: every character counts, and so does the padding; blanks and line breaks between them do not."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        try:
+            data = base64.b64decode(_BLANKS.sub("", text), validate=True)
+        except (binascii.Error, ValueError):
+            raise RequestError(field, "is not base64, or is cut off; encode the whole picture file") from None
+    if not data:
+        raise RequestError(field, "holds no data; send a picture")
+    return data

@@ -1,0 +1,1 @@
+"""The engine inside other servers' worlds, and their protocols over the engine."""

@@ -1,0 +1,1 @@
+"""The inference protocol of KServe and Triton over gRPC, without Triton. Needs the extra `grpc`."""

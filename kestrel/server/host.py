@@ -1,0 +1,119 @@
+"""The server as a host of another protocol in the same process: keys, limits, deadlines, drain and log are the same.
+
+It knows nothing of that protocol. Whoever starts both hands this over.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kestrel.engine import EngineStream
+from kestrel.engine.intake import MAX_NAME_LENGTH
+from kestrel.errors import QueueFull, RequestError
+from kestrel.server.calls import engine_request
+from kestrel.server.errors import kind_of
+from kestrel.server.logs import access_log
+from kestrel.server.native import NATIVE_SKILLS, with_default_budget
+from kestrel.server.records import RequestRecord, recorded
+from kestrel.server.state import Phase, RequestInfo, ServerState
+
+COUNTS_TOKENS = frozenset(skill.name for skill in NATIVE_SKILLS if skill.counts_tokens)
+
+
+class ServerHost:
+    """`protocol` names the other protocol in the log, where HTTP has its method."""
+
+    def __init__(self, state: ServerState, protocol: str) -> None:
+        self._state = state
+        self._protocol = protocol
+
+    @property
+    def is_alive(self) -> bool:
+        return self._state.phase is not Phase.FAILED and (self._state.engine is None or not self._state.engine.fault)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._state.ready
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        engine = self._state.engine
+        names = (self._state.config.served_model_name, None if engine is None else engine.model_name)
+        return [name for name in names if name is not None]
+
+    @property
+    def max_image_bytes(self) -> int:
+        return self._state.require_serving().config.max_image_bytes
+
+    def admit(self, keys: Sequence[bytes], address: str) -> ServerVisitor:
+        """A client with one of the keys. Raises Unauthorised."""
+        name = self._state.keys.require(keys) if self._state.keys else None
+        isolates = self._state.config.isolate_prefix_cache
+        return ServerVisitor(
+            self._state, self._protocol, f"key {name}" if name else address, tenant=name if isolates else None
+        )
+
+
+@dataclass(frozen=True)
+class ServerVisitor:
+    state: ServerState
+    protocol: str
+    client: str
+    tenant: str | None
+
+    @contextmanager
+    def request(self, route: str, num_bytes: int) -> Iterator[VisitorRequest]:
+        """One request of `num_bytes`, from its arrival to its answer: counted, bounded and logged."""
+        record = RequestRecord(uuid.uuid4().hex, self.protocol, route)
+        with recorded(record, [access_log]):
+            try:
+                self.state.require_serving()
+                with self.state.clients.counted(self.client), _held(self.state, num_bytes):
+                    yield VisitorRequest(self, record)
+                record.status = 200
+            except Exception as error:
+                record.error_type, record.status = type(error).__name__, kind_of(error).status
+                raise
+
+
+@dataclass(frozen=True)
+class VisitorRequest:
+    visitor: ServerVisitor
+    record: RequestRecord
+
+    @asynccontextmanager
+    async def run(self, skill: str, fields: Mapping[str, Any], *, stream: bool) -> AsyncIterator[EngineStream]:
+        state, fields = self.visitor.state, dict(fields)
+        request_id = fields.pop("request_id", self.record.request_id)
+        if request_id in state.running:
+            raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
+        if len(request_id) <= MAX_NAME_LENGTH:
+            self.record.request_id = request_id
+        if skill in COUNTS_TOKENS:
+            fields = with_default_budget(fields, state.config)
+        info = RequestInfo(
+            request_id,
+            skill,
+            self.record.route,
+            model=state.model_name or "",
+            client=self.visitor.client,
+            stream=stream,
+            adapter=fields.get("adapter"),
+        )
+        async with engine_request(state, info, fields, self.visitor.tenant) as running:
+            yield running
+
+
+@contextmanager
+def _held(state: ServerState, num_bytes: int) -> Iterator[None]:
+    if state.pending_body_bytes + num_bytes > state.config.max_pending_body_bytes:
+        raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
+    state.pending_body_bytes += num_bytes
+    try:
+        yield
+    finally:
+        state.pending_body_bytes -= num_bytes

@@ -1,0 +1,43 @@
+"""Every failure that a client can see has a code of its own kind and no words that are none of its business."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from kestrel import errors
+from kestrel.errors import RequestError
+from kestrel.integrations.inference_protocol.errors import ERROR_KINDS, TritonCode, kind_of, message_of
+
+
+def every_error() -> list[type[errors.KestrelError]]:
+    found = [errors.KestrelError]
+    for kind in found:
+        found += kind.__subclasses__()
+    return [kind for kind in found if kind.__module__ == "kestrel.errors" and kind is not errors.KestrelError]
+
+
+@pytest.mark.parametrize("code", sorted({kind.grpc for _, kind in ERROR_KINDS}))
+def test_codes_are_grpcs(code: str) -> None:
+    assert code in grpc.StatusCode.__members__
+
+
+AT_START = (errors.ConfigError, errors.CheckpointError)
+"""They end a server before it has clients."""
+
+
+@pytest.mark.parametrize("error", [kind for kind in every_error() if kind not in AT_START])
+def test_a_failure_on_purpose_is_no_internal_error(error: type[errors.KestrelError]) -> None:
+    made = error("question", "is odd") if issubclass(error, RequestError) else error("is odd")
+    assert kind_of(made).triton is not TritonCode.INTERNAL or error is errors.NumericalError
+
+
+def test_words_about_the_inside_stay_inside() -> None:
+    assert "secret" not in message_of(ValueError("secret"))
+    assert "secret" not in message_of(errors.EngineStopped("secret"))
+    assert message_of(RequestError("image", "<io.Bytes at 0x7f00aa> is odd")) == "IMAGE: the data is odd"
+
+
+def test_fields_are_called_by_their_inputs() -> None:
+    assert message_of(RequestError("question", "is required")) == "QUESTION: is required"
+    assert message_of(RequestError("temperature", "is high")) == "temperature: is high"

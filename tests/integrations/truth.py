@@ -1,0 +1,66 @@
+"""What the engine says when it is asked directly."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from kestrel.config import RuntimeConfig
+from kestrel.engine import EngineResult, InferenceEngine
+from tests.engine.held_out import drawn_scenes
+
+GREEDY = {"temperature": 0.0}
+KEYS = {"query": "answer", "caption": "caption", "point": "points", "detect": "objects", "segment": "path"}
+NUM_SCENES = 4
+
+
+@dataclass(frozen=True)
+class Asked:
+    skill: str
+    fields: dict[str, Any]
+    output: dict[str, Any]
+    """The engine's own."""
+    finish_reason: str
+
+
+def questions() -> list[tuple[str, dict[str, Any]]]:
+    """Four about each of the scenes; points and boxes tell one scene from another."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for scene in drawn_scenes()[:NUM_SCENES]:
+        picture = encoded(scene.pixels, "PNG")
+        thing = scene.view.scene.objects[0].name
+        found += [
+            ("point", {"image": picture, "object": thing, "settings": {"max_objects": 1}}),
+            ("detect", {"image": picture, "object": thing, "settings": {"max_objects": 1}}),
+            ("caption", {"image": picture, "settings": {**GREEDY, "max_tokens": 5}}),
+            ("query", {"image": picture, "question": f"How many {thing}s are there?", "settings": GREEDY}),
+        ]
+    return found
+
+
+def direct_answers(calls: list[tuple[str, dict[str, Any]]], adapters: Path) -> list[Asked]:
+    async def run() -> list[EngineResult]:
+        config = RuntimeConfig(device="cpu", kv_cache_pages=600, max_batch_size=8, adapter_dir=adapters)
+        async with await InferenceEngine.create(config) as engine:
+            return await asyncio.gather(*(engine.run(skill, **fields) for skill, fields in calls))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        results = asyncio.run(run())
+    finally:
+        torch.set_num_threads(before)
+    pairs = zip(calls, results, strict=True)
+    return [Asked(skill, fields, result.output, result.finish_reason) for (skill, fields), result in pairs]
+
+
+def encoded(pixels: Any, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
