@@ -64,7 +64,7 @@ class Endpoint:
     def require_clean_end(self) -> None:
         """It stopped by itself, held nothing, and complained of nothing."""
         assert self.stop() == 0, self.log
-        assert "Traceback" not in self.log
+        assert "Traceback" not in self.log, self.log[self.log.index("Traceback") :][:3000]
         if self.kind == "triton":
             assert "ended with 0 requests unanswered and 0 KV pages in use" in self.log
             assert shared_memory_of(self.process.pid) == []
