@@ -50,7 +50,7 @@ def operations(schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_generated_requests_find_no_fault_in_any_route(described: RunningServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{described.url}/openapi.json"]
-    bounds = ["--max-examples", "12", "--request-timeout", "60", "--workers", "2"]
+    bounds = ["--max-examples", "20", "--request-timeout", "60", "--workers", "2"]
     how = ["--phases", PHASES, "--checks", ",".join(CHECKS), "--seed", "1", "--no-color"]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.server.schema_hooks", "PYTHONPATH": str(ROOT)}
     told = subprocess.run(
