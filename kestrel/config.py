@@ -89,8 +89,8 @@ class RuntimeConfig:
         default=5.0, metadata=_doc("Seconds of waiting that weigh as much as one priority level.")
     )
     enable_cuda_graphs: bool = field(
-        default=False,
-        metadata=_doc("Capture decode steps as CUDA graphs. Not yet tried on a GPU, so off; without effect on a CPU."),
+        default=True,
+        metadata=_doc("Capture decode steps as CUDA graphs, each when it is first needed; without effect on a CPU."),
     )
     compile: bool = field(
         default=False, metadata=_doc("Compile the model with torch.compile (not available yet: refused when set).")

@@ -10,10 +10,11 @@ from kestrel.images.tiling import TilingPlan
 
 
 def image_tensor(image: RgbImage, device: torch.device | str = "cpu") -> torch.Tensor:
-    """[height, width, 3] uint8 with memory of its own."""
-    pixels = torch.empty(image.pixels.shape, dtype=torch.uint8)
+    """[height, width, 3] uint8 with memory of its own. A GPU fetches it while the host goes on."""
+    on_gpu = torch.device(device).type == "cuda"
+    pixels = torch.empty(image.pixels.shape, dtype=torch.uint8, pin_memory=on_gpu)
     pixels.numpy()[...] = image.pixels
-    return pixels.to(device)
+    return pixels.to(device, non_blocking=on_gpu)
 
 
 def make_crops(image: RgbImage | torch.Tensor, plan: TilingPlan) -> torch.Tensor:
@@ -30,8 +31,8 @@ def make_crops(image: RgbImage | torch.Tensor, plan: TilingPlan) -> torch.Tensor
     crops[0] = resize_lanczos(pixels, size, size)
     if plan.has_distinct_locals:
         resized = resize_lanczos(pixels, plan.resized_height, plan.resized_width)
-        for index, (top, left) in zip(plan.local_crop_indices, plan.local_origins, strict=True):
-            crops[index] = resized[top : top + size, left : left + size]
+        windows = resized.unfold(0, size, plan.params.window_px).unfold(1, size, plan.params.window_px)
+        crops[1:].unflatten(0, (plan.rows, plan.cols)).copy_(windows.permute(0, 1, 3, 4, 2))
     return crops
 
 

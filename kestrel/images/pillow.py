@@ -14,6 +14,7 @@ from PIL.ImageFile import ImageFile
 from kestrel.errors import RequestError
 from kestrel.images.arrays import repeat_grey
 from kestrel.images.formats import identify
+from kestrel.images.jpeg import jpeg_pixels
 from kestrel.images.limits import ImageLimits
 from kestrel.images.quiet import PILLOW_QUIET
 
@@ -45,7 +46,9 @@ def pixels_from_encoded(data: bytes, limits: ImageLimits) -> np.ndarray:
     with _reading(f"{image_format.name} file"):
         image = image_format.open(io.BytesIO(data))
         limits.check_size(image.height, image.width)
-        pixels = _rgb_pixels(image)
+        pixels = jpeg_pixels(data) if image_format.name == "JPEG" and image.mode == "RGB" else None
+        if pixels is None:
+            pixels = _rgb_pixels(image)
         if limits.honour_exif and image_format.name != "TIFF":
             pixels = _turn_upright(pixels, _orientation(image))
     return pixels

@@ -41,7 +41,7 @@ class _Scratch:
 
 
 _CPU_SCRATCH = _Scratch(band_outputs=32, chunk_elements=2**19)
-_GPU_SCRATCH = _Scratch(band_outputs=256, chunk_elements=2**25)
+_GPU_SCRATCH = _Scratch(band_outputs=2048, chunk_elements=2**25)
 
 
 def _scratch_for(device: torch.device) -> _Scratch:

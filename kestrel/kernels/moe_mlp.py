@@ -25,14 +25,30 @@ def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return top_TK.softmax(dim=1), ids_TK
 
 
-def moe_mlp(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, fc1_EFD: Tensor, fc2_EDI: Tensor) -> Tensor:
-    """y [T, D] for routed tokens; F = 2·I. Reads the number of tokens per expert on the host."""
+def moe_mlp(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    fc1_EFD: Tensor,
+    fc2_EDI: Tensor,
+    fc1_scale_EF: Tensor | None = None,
+    fc2_scale_ED: Tensor | None = None,
+) -> Tensor:
+    """y [T, D] for routed tokens; F = 2·I. Reads the number of tokens per expert on the host.
+
+    Scales are those of matrices kept in float8, one per output.
+    """
     assert fc1_EFD.shape[1] == 2 * fc2_EDI.shape[2]
 
     def run_expert(expert: int, _: Tensor, x_ND: Tensor) -> Tensor:
-        return expert_mlp(x_ND, fc1_EFD[expert], fc2_EDI[expert])
+        fc1_FD = _widened(fc1_EFD[expert], fc1_scale_EF, expert, x_ND.dtype)
+        return expert_mlp(x_ND, fc1_FD, _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
 
     return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
+
+
+def _widened(matrix_FD: Tensor, scale_EF: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    return matrix_FD if scale_EF is None else (matrix_FD.float() * scale_EF[expert][:, None]).to(dtype)
 
 
 def mix_experts(

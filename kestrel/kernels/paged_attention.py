@@ -18,7 +18,9 @@ from torch import Tensor
 def write_kv(k_cache: Tensor, v_cache: Tensor, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
     """Put new keys and values into their slots."""
     for cache, x_THD in ((k_cache, k_THD), (v_cache, v_THD)):
-        _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(x_THD.to(cache.dtype)))
+        limit = torch.finfo(cache.dtype).max
+        fitting_THD = x_THD.clamp(-limit, limit) if cache.dtype.itemsize == 1 else x_THD
+        _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(fitting_THD.to(cache.dtype)))
 
 
 def attend_segment(
@@ -80,8 +82,9 @@ def attend_rows(
     page_size: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    out_BHD: Tensor | None = None,
 ) -> Tensor:
-    """One query per row over the row's first `num_keys` positions, found through its pages.
+    """One query per row over the row's first `num_keys` positions, found through its pages. `out_BHD` receives it.
 
     Position p of row b lies in slot pages[b, p // page_size] · page_size + p % page_size. A row of no keys gives zeros;
     what its pages hold does not matter, nor what other rows' pages hold past their last key.
@@ -93,8 +96,8 @@ def attend_rows(
     pages_BK = pages_BP.repeat_interleave(page_size, dim=1)
     slots_BK = torch.where(mask_BK, pages_BK * page_size + keys_1K % page_size, 0)
     k_BKHD, v_BKHD = (
-        _widened(k_cache, slots_BK, k_scale, q_BHD.dtype),
-        _widened(v_cache, slots_BK, v_scale, q_BHD.dtype),
+        widened(k_cache, slots_BK, k_scale, q_BHD.dtype),
+        widened(v_cache, slots_BK, v_scale, q_BHD.dtype),
     )
     out_BH1D = F.scaled_dot_product_attention(
         q_BHD[:, :, None],
@@ -103,10 +106,12 @@ def attend_rows(
         attn_mask=mask_BK[:, None, None],
         enable_gqa=q_BHD.shape[1] != k_cache.shape[1],
     )
-    return torch.where(num_keys_B[:, None, None] > 0, out_BH1D[:, :, 0], 0.0)
+    seen_BHD = torch.where(num_keys_B[:, None, None] > 0, out_BH1D[:, :, 0], 0.0)
+    return seen_BHD if out_BHD is None else out_BHD.copy_(seen_BHD)
 
 
-def _widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What lies in the slots, as numbers of `dtype`; a scale is for a cache of another dtype."""
     if cache.dtype == dtype:
         return cache[slots_BK]
     return (_as_bytes(cache)[slots_BK].view(cache.dtype).to(torch.float32) * scale).to(dtype)

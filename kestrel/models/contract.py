@@ -37,6 +37,23 @@ class Attend(Protocol):
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
 
 
+class StepAttention(Attend, Protocol):
+    """`Attend`, and the same in two halves for a model that stores keys and values with a kernel of its own."""
+
+    @property
+    def slots_T(self) -> Tensor:
+        """Where the keys and values of the new positions go."""
+        ...
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values by slot."""
+        ...
+
+    def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
+        """What the new positions see, once theirs are stored. Rows of both may lie apart."""
+        ...
+
+
 AdaptedMatrix = Literal["qkv", "proj", "proj_of_norm", "fc1", "fc2"]
 """A place where a low-rank delta is added. `proj_of_norm` is a delta of proj that reads the block's norm output."""
 
@@ -95,7 +112,7 @@ class DecoderModel(Protocol):
         """[num_image_positions, hidden_dim] of each, all encoded together."""
         ...
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
         """The last layer's residual stream, [T, hidden_dim]."""
         ...
 

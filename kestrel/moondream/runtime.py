@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
-from kestrel.models.contract import Adapt, Attend, DecoderShape, PreparedImage
+from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.models.contract import Adapt, DecoderShape, PreparedImage, StepAttention
+from kestrel.moondream.fused_text import FusedText
+from kestrel.moondream.fused_vision import FusedVision
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
@@ -23,12 +27,19 @@ from kestrel.runtime.executor import Executor, MakeFixedDecode
 from kestrel.runtime.memory import plan_pages
 
 
+@dataclass(frozen=True, slots=True)
+class FusedForward:
+    text: FusedText
+    vision: FusedVision
+
+
 class MoondreamDecoder:
     """A loaded model as `kestrel.models.contract.DecoderModel`."""
 
     def __init__(self, model: MoondreamModel) -> None:
         text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
         self._model = model
+        self._fused: FusedForward | None = None
         self._tiling = TilingParams(
             crop_size=vision.crop_size,
             patch_size=vision.enc_patch_size,
@@ -81,20 +92,27 @@ class MoondreamDecoder:
         """Resized, cropped and normalised: [crops, grid², 3·patch²]."""
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
+    def fuse(self, ops: Ops) -> None:
+        """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
+        self._fused = FusedForward(FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
+
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        vision = self._model.vision
+        vision = self._model.vision if self._fused is None else self._fused.vision
         features_NPD = vision.encode_crops(torch.cat([image.patches_NPC for image in images]))
         of_each = features_NPD.split([image.num_crops for image in images])
         return vision.embed_images(of_each, [image.tiles_hw for image in images])
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
+        if self._fused is not None and adapt is None:
+            return self._fused.text.forward(x_TD, positions_T, attend)
         return self._model.text(x_TD, positions_T, attend, adapt)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self._model.text.logits(hidden_ND)
+        text = self._model.text if self._fused is None else self._fused.text
+        return text.logits(hidden_ND)
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
         logits_NC = self._model.region.decode_coord(hidden_ND)
@@ -120,10 +138,12 @@ class MoondreamRuntime(Executor):
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
+        ops = gpu_ops() if decoder.device.type == "cuda" else PLAIN
+        if ops is not PLAIN:
+            decoder.fuse(ops)
         limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
-        super().__init__(
-            decoder, limits, slots, batch_crops(config, decoder.device), decode_graphs(config, decoder.device)
-        )
+        graphs = decode_graphs(config, decoder.device, ops)
+        super().__init__(decoder, limits, slots, batch_crops(config, decoder.device), graphs, ops)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
@@ -132,15 +152,19 @@ class MoondreamRuntime(Executor):
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
 
 
-def decode_graphs(config: RuntimeConfig, device: torch.device) -> MakeFixedDecode | None:
+def gpu_ops() -> Ops:
+    # Here and not above: Triton comes with CUDA builds of torch only.
+    from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415
+
+    return TRITON
+
+
+def decode_graphs(config: RuntimeConfig, device: torch.device, ops: Ops) -> MakeFixedDecode | None:
     """None: decoding rows run as any other positions do."""
     if not config.enable_cuda_graphs or device.type != "cuda":
         return None
-    # Here and not above: Triton comes with CUDA builds of torch only.
-    from kestrel.kernels.triton.paged_attention import attend_rows  # noqa: PLC0415
-
     sizes = batch_sizes(config.max_batch_size)
-    return lambda model, kv, table: DecodeGraphs(model, kv, table, attend_rows, sizes)
+    return lambda model, kv, table: DecodeGraphs(model, kv, table, ops, sizes)
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kestrel.kernels.paged_attention import attend_decode, write_kv
+from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.prefill_attention import LayerInputs, prefill_groups
 from kestrel.runtime.rows import COORD, SIZE, RowTable
+from kestrel.runtime.step_attention import FlatAttention
 from kestrel.runtime.upload import upload
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
@@ -21,36 +21,17 @@ from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 class StepBatch:
     """The tensors of one step, and its attention (`attend` is handed to the model). `prefill` is in packed order."""
 
-    def __init__(self, kv: PagedKVCache, table: RowTable, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> None:
-        self._kv = kv
-        self._table = table
+    def __init__(
+        self, kv: PagedKVCache, table: RowTable, ops: Ops, prefill: list[PrefillChunk], decode: list[DecodeRow]
+    ) -> None:
         self.sample_at: list[int] = []
         self.sample_rows: list[int] = []
         rows, positions = self._lay_out(prefill, decode)
         self.rows = rows
         """Of each position."""
-        self.positions_T = upload(positions, table.device)
+        rows_T, self.positions_T = upload([rows, positions], table.device).unbind(0)
         self.sample_at_B = upload(self.sample_at, table.device, torch.int64)
-        rows_T = upload(rows, table.device)
-        self._slots_T = self._slots(rows_T, self.positions_T)
-        self._prefill = prefill_groups(prefill, self._slots, table.device)
-        self._first_decode = len(positions) - len(decode)
-        if decode:
-            self._prepare_decode(decode)
-
-    def attend(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        k_cache, v_cache = self._kv.layer(layer)
-        write_kv(k_cache, v_cache, self._slots_T, k_THD, v_THD)
-        out_THD = torch.empty_like(q_THD)
-        layer_inputs = LayerInputs(q_THD, k_THD, v_THD, k_cache, v_cache)
-        for group in self._prefill:
-            group.attend(layer_inputs, out_THD)
-        if self._first_decode < len(q_THD):
-            q_BHD = q_THD[self._first_decode :]
-            out_THD[self._first_decode :] = attend_decode(
-                q_BHD, k_cache, v_cache, self._decode_slots_BK, self._decode_mask_BK
-            )
-        return out_THD
+        self.attend = FlatAttention(kv, table, ops, prefill, decode, rows_T, self.positions_T)
 
     def _lay_out(self, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> tuple[list[int], list[int]]:
         rows: list[int] = []
@@ -67,19 +48,6 @@ class StepBatch:
             self.sample_at.append(len(positions) - 1)
             self.sample_rows.append(one.row)
         return rows, positions
-
-    def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        page_size = self._kv.page_size
-        pages = self._table.pages[rows, positions // page_size]
-        return pages * page_size + positions % page_size
-
-    def _prepare_decode(self, decode: list[DecodeRow]) -> None:
-        rows_B1 = upload([one.row for one in decode], self._table.device)[:, None]
-        positions_B1 = self.positions_T[self._first_decode :, None]
-        keys_1K = torch.arange(max(one.position for one in decode) + 1, device=self._table.device)[None]
-        self._decode_mask_BK = keys_1K <= positions_B1
-        # Past a row's end its page table is stale: read its first position there, whose values are finite.
-        self._decode_slots_BK = self._slots(rows_B1, torch.where(self._decode_mask_BK, keys_1K, 0))
 
 
 def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[str, Tensor]) -> list[Tensor]:

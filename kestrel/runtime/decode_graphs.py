@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import DecodeRow
-from kestrel.runtime.fixed_decode import AttendRows, DecodeParts, FixedDecode, first_rows
+from kestrel.runtime.fixed_decode import DecodeParts, FixedDecode, first_rows
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.sampler import Sampled
@@ -31,9 +32,9 @@ class DecodeGraphs(FixedDecode):
     """A graph per batch size and set of parts. The grammar tables may move: then all are captured anew."""
 
     def __init__(
-        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, attend_rows: AttendRows, sizes: Sequence[int]
+        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, sizes: Sequence[int]
     ) -> None:
-        super().__init__(model, kv, table, attend_rows, sizes)
+        super().__init__(model, kv, table, ops, sizes)
         self._steps: dict[tuple[int, DecodeParts], CapturedStep] = {}
         self._version = table.grammars.version
         self._pool = torch.cuda.graph_pool_handle()

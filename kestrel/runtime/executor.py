@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kestrel.errors import NumericalError
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
@@ -74,10 +75,12 @@ class Executor:
         adapters: AdapterSlots | None = None,
         vision_batch_crops: int = 1,
         make_fixed_decode: MakeFixedDecode | None = None,
+        ops: Ops = PLAIN,
     ) -> None:
         """Without `make_fixed_decode` decoding rows run in one batch with what is prefilled."""
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
+        self._ops = ops
         self._adapters = adapters
         self._pictures = PictureEncoder(model, vision_batch_crops)
         self._limits = limits
@@ -130,7 +133,7 @@ class Executor:
         masks: Mapping[int, bytes],
     ) -> None:
         """Any chunks and rows as one run of positions."""
-        batch = StepBatch(self._kv, self._table, prefill, decode)
+        batch = StepBatch(self._kv, self._table, self._ops, prefill, decode)
         embedded = embed_prefill(self._model, prefill, images)
         if decode:
             embedded.append(embed_decode(self._model, self._table, decode))

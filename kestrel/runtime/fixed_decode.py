@@ -9,28 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kestrel.grammar import Carries
-from kestrel.kernels.paged_attention import write_kv
-from kestrel.models.contract import Attend, DecoderModel
+from kestrel.kernels.ops import Ops
+from kestrel.models.contract import DecoderModel, StepAttention
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.row_users import Users
 from kestrel.runtime.rows import COORD, SIZE, RowTable
 from kestrel.runtime.sampler import Sampled, commit_rows, draw_rows, region_values, wanted_values
+from kestrel.runtime.step_attention import RowAttention
 from kestrel.runtime.upload import upload
-
-
-class AttendRows(Protocol):
-    """One query per row over the first `num_keys` positions of its page table."""
-
-    def __call__(
-        self, q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, pages_BP: Tensor, num_keys_B: Tensor, page_size: int
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +55,12 @@ class FixedDecode:
     """`run` gives what the usual step would, for batches of at most the largest size."""
 
     def __init__(
-        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, attend_rows: AttendRows, sizes: Sequence[int]
+        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, sizes: Sequence[int]
     ) -> None:
         self._model = model
         self._kv = kv
         self._table = table
-        self._attend_rows = attend_rows
+        self._ops = ops
         self._sizes = sorted(sizes)
 
     def run(self, decode: list[DecodeRow], parts: DecodeParts) -> Sampled:
@@ -106,18 +98,11 @@ class FixedDecode:
             x_BD = torch.where(kind_B1 == SIZE, model.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
         return x_BD
 
-    def _attention(self, pages_BP: Tensor, positions_B: Tensor) -> Attend:
+    def _attention(self, pages_BP: Tensor, positions_B: Tensor) -> StepAttention:
         page_size = self._kv.page_size
         page_B1 = pages_BP.gather(1, (positions_B // page_size)[:, None])
         slots_B = page_B1[:, 0] * page_size + positions_B % page_size
-        num_keys_B = positions_B + 1
-
-        def attend(layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-            k_cache, v_cache = self._kv.layer(layer)
-            write_kv(k_cache, v_cache, slots_B, k_THD, v_THD)
-            return self._attend_rows(q_THD, k_cache, v_cache, pages_BP, num_keys_B, page_size)
-
-        return attend
+        return RowAttention(self._kv, self._ops, slots_B, pages_BP, positions_B + 1)
 
     def _sample(self, hidden_BD: Tensor, rows_B: Tensor, parts: DecodeParts) -> Sampled:
         table, t = self._table, self._table.tensors

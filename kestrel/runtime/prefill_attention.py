@@ -143,9 +143,14 @@ class ShortTexts:
         out_THD[self.at_NQ] = out_NQHD
 
 
+def is_picture(chunk: PrefillChunk) -> bool:
+    """A picture is a chunk of its own, and all its positions see each other."""
+    return isinstance(chunk.items[0], ImageSpan)
+
+
 def _is_leading_picture(chunk: PrefillChunk) -> bool:
-    return chunk.start == 0 and isinstance(chunk.items[0], ImageSpan)
+    return chunk.start == 0 and is_picture(chunk)
 
 
 def _is_short(chunk: PrefillChunk) -> bool:
-    return chunk.num_positions <= SHORT and not isinstance(chunk.items[0], ImageSpan)
+    return chunk.num_positions <= SHORT and not is_picture(chunk)

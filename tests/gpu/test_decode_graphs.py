@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from kestrel.cache import CacheManager
-from kestrel.kernels.paged_attention import attend_rows as plain_attend_rows
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.runtime import batch_sizes
 from kestrel.request import SamplingParams
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
 from kestrel.runtime.executor import Executor
-from kestrel.runtime.fixed_decode import AttendRows
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
@@ -25,9 +26,9 @@ from tests.runtime.test_paged_equality import all_skills
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu(family: str, attend_rows: AttendRows | None) -> Paged:
-    """With captured steps over the given attention, or with the usual ones."""
-    model = golden(family).model.to("cuda")
+def on_gpu(family: str, ops: Ops | None, *, is_fused: bool = False) -> Paged:
+    """With captured steps over these operations, or, without any, with the usual steps."""
+    model = copy.deepcopy(golden(family).model).to("cuda")
     limits = RuntimeLimits(
         max_batch_size=16,
         max_seq_length=model.config.text.max_context,
@@ -38,27 +39,28 @@ def on_gpu(family: str, attend_rows: AttendRows | None) -> Paged:
     )
 
     def make(decoder: DecoderModel, kv: PagedKVCache, table: RowTable) -> DecodeGraphs:
-        assert attend_rows is not None
-        return DecodeGraphs(decoder, kv, table, attend_rows, batch_sizes(16))
+        assert ops is not None
+        return DecodeGraphs(decoder, kv, table, ops, batch_sizes(16))
 
     decoder = RecordingDecoder(model)
+    if is_fused and ops is not None:
+        decoder.fuse(ops)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fixed_decode=None if attend_rows is None else make)
+        runtime = Executor(decoder, limits, make_fixed_decode=None if ops is None else make, ops=ops or PLAIN)
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_skill_in_one_batch_equals_the_usual_step(family: str) -> None:
-    from kestrel.kernels.triton.paged_attention import attend_rows  # noqa: PLC0415 - needs a GPU
+def test_captured_plain_steps_equal_the_usual_ones() -> None:
+    cases = all_skills(golden("md2"), "a", "small") + all_skills(golden("md2"), "b", "multi")
+    assert on_gpu("md2", PLAIN).run(*cases) == on_gpu("md2", None).run(*cases)
 
-    g = golden(family)
-    try:
-        cases = all_skills(g, "a", "small") + all_skills(g, "b", "multi")
-        usual = on_gpu(family, None).run(*cases)
-        assert on_gpu(family, plain_attend_rows).run(*cases) == usual
-        assert on_gpu(family, attend_rows).run(*cases) == usual
-    finally:
-        g.model.to("cpu")
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_of_triton_kernels_equal_the_plain_model(family: str) -> None:
+    from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415 - needs a GPU
+
+    cases = all_skills(golden(family), "a", "small") + all_skills(golden(family), "b", "multi")
+    assert on_gpu(family, TRITON, is_fused=True).run(*cases) == on_gpu(family, None).run(*cases)
 
 
 def test_draws_and_late_grammars_are_those_of_the_usual_step() -> None:
@@ -68,10 +70,7 @@ def test_draws_and_late_grammars_are_those_of_the_usual_step() -> None:
         Case(f"d{n}", items, text_grammar(g.config), 20, {}, SamplingParams(20, temperature=1.5, seed=n))
         for n in range(5)
     ]
-    try:
-        engine, usual = on_gpu("md2", plain_attend_rows), on_gpu("md2", None)
-        assert engine.run(*drawn) == usual.run(*drawn)
-        later = all_skills(g, "later", "small")
-        assert engine.run(*later) == usual.run(*later), "grammars that came after the first capture"
-    finally:
-        g.model.to("cpu")
+    engine, usual = on_gpu("md2", PLAIN), on_gpu("md2", None)
+    assert engine.run(*drawn) == usual.run(*drawn)
+    later = all_skills(g, "later", "small")
+    assert engine.run(*later) == usual.run(*later), "grammars that came after the first capture"

@@ -26,7 +26,7 @@ OPTIONS = [
 
 def scores_and_ends(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode():
-        table = RowTable(4, 1, VOCAB, GrammarTables(VOCAB, device), device)
+        table = RowTable(4, 1, 0, VOCAB, GrammarTables(VOCAB, device), device)
         for row, sampling in enumerate(OPTIONS):
             penalised = sampling.has_penalties and row == 1
             said = (11, 12, 11) if penalised else ()

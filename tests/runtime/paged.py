@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from kestrel.cache import CacheManager
 from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
-from kestrel.kernels.paged_attention import attend_rows
+from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
@@ -80,11 +81,18 @@ class Paged:
 
 
 def fixed_decode(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FixedDecode:
-    return FixedDecode(model, kv, table, attend_rows, (1, 3, 8, 16))
+    return FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16))
 
 
-def paged(model: MoondreamModel, *, prefix_cache: bool = True, in_fixed_sizes: bool = False, **changes: int) -> Paged:
-    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph."""
+def paged(
+    model: MoondreamModel,
+    *,
+    prefix_cache: bool = True,
+    in_fixed_sizes: bool = False,
+    is_fused: bool = False,
+    **changes: int,
+) -> Paged:
+    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations."""
     page_size = changes.get("page_size", 16)
     numbers = {
         "max_batch_size": 16,
@@ -95,7 +103,9 @@ def paged(model: MoondreamModel, *, prefix_cache: bool = True, in_fixed_sizes: b
         "steps_in_flight": 0,
     }
     limits = RuntimeLimits(**(numbers | changes))
-    decoder = RecordingDecoder(model)
+    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused else model)
+    if is_fused:
+        decoder.fuse(PLAIN)
     with torch.inference_mode():
         runtime = Executor(decoder, limits, make_fixed_decode=fixed_decode if in_fixed_sizes else None)
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)

@@ -1,0 +1,59 @@
+"""The operations of a fused forward pass as one bundle.
+
+`PLAIN` is made of the references of this package and runs anywhere; `kestrel.kernels.triton.ops` makes the bundle of a
+GPU. A model written against a bundle can so be proved on a CPU and run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from kestrel.kernels.chunk_attention import attend_chunks
+from kestrel.kernels.crop_attention import attend_crops
+from kestrel.kernels.gelu_linear import gelu_linear
+from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
+from kestrel.kernels.moe_mlp import moe_mlp
+from kestrel.kernels.paged_attention import attend_rows
+from kestrel.kernels.rotate_and_store import rotate_and_store
+from kestrel.kernels.small_linear import small_linear
+from kestrel.kernels.tau import stacked_tau_factors
+
+Op: TypeAlias = Callable[..., Tensor]
+PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Each field has the contract of the function of that name in this package."""
+
+    layer_norm: Op
+    add_layer_norm: PairOp
+    small_linear: Op
+    max_small_rows: int
+    """Rows up to which `small_linear` is the better linear layer."""
+    gelu_linear: Op
+    rotate_and_store: Op
+    attend_rows: Op
+    attend_chunks: Op
+    attend_crops: Op
+    moe_mlp: Op
+    tau_factors: PairOp
+
+
+PLAIN = Ops(
+    layer_norm=layer_norm,
+    add_layer_norm=add_layer_norm,
+    small_linear=small_linear,
+    max_small_rows=16,
+    gelu_linear=gelu_linear,
+    rotate_and_store=rotate_and_store,
+    attend_rows=attend_rows,
+    attend_chunks=attend_chunks,
+    attend_crops=attend_crops,
+    moe_mlp=moe_mlp,
+    tau_factors=stacked_tau_factors,
+)

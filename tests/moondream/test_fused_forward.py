@@ -1,0 +1,51 @@
+"""The fused forward pass gives what the plain model gives, on a CPU through the plain operations."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from kestrel.kernels.ops import PLAIN
+from kestrel.moondream.fused_text import FusedText
+from kestrel.moondream.fused_vision import FusedVision
+from tests.moondream.goldens import FAMILIES, golden
+from tests.runtime.paged import paged
+from tests.runtime.test_paged_equality import all_skills, dense
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("in_fixed_sizes", [False, True])
+def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, in_fixed_sizes: bool) -> None:
+    g = golden(family)
+    cases = all_skills(g, "a", "small") + all_skills(g, "b", "multi")
+    assert paged(g.model, is_fused=True, in_fixed_sizes=in_fixed_sizes).run(*cases) == dense(g, cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_odd_pages_change_nothing(family: str) -> None:
+    g = golden(family)
+    cases = all_skills(g, "a", "small")
+    assert paged(g.model, is_fused=True, page_size=7, max_prefill_tokens=40).run(*cases) == dense(g, cases)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_crops_are_encoded_as_by_the_plain_model(family: str) -> None:
+    vision = golden(family).model.vision
+    patches = torch.randn(3, vision.grid**2, vision.patch_emb.in_features, generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        plain, fused = vision.encode_crops(patches), FusedVision(vision, PLAIN).encode_crops(patches)
+    assert (fused - plain).norm() <= 1e-5 * plain.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plain_model_still_works_and_nothing_is_held_twice(family: str) -> None:
+    plain = golden(family).model.text
+    text = copy.deepcopy(plain)
+    before = sum(parameter.untyped_storage().nbytes() for parameter in text.parameters())
+    FusedText(text, PLAIN)
+    stores = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in text.parameters()}
+    assert sum(store.nbytes() for store in stores.values()) == before
+    for (name, parameter), (_, expected) in zip(text.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(parameter, expected), name
