@@ -93,8 +93,8 @@ def attend_rows(
     pages_BK = pages_BP.repeat_interleave(page_size, dim=1)
     slots_BK = torch.where(mask_BK, pages_BK * page_size + keys_1K % page_size, 0)
     k_BKHD, v_BKHD = (
-        _widened(k_cache, slots_BK, k_scale, q_BHD.dtype),
-        _widened(v_cache, slots_BK, v_scale, q_BHD.dtype),
+        widened(k_cache, slots_BK, k_scale, q_BHD.dtype),
+        widened(v_cache, slots_BK, v_scale, q_BHD.dtype),
     )
     out_BH1D = F.scaled_dot_product_attention(
         q_BHD[:, :, None],
@@ -106,7 +106,8 @@ def attend_rows(
     return torch.where(num_keys_B[:, None, None] > 0, out_BH1D[:, :, 0], 0.0)
 
 
-def _widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What lies in the slots, as numbers of `dtype`; a scale is for a cache of another dtype."""
     if cache.dtype == dtype:
         return cache[slots_BK]
     return (_as_bytes(cache)[slots_BK].view(cache.dtype).to(torch.float32) * scale).to(dtype)
