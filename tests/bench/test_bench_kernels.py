@@ -31,6 +31,13 @@ def test_decode_attention_of_64_rows_reads_the_keys_and_values_of_all_of_them() 
     assert case_of("attend_rows", "64 rows of 770 keys, fp8").bytes_moved < 0.51 * case.bytes_moved
 
 
+def test_prefill_attention_counts_the_pairs_that_the_mask_leaves() -> None:
+    pairs = 730 * 730 + sum(730 + i + 1 for i in range(20))
+    both = case_of("attend_chunks", "4 prompts, 730 after 0 and 20 after 730")
+    assert both.flop == 4 * 32 * 2 * (2 * pairs * 64)
+    assert both.bytes_moved == 2 * 4 * 750 * 2048 * 2 + 2 * 4 * 750 * 2048 * 2
+
+
 def test_attention_inside_a_crop_counts_both_products() -> None:
     assert case_of("attend_crops", "36 crops").flop == 36 * 16 * 2 * (2 * 729 * 729 * 72)
 

@@ -23,12 +23,16 @@ class Sizes:
     few_rows: tuple[int, ...]
     """Rows of a linear layer or of a small mixture of experts."""
     prefill_tokens: tuple[int, ...]
+    prompt: tuple[int, int]
+    """Positions of a picture, with the one before it, and of the text behind it."""
+    prompts: tuple[int, ...]
+    """Filled at once."""
     routed_tokens: tuple[int, ...]
     """Tokens of a large mixture of experts."""
 
 
 def full_sizes() -> Sizes:
-    """Pictures of nine crops, alone and four at once; prompts of 750 tokens, alone and four at once; 770 keys."""
+    """Pictures of nine crops, alone and four at once; prompts of 750 tokens, one to eight at once; 770 keys."""
     text, moe = MOONDREAM3.text, MOONDREAM3.text.moe
     assert moe is not None
     return Sizes(
@@ -41,6 +45,8 @@ def full_sizes() -> Sizes:
         decode_rows=(1, 4, 16, 64),
         few_rows=(1, 4, 16),
         prefill_tokens=(750, 3000),
+        prompt=(730, 20),
+        prompts=(1, 4, 8),
         routed_tokens=(16, 64, 750, 3000),
     )
 
@@ -69,5 +75,7 @@ def small_sizes() -> Sizes:
         decode_rows=(3,),
         few_rows=(1, 6),
         prefill_tokens=(7,),
+        prompt=(37, 6),
+        prompts=(2,),
         routed_tokens=(7,),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
 from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
-from kestrel.bench.kernels.tunings import decode_tunings, rotate_tunings, small_linear_tunings
+from kestrel.bench.kernels.tunings import chunk_tunings, decode_tunings, rotate_tunings, small_linear_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES, add_norm_case
-from kestrel.kernels import paged_attention, rotate_and_store, small_linear
+from kestrel.kernels import chunk_attention, paged_attention, rotate_and_store, small_linear
 from kestrel.kernels.rope import rope_tables
+from kestrel.kernels.triton import chunk_attention as triton_chunk_attention
 from kestrel.kernels.triton import paged_attention as triton_paged_attention
 from kestrel.kernels.triton import rotate_and_store as triton_rotate_and_store
 from kestrel.kernels.triton import small_linear as triton_small_linear
@@ -29,6 +31,12 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
     for rows in sizes.decode_rows:
         yield _decode_case(sizes, rows, None)
         yield _decode_case(sizes, rows, torch.float8_e4m3fn)
+    picture, text_behind = _prompt_chunks(sizes)
+    for prompts in sizes.prompts:
+        yield _chunks_case(sizes, prompts, [picture, text_behind], None)
+        yield _chunks_case(sizes, prompts, [picture, text_behind], torch.float8_e4m3fn)
+        yield _chunks_case(sizes, prompts, [picture], None)
+        yield _chunks_case(sizes, prompts, [text_behind], None)
     for rows in sizes.few_rows:
         yield _linear_case("qkv|fc1", rows, text.qkv_dim + text.ff_dim, text.dim, gelu_from=text.qkv_dim)
         yield _linear_case("proj|fc2", rows, text.dim, text.dim + text.ff_dim, gelu_from=None)
@@ -82,6 +90,61 @@ def _decode_case(sizes: Sizes, rows: int, cache_dtype: torch.dtype | None) -> Ca
         bytes_moved=kv_numbers * width + 2 * rows * text.n_heads * text.head_dim * HALF_BYTES,
         flop=2 * kv_numbers * text.n_heads // text.n_kv_heads,
         tunings=decode_tunings(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    start: int
+    count: int
+    is_bidirectional: bool
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a query and a position that it sees."""
+        inside = self.count * self.count if self.is_bidirectional else self.count * (self.count + 1) // 2
+        return self.count * self.start + inside
+
+
+def _prompt_chunks(sizes: Sizes) -> tuple[_Chunk, _Chunk]:
+    picture, behind = sizes.prompt
+    return _Chunk(0, picture, is_bidirectional=True), _Chunk(picture, behind, is_bidirectional=False)
+
+
+def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: torch.dtype | None) -> Case:
+    """All chunks of some prompts in one launch, or only the pictures or the texts of them."""
+    text, pages, num_keys = sizes.text, -(-sizes.max_keys // PAGE_SIZE), chunks[-1].start + chunks[-1].count
+    num_queries, max_count = prompts * sum(chunk.count for chunk in chunks), max(chunk.count for chunk in chunks)
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        table = maker.order(prompts * pages).view(prompts, pages).repeat_interleave(len(chunks), dim=0)
+        caches = (
+            maker.numbers(prompts * pages * PAGE_SIZE, text.n_kv_heads, text.head_dim, dtype=cache_dtype)
+            for _ in range(2)
+        )
+        count, start, bidirectional = (
+            torch.tensor(numbers * prompts, device=maker.device)
+            for numbers in (
+                [c.count for c in chunks],
+                [c.start for c in chunks],
+                [int(c.is_bidirectional) for c in chunks],
+            )
+        )
+        where = count.cumsum(0) - count, count, start, bidirectional
+        return maker.numbers(num_queries, text.n_heads, text.head_dim), *caches, table, *where, PAGE_SIZE, max_count
+
+    width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
+    kv_numbers = 2 * prompts * num_keys * text.n_kv_heads * text.head_dim
+    counts = " and ".join(f"{c.count} after {c.start}" for c in chunks)
+    return Case(
+        op="attend_chunks",
+        size=f"{prompts} prompts, {counts}{'' if cache_dtype is None else ', fp8'}",
+        plain=chunk_attention.attend_chunks,
+        triton=triton_chunk_attention.attend_chunks,
+        make=make,
+        bytes_moved=kv_numbers * width + 2 * num_queries * text.n_heads * text.head_dim * HALF_BYTES,
+        flop=4 * prompts * sum(chunk.num_pairs for chunk in chunks) * text.n_heads * text.head_dim,
+        tunings=chunk_tunings(max_count),
     )
 
 

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from kestrel.kernels.triton import (
+    chunk_attention,
     crop_attention,
     fp8_rows,
     layer_norm,
@@ -33,6 +34,16 @@ def crop_attention_tunings() -> tuple[Any, ...]:
 def decode_tunings() -> tuple[Any, ...]:
     tried = product(((32, 2), (32, 4), (64, 4), (128, 4), (128, 8)), (1024, 2048, 4096))
     return tuple(paged_attention.Tuning(keys, warps, target_programs=programs) for (keys, warps), programs in tried)
+
+
+def chunk_tunings(max_count: int) -> tuple[Any, ...]:
+    """Long chunks: blocks for the fast tensor-core path. Short ones: the smallest block that holds them, and 64."""
+    if max_count > 64:
+        tried = ((128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4), (128, 32, 4))
+        return tuple(chunk_attention.Tuning(*blocks, stages) for blocks, stages in product(tried, (2, 3, 4)))
+    queries = chunk_attention.Tuning.of(max_count, head_dim=64).block_queries
+    tried = product(dict.fromkeys((queries, 64)), ((32, 4), (64, 2), (64, 4), (128, 4), (128, 8)), (3, 4))
+    return tuple(chunk_attention.Tuning(size, *keys, stages) for size, keys, stages in tried)
 
 
 def rotate_tunings() -> tuple[Any, ...]:

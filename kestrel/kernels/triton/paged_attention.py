@@ -35,7 +35,7 @@ class Tuning:
 
 
 @triton.jit
-def _tile_slots(pages_ptr, keys, end, PAGE_SIZE: tl.constexpr):
+def tile_slots(pages_ptr, keys, end, PAGE_SIZE: tl.constexpr):
     page = tl.load(pages_ptr + keys // PAGE_SIZE, mask=keys < end, other=0).to(tl.int64)
     return page * PAGE_SIZE + keys % PAGE_SIZE
 
@@ -51,13 +51,13 @@ def _single_head(
     top = tl.full((BLOCK_KEYS,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((BLOCK_KEYS,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_KEYS, DIMS), dtype=tl.float32)
-    slots = _tile_slots(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE)
+    slots = tile_slots(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
         place = slots[:, None] * slot_stride + d[None, :]
         inside = (keys < end)[:, None] & (d < HEAD_DIM)[None, :]
         # The next tile's pages are read along with this tile's keys: one wait per tile instead of two.
-        slots = _tile_slots(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE)
+        slots = tile_slots(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE)
         k = tl.load(k_ptr + place, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
         score = tl.where(keys < end, tl.sum(k * q[None, :], axis=1), float("-inf"))
@@ -86,7 +86,7 @@ def _head_group(
     mixed = tl.zeros((PADDED, DIMS), dtype=tl.float32)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
-        slots = _tile_slots(pages_ptr, keys, end, PAGE_SIZE)
+        slots = tile_slots(pages_ptr, keys, end, PAGE_SIZE)
         place = slots[:, None] * slot_stride + d[None, :]
         inside = (keys < end)[:, None] & (d < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + place, mask=inside, other=0.0).to(q.dtype)

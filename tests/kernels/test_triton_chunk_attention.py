@@ -1,0 +1,208 @@
+"""Attention of prefill chunks over pages as a Triton kernel against the plain version."""
+
+from __future__ import annotations
+
+from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: skip - before any kernel
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kestrel.kernels.chunk_attention import attend_chunks as plain
+from kestrel.kernels.triton.chunk_attention import Tuning, attend_chunks
+
+BLOCKS = {"more keys": Tuning(16, 32), "more queries": Tuning(32, 16), "chosen": None}
+PICTURE, TEXT = 1, 0
+CASES = {
+    "one query": (1, 1, 64, 16, [(0, 1, TEXT)]),
+    "full blocks": (2, 2, 64, 16, [(0, 64, PICTURE), (64, 32, TEXT), (0, 32, TEXT)]),
+    "odd sizes, an empty chunk": (3, 3, 40, 7, [(0, 29, PICTURE), (29, 5, TEXT), (3, 0, TEXT), (0, 0, PICTURE)]),
+    "a picture after text, text after nothing": (2, 2, 64, 16, [(9, 37, PICTURE), (0, 43, TEXT), (46, 1, TEXT)]),
+    "groups of two": (4, 2, 64, 16, [(0, 33, PICTURE), (33, 18, TEXT), (50, 17, TEXT)]),
+    "groups of seven, odd head": (7, 1, 72, 4, [(5, 9, TEXT)]),
+    "no chunks": (2, 2, 64, 16, []),
+}
+NOT_A_PAGE = 2**40
+GAP = 2
+"""Queries between chunks that belong to none."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    pages: Tensor
+    first: Tensor
+    count: Tensor
+    start: Tensor
+    bidirectional: Tensor
+    page_size: int
+    max_count: int
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+        where = self.first, self.count, self.start, self.bidirectional
+        return self.q, self.k_cache, self.v_cache, self.pages, *where, self.page_size, self.max_count
+
+    def owned(self) -> list[int]:
+        """The queries of all chunks."""
+        spans = zip(self.first.tolist(), self.count.tolist(), strict=True)
+        return [query for first, count in spans for query in range(first, first + count)]
+
+    def slots(self, chunk: int, num_keys: int) -> Tensor:
+        p = torch.arange(num_keys, device=self.pages.device)
+        return self.pages[chunk, p // self.page_size] * self.page_size + p % self.page_size
+
+
+def chunks(case: str, device: str, dtype: torch.dtype = torch.float32) -> Chunks:
+    """Pages in disorder, then entries that name no page; slots that no chunk has keys in are full of NaN."""
+    heads, kv_heads, head_dim, page_size, spans = CASES[case]
+    draw = Draw(device, dtype)
+    width = 2 + max(((start + count) // page_size for start, count, _ in spans), default=0)
+    order = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(1))
+    pages = (1 + order).view(len(spans), width).to(device)
+    num_slots = (1 + pages.numel()) * page_size
+    first, behind = [], GAP
+    for _, count, _ in spans:
+        first.append(behind)
+        behind += count + GAP
+    start, count, bidirectional = (
+        torch.tensor([span[i] for span in spans], dtype=torch.int64, device=device) for i in range(3)
+    )
+    made = Chunks(
+        draw(behind, heads, head_dim), draw(num_slots, kv_heads, head_dim), draw(num_slots, kv_heads, head_dim),
+        pages, torch.tensor(first, dtype=torch.int64, device=device), count, start, bidirectional,
+        page_size, max((span[1] for span in spans), default=0),
+    )  # fmt: skip
+    foreign = torch.ones(num_slots, dtype=torch.bool, device=device)
+    for chunk, (begin, length, _) in enumerate(spans):
+        foreign[made.slots(chunk, begin + length)] = False
+        pages[chunk, -(-(begin + length) // page_size) :] = NOT_A_PAGE
+    made.k_cache[foreign] = float("nan")
+    made.v_cache[foreign] = float("nan")
+    return made
+
+
+def by_hand(given: Chunks) -> Tensor:
+    """A loop over chunks, queries and heads in double precision; the queries of chunks only, chunk after chunk."""
+    out = torch.zeros_like(given.q, dtype=torch.float64)
+    group = given.q.shape[1] // given.k_cache.shape[1]
+    for c, (first, count, start) in enumerate(
+        zip(given.first.tolist(), given.count.tolist(), given.start.tolist(), strict=True)
+    ):
+        for i in range(count):
+            slots = given.slots(c, start + count if given.bidirectional[c] else start + i + 1)
+            for h in range(given.q.shape[1]):
+                k, v = given.k_cache[slots, h // group].double(), given.v_cache[slots, h // group].double()
+                out[first + i, h] = (k @ given.q[first + i, h].double() / given.q.shape[2] ** 0.5).softmax(0) @ v
+    return out[given.owned()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plain_version_does_what_its_contract_says(case: str) -> None:
+    given = chunks(case, "cpu")
+    got = plain(*given.arguments())[given.owned()]
+    torch.testing.assert_close(got.double(), by_hand(given), rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: str, device: str) -> None:
+    given = chunks(case, device)
+    got = attend_chunks(*given.arguments(), tuning=BLOCKS[blocks])[given.owned()]
+    torch.testing.assert_close(got.double(), by_hand(given), rtol=2e-6, atol=2e-6)
+
+
+@devices
+def test_the_blocks_meant_for_pictures_and_for_prompts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """218 positions leave the same rests as 730: 90 of a block of 128, 26 of a block of 64."""
+    monkeypatch.setitem(CASES, "as Moondream", (1, 1, 64, 16, [(0, 218, PICTURE), (218, 20, TEXT), (0, 141, TEXT)]))
+    given = chunks("as Moondream", device)
+    exact = plain(
+        *replace(given, q=given.q.double(), k_cache=given.k_cache.double(), v_cache=given.v_cache.double()).arguments()
+    )
+    got = attend_chunks(*given.arguments())
+    torch.testing.assert_close(got[given.owned()].double(), exact[given.owned()], rtol=2e-6, atol=2e-6)
+
+
+@devices
+@pytest.mark.parametrize("case", ["full blocks", "groups of two"])
+def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(case: str, device: str) -> None:
+    given = chunks(case, device, HALF[device])
+    exact, owned = by_hand(given), given.owned()
+    far = distance(attend_chunks(*given.arguments())[owned], exact)
+    assert far <= 1.05 * distance(plain(*given.arguments())[owned], exact)
+
+
+@devices
+@pytest.mark.parametrize("case", ["odd sizes, an empty chunk", "groups of two"])
+def test_keys_and_values_of_float8_are_read_with_their_scales(case: str, device: str) -> None:
+    wide = chunks(case, device)
+    k_cache, v_cache = wide.k_cache.to(torch.float8_e4m3fn), wide.v_cache.to(torch.float8_e4m3fn)
+    exact = by_hand(replace(wide, k_cache=k_cache.float() * 0.5, v_cache=v_cache.float() * 3.0))
+    narrow = replace(wide, k_cache=k_cache, v_cache=v_cache)
+    for version in (plain, attend_chunks):
+        got = version(*narrow.arguments(), k_scale=0.5, v_scale=3.0)[wide.owned()]
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("version", [plain, attend_chunks])
+def test_queries_and_results_may_be_columns_of_a_wider_tensor_and_nothing_else_is_written(
+    version: Callable[..., Tensor], device: str
+) -> None:
+    given = chunks("full blocks", device)
+    num_queries, width = given.q.shape[0], 2 * 64
+    wide = Draw(device)(num_queries, 3 * width)
+    wide[:, :width] = given.q.flatten(1)
+    before = wide.clone()
+    q, out = wide[:, :width].view(-1, 2, 64), wide[:, width : 2 * width].view(-1, 2, 64)
+    assert version(*replace(given, q=q).arguments(), out_THD=out) is out
+    owned = torch.zeros(num_queries, dtype=torch.bool, device=device)
+    owned[given.owned()] = True
+    assert torch.equal(out[owned], version(*given.arguments())[owned])
+    before[owned, width : 2 * width] = wide[owned, width : 2 * width]
+    assert torch.equal(wide, before)
+
+
+@devices
+def test_what_describes_the_chunks_may_be_narrow(device: str) -> None:
+    given = chunks("odd sizes, an empty chunk", device)
+    first, count, start = (x.to(torch.int32) for x in (given.first, given.count, given.start))
+    described = replace(given, first=first, count=count, start=start, bidirectional=given.bidirectional.bool())
+    for version in (plain, attend_chunks):
+        got, expected = version(*described.arguments()), version(*given.arguments())
+        assert torch.equal(got[given.owned()], expected[given.owned()])
+
+
+@devices
+def test_more_room_than_the_longest_chunk_needs_changes_nothing(device: str) -> None:
+    given = chunks("groups of two", device)
+    roomy = replace(given, max_count=3 * given.max_count)
+    for version in (plain, partial(attend_chunks, tuning=Tuning(16, 16))):
+        got, expected = version(*roomy.arguments()), version(*given.arguments())
+        torch.testing.assert_close(got[given.owned()], expected[given.owned()], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_serves_other_chunks() -> None:
+    given = chunks("groups of two", "cuda")
+    expected = attend_chunks(*given.arguments())
+    held = replace(given, first=given.first * 0, count=given.count * 0, start=given.start * 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend_chunks(*held.arguments())
+    for target, source in ((held.first, given.first), (held.count, given.count), (held.start, given.start)):
+        target.copy_(source)
+    graph.replay()
+    assert torch.equal(got[given.owned()], expected[given.owned()])
+
+
+@pytest.mark.parametrize(("max_count", "queries"), [(1, 16), (20, 32), (64, 64), (730, 128), (4096, 128)])
+def test_blocks_are_no_larger_than_the_longest_chunk_needs(max_count: int, queries: int) -> None:
+    assert Tuning.of(max_count, head_dim=64).block_queries == queries
