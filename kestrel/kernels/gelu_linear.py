@@ -16,4 +16,4 @@ def gelu_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 def gelu_linear_epilogue(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
     """The same on a GPU, whose matrix product ends with the activation. On a CPU this call means the erf form."""
     assert x_TD.is_cuda
-    return torch._addmm_activation(bias_F, x_TD, weight_FD.t(), use_gelu=True)
+    return torch.ops.aten._addmm_activation(bias_F, x_TD, weight_FD.t(), use_gelu=True)

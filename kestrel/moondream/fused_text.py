@@ -9,6 +9,8 @@ The fused matrices take the place of the model's own, which become views of them
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -133,11 +135,12 @@ class FusedText:
 
     def __init__(self, text: TextModel, ops: Ops) -> None:
         tables = (text.rope.cos, text.rope.sin)
+        blocks = cast("list[TextBlock]", list(text.blocks))
         self._ops = ops
-        self._norms = [Norm(block.ln, ops) for block in text.blocks]
+        self._norms = [Norm(block.ln, ops) for block in blocks]
         self._blocks = [
             (FusedMoeBlock if isinstance(block.mlp, MoeMlp) else FusedDenseBlock)(block, tables, ops)
-            for block in text.blocks
+            for block in blocks
         ]
         self._post_norm = Norm(text.post_ln, ops)
         self._head = text.lm_head

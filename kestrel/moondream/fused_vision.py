@@ -6,7 +6,7 @@ MLP and its activation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,14 +29,20 @@ class FusedVision:
         """[N, grid², 3·patch²] normalised pixels to [N, grid², enc_dim]."""
         vision, num_crops = self._vision, len(patches_NPC)
         x_TD = self._embed_patches(patches_NPC).flatten(0, 1)
-        blocks: Sequence[VisionBlock] = list(vision.blocks)
+        blocks = cast("list[VisionBlock]", list(vision.blocks))
         y_TD = self._ops.layer_norm(x_TD, *_parameters(blocks[0].ln1))
         for block, next_norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), vision.post_ln], strict=True):
             x_TD, y_TD = self._block(block, x_TD, y_TD, num_crops, next_norm)
         return y_TD.unflatten(0, (num_crops, -1))
 
-    def embed_images(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
-        return self._vision.embed_images(features, tiles)
+    def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
+        """Patches and features of so many crops."""
+        patch_emb, num_patches = self._vision.patch_emb, self._vision.grid**2
+        make = patch_emb.weight.data.new_zeros
+        return (
+            make(num_crops, num_patches, patch_emb.in_features),
+            make(num_crops, num_patches, patch_emb.out_features),
+        )
 
     def _block(
         self, block: VisionBlock, x_TD: Tensor, y_TD: Tensor, num_crops: int, next_norm: nn.LayerNorm

@@ -14,17 +14,22 @@ from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchif
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import PLAIN, Ops
-from kestrel.models.contract import Adapt, DecoderShape, PreparedImage, StepAttention
+from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, StepAttention
 from kestrel.moondream.fused_text import FusedText
 from kestrel.moondream.fused_vision import FusedVision
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
+from kestrel.moondream.vision_graphs import VisionGraphs
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
-from kestrel.runtime.executor import Executor, MakeFixedDecode
+from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
+from kestrel.runtime.graph_pool import GraphPool
+from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.memory import plan_pages
+from kestrel.runtime.prefill_graphs import PrefillGraphs
+from kestrel.runtime.rows import RowTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class MoondreamDecoder:
         text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
         self._model = model
         self._fused: FusedForward | None = None
+        self._vision_graphs: VisionGraphs | None = None
         self._tiling = TilingParams(
             crop_size=vision.crop_size,
             patch_size=vision.enc_patch_size,
@@ -96,11 +102,21 @@ class MoondreamDecoder:
         """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
         self._fused = FusedForward(FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
 
+    def capture_vision(self, max_crops: int, pool: GraphPool) -> None:
+        """From now on encode up to so many crops by replaying graphs."""
+        assert self._fused is not None
+        self._vision_graphs = VisionGraphs(self._fused.vision, max_crops, pool)
+
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        vision = self._model.vision if self._fused is None else self._fused.vision
-        features_NPD = vision.encode_crops(torch.cat([image.patches_NPC for image in images]))
+        features_NPD = self._encode_crops([image.patches_NPC for image in images])
         of_each = features_NPD.split([image.num_crops for image in images])
-        return vision.embed_images(of_each, [image.tiles_hw for image in images])
+        return self._model.vision.embed_images(of_each, [image.tiles_hw for image in images])
+
+    def _encode_crops(self, patches: list[Tensor]) -> Tensor:
+        if self._vision_graphs is not None:
+            return self._vision_graphs.encode_crops(patches)
+        vision = self._model.vision if self._fused is None else self._fused.vision
+        return vision.encode_crops(torch.cat(patches))
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
         if self._fused is not None and adapt is None:
@@ -138,12 +154,18 @@ class MoondreamRuntime(Executor):
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
-        ops = gpu_ops() if decoder.device.type == "cuda" else PLAIN
-        if ops is not PLAIN:
-            decoder.fuse(ops)
+        is_gpu = decoder.device.type == "cuda"
+        ops = gpu_ops() if is_gpu else PLAIN
         limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
-        graphs = decode_graphs(config, decoder.device, ops)
-        super().__init__(decoder, limits, slots, batch_crops(config, decoder.device), graphs, ops)
+        num_crops = batch_crops(config, decoder.device)
+        graphs: MakeFastSteps | None = None
+        if is_gpu:
+            decoder.fuse(ops)
+        if is_gpu and config.enable_cuda_graphs:
+            pool = GraphPool(decoder.device)
+            decoder.capture_vision(num_crops, pool)
+            graphs = captured_steps(limits, ops, pool)
+        super().__init__(decoder, limits, slots, num_crops, graphs, ops)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
@@ -159,12 +181,12 @@ def gpu_ops() -> Ops:
     return TRITON
 
 
-def decode_graphs(config: RuntimeConfig, device: torch.device, ops: Ops) -> MakeFixedDecode | None:
-    """None: decoding rows run as any other positions do."""
-    if not config.enable_cuda_graphs or device.type != "cuda":
-        return None
-    sizes = batch_sizes(config.max_batch_size)
-    return lambda model, kv, table: DecodeGraphs(model, kv, table, ops, sizes)
+def captured_steps(limits: RuntimeLimits, ops: Ops, pool: GraphPool) -> MakeFastSteps:
+    def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
+        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(limits.max_batch_size), pool)
+        return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool))
+
+    return make
 
 
 def batch_sizes(largest: int) -> list[int]:

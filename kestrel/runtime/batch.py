@@ -5,6 +5,8 @@ Positions lie flat, prefill chunks first, then one per decoding row.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -24,14 +26,25 @@ class StepBatch:
     def __init__(
         self, kv: PagedKVCache, table: RowTable, ops: Ops, prefill: list[PrefillChunk], decode: list[DecodeRow]
     ) -> None:
+        self._kv, self._table, self._ops = kv, table, ops
+        self.prefill = prefill
+        self.decode = decode
         self.sample_at: list[int] = []
         self.sample_rows: list[int] = []
-        rows, positions = self._lay_out(prefill, decode)
-        self.rows = rows
-        """Of each position."""
-        rows_T, self.positions_T = upload([rows, positions], table.device).unbind(0)
-        self.sample_at_B = upload(self.sample_at, table.device, torch.int64)
-        self.attend = FlatAttention(kv, table, ops, prefill, decode, rows_T, self.positions_T)
+        self.rows, self.positions = self._lay_out(prefill, decode)
+
+    @cached_property
+    def sample_at_B(self) -> Tensor:
+        return upload(self.sample_at, self._table.device, torch.int64)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        return upload(self.positions, self._table.device)
+
+    @cached_property
+    def attend(self) -> FlatAttention:
+        rows_T = upload(self.rows, self._table.device)
+        return FlatAttention(self._kv, self._table, self._ops, self.prefill, self.decode, rows_T, self.positions_T)
 
     def _lay_out(self, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> tuple[list[int], list[int]]:
         rows: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,6 +29,7 @@ from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prefill_attention import in_packed_order
+from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
@@ -62,7 +63,15 @@ class TorchStep:
     prompts: PromptTensors | None = None
 
 
-MakeFixedDecode: TypeAlias = Callable[[DecoderModel, PagedKVCache, RowTable], FixedDecode]
+@dataclass(frozen=True, slots=True)
+class FastSteps:
+    """Ways around the usual step that serve most requests: decoding in fixed sizes, captured prefill."""
+
+    decode: FixedDecode
+    prefill: PrefillGraphs | None = None
+
+
+MakeFastSteps: TypeAlias = Callable[[DecoderModel, PagedKVCache, RowTable], FastSteps]
 
 
 class Executor:
@@ -74,10 +83,10 @@ class Executor:
         limits: RuntimeLimits,
         adapters: AdapterSlots | None = None,
         vision_batch_crops: int = 1,
-        make_fixed_decode: MakeFixedDecode | None = None,
+        make_fast_steps: MakeFastSteps | None = None,
         ops: Ops = PLAIN,
     ) -> None:
-        """Without `make_fixed_decode` decoding rows run in one batch with what is prefilled."""
+        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled."""
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
         self._ops = ops
@@ -94,7 +103,7 @@ class Executor:
             grammars=GrammarTables(model.shape.vocab_size, device),
             device=device,
         )
-        self._fixed = None if make_fixed_decode is None else make_fixed_decode(model, self._kv, self._table)
+        self._fast = None if make_fast_steps is None else make_fast_steps(model, self._kv, self._table)
 
     @property
     def limits(self) -> RuntimeLimits:
@@ -113,36 +122,50 @@ class Executor:
         self._kv.copy_pages(plan.page_copies)
         parts: list[SampledPart] = []
         decode = plan.decode
-        wishes = parts_for(self._table, plan) if self._fixed is not None and decode else None
-        if self._fixed is not None and wishes is not None:
-            parts.append(self._sent([one.row for one in decode], self._fixed.run(decode, wishes)))
-            decode = []
+        if self._fast is not None and decode:
+            rows = [one.row for one in decode]
+            wishes = parts_for(self._table, rows, plan)
+            if wishes is not None:
+                parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
+                decode = []
         images, failures = self._pictures.encode(plan.prefill)
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
         if prefill or decode:
-            self._run_flat(step, prefill, decode, images, plan.masks)
+            self._run_flat(step, plan, prefill, decode, images)
         return step
 
     def _run_flat(
         self,
         step: TorchStep,
+        plan: StepPlan,
         prefill: list[PrefillChunk],
         decode: list[DecodeRow],
         images: dict[str, Tensor],
-        masks: Mapping[int, bytes],
     ) -> None:
         """Any chunks and rows as one run of positions."""
         batch = StepBatch(self._kv, self._table, self._ops, prefill, decode)
         embedded = embed_prefill(self._model, prefill, images)
         if decode:
             embedded.append(embed_decode(self._model, self._table, decode))
-        hidden_TD = self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, self._adapt(batch.rows))
+        hidden_TD = self._forward(batch, embedded)
         step.prompts = score_prompts(self._model, prefill, hidden_TD)
         if batch.sample_at:
-            hidden_BD = hidden_TD[batch.sample_at_B]
-            sampled = sample_rows(self._model, self._table, hidden_BD, batch.sample_rows, masks)
+            sampled = self._sample(plan, hidden_TD[batch.sample_at_B], batch.sample_rows)
             step.parts.append(self._sent(batch.sample_rows, sampled))
+
+    def _forward(self, batch: StepBatch, embedded: list[Tensor]) -> Tensor:
+        adapt = self._adapt(batch.rows)
+        graphs = None if self._fast is None else self._fast.prefill
+        if graphs is None or adapt is not None or batch.decode or not graphs.fits(len(batch.positions)):
+            return self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, adapt)
+        return graphs.run(embedded, batch.prefill, batch.rows, batch.positions)
+
+    def _sample(self, plan: StepPlan, hidden_BD: Tensor, rows: list[int]) -> Sampled:
+        wishes = None if self._fast is None else parts_for(self._table, rows, plan)
+        if self._fast is None or wishes is None:
+            return sample_rows(self._model, self._table, hidden_BD, rows, plan.masks)
+        return self._fast.decode.sample(hidden_BD, rows, wishes)
 
     def _sent(self, row_indices: list[int], sampled: Sampled) -> SampledPart:
         on_host, arrived = _send_to_host(sampled)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kestrel.grammar import Carries
 from kestrel.kernels.ops import Ops
@@ -36,9 +37,8 @@ class DecodeParts:
     """Some row has a wish about its end."""
 
 
-def parts_for(table: RowTable, plan: StepPlan) -> DecodeParts | None:
-    """None when some decoding row wishes for what only the usual step can do."""
-    rows = [one.row for one in plan.decode]
+def parts_for(table: RowTable, rows: list[int], plan: StepPlan) -> DecodeParts | None:
+    """None when some of these rows wishes for what only the usual step can do."""
     host = [table.host[row] for row in rows]
     unusual = any(row.logprobs is not None or row.has_id_limits or row.adapter_slot is not None for row in host)
     weighed = table.penalties.any_among(rows) or table.logit_bias.any_among(rows)
@@ -54,9 +54,7 @@ def parts_for(table: RowTable, plan: StepPlan) -> DecodeParts | None:
 class FixedDecode:
     """`run` gives what the usual step would, for batches of at most the largest size."""
 
-    def __init__(
-        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, sizes: Sequence[int]) -> None:
         self._model = model
         self._kv = kv
         self._table = table
@@ -67,6 +65,15 @@ class FixedDecode:
         rows_B, positions_B = self.inputs(decode)
         sampled = self.step(rows_B, positions_B, parts)
         return first_rows(sampled, len(decode))
+
+    def sample(self, hidden_BD: Tensor, rows: list[int], parts: DecodeParts) -> Sampled:
+        """The end of a step alone, for rows whose hidden states come from elsewhere."""
+        return first_rows(self.sample_step(*self.sample_inputs(hidden_BD, rows), parts), len(rows))
+
+    def sample_inputs(self, hidden_BD: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+        missing = self.size_for(len(rows)) - len(rows)
+        rows_B = upload([*rows, *[self._table.spare_row] * missing], self._table.device)
+        return functional.pad(hidden_BD, (0, 0, 0, missing)), rows_B
 
     def inputs(self, decode: list[DecodeRow]) -> tuple[Tensor, Tensor]:
         """Rows and positions of a batch of the next size."""
@@ -86,7 +93,7 @@ class FixedDecode:
         """The whole step as device work alone."""
         pages_BP = self._table.pages[rows_B]
         hidden_BD = self._model.forward(self._embed(rows_B, parts), positions_B, self._attention(pages_BP, positions_B))
-        return self._sample(hidden_BD, rows_B, parts)
+        return self.sample_step(hidden_BD, rows_B, parts)
 
     def _embed(self, rows_B: Tensor, parts: DecodeParts) -> Tensor:
         t, model = self._table.tensors, self._model
@@ -104,7 +111,8 @@ class FixedDecode:
         slots_B = page_B1[:, 0] * page_size + positions_B % page_size
         return RowAttention(self._kv, self._ops, slots_B, pages_BP, positions_B + 1)
 
-    def _sample(self, hidden_BD: Tensor, rows_B: Tensor, parts: DecodeParts) -> Sampled:
+    def sample_step(self, hidden_BD: Tensor, rows_B: Tensor, parts: DecodeParts) -> Sampled:
+        """From hidden states to what each row emits, as device work alone."""
         table, t = self._table, self._table.tensors
         all_rows = Users(torch.arange(len(rows_B), device=rows_B.device), rows_B)
         state_B, spent_B = t.state[rows_B], t.spent[rows_B]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from kestrel.kernels.ops import Ops
 from kestrel.kernels.paged_attention import attend_decode, write_kv
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.prefill_attention import SHORT, LayerInputs, is_picture, prefill_groups
+from kestrel.runtime.prefill_attention import SHORT, AttentionGroup, LayerInputs, is_picture, prefill_groups
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.upload import upload
 
@@ -43,6 +44,28 @@ class RowAttention:
         )
 
 
+class ChunkNumbers(NamedTuple):
+    """Where a chunk lies in the flat batch and in its row."""
+
+    first: int
+    num_positions: int
+    start: int
+    sees_all: int
+    row: int
+
+
+def long_and_short(chunks: Sequence[PrefillChunk]) -> tuple[list[ChunkNumbers], list[ChunkNumbers]]:
+    """Apart from each other: blocks of queries that suit the ones are mostly empty for the others."""
+    long: list[ChunkNumbers] = []
+    short: list[ChunkNumbers] = []
+    first = 0
+    for chunk in chunks:
+        numbers = ChunkNumbers(first, chunk.num_positions, chunk.start, int(is_picture(chunk)), chunk.row)
+        (long if chunk.num_positions > SHORT else short).append(numbers)
+        first += chunk.num_positions
+    return long, short
+
+
 @dataclass(frozen=True, slots=True)
 class StoredChunks:
     """Chunks as `attend_chunks` takes them."""
@@ -55,12 +78,52 @@ class StoredChunks:
     max_count: int
 
     @classmethod
-    def of(cls, chunks: Sequence[tuple[int, PrefillChunk]], table: RowTable) -> StoredChunks:
-        """`chunks`: each with the place of its first position in the flat batch."""
-        numbers = [(first, c.num_positions, c.start, int(is_picture(c)), c.row) for first, c in chunks]
-        first_C, count_C, start_C, sees_all_C, row_C = upload(numbers, table.device).t().contiguous().unbind(0)
-        longest = max(chunk.num_positions for _, chunk in chunks)
-        return cls(table.pages[row_C], first_C, count_C, start_C, sees_all_C, longest)
+    def of_numbers(cls, numbers_5C: Tensor, table: RowTable, max_count: int) -> StoredChunks:
+        first_C, count_C, start_C, sees_all_C, row_C = numbers_5C.unbind(0)
+        return cls(table.pages[row_C], first_C, count_C, start_C, sees_all_C, max_count)
+
+    @classmethod
+    def of(cls, chunks: Sequence[ChunkNumbers], table: RowTable) -> StoredChunks:
+        numbers_5C = upload(list(zip(*chunks, strict=True)), table.device)
+        return cls.of_numbers(numbers_5C, table, max(chunk.num_positions for chunk in chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAttention:
+    """Chunks alone, and nothing for the host to decide: what prefill steps are captured with."""
+
+    kv: PagedKVCache
+    ops: Ops
+    slots_T: Tensor
+    chunks: list[StoredChunks]
+
+    @classmethod
+    def of_positions(
+        cls,
+        kv: PagedKVCache,
+        ops: Ops,
+        table: RowTable,
+        rows_T: Tensor,
+        positions_T: Tensor,
+        chunks: list[StoredChunks],
+    ) -> ChunkAttention:
+        return cls(kv, ops, slots_of(table, kv.page_size, rows_T, positions_T), chunks)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        write_kv(*self.cache(layer), self.slots_T, k_THD, v_THD)
+        out_THD = torch.zeros_like(q_THD)
+        self.attend_stored(layer, q_THD, out_THD)
+        return out_THD
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.kv.layer(layer)
+
+    def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
+        for chunks in self.chunks:
+            self.ops.attend_chunks(
+                q_THD, *self.cache(layer), chunks.pages_CP, chunks.first_C, chunks.count_C, chunks.start_C,
+                chunks.sees_all_C, self.kv.page_size, chunks.max_count, out_THD=out_THD,
+            )  # fmt: skip
 
 
 class FlatAttention:
@@ -107,18 +170,13 @@ class FlatAttention:
         return out_THD
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
-        caches = self._kv.layer(layer)
-        for chunks in self._stored_chunks:
-            self._ops.attend_chunks(
-                q_THD, *caches, chunks.pages_CP, chunks.first_C, chunks.count_C, chunks.start_C, chunks.sees_all_C,
-                self._kv.page_size, chunks.max_count, out_THD=out_THD,
-            )  # fmt: skip
+        self._stored_chunks.attend_stored(layer, q_THD, out_THD)
         if self._decode:
             rows = slice(self._first_decode, None)
             self._stored_rows.attend_stored(layer, q_THD[rows], out_THD[rows])
 
     @cached_property
-    def _groups(self):
+    def _groups(self) -> list[AttentionGroup]:
         return prefill_groups(self._prefill, self._slots, self._table.device)
 
     @cached_property
@@ -131,15 +189,9 @@ class FlatAttention:
         return self._slots(rows_B1, torch.where(mask_BK, keys_1K, 0)), mask_BK
 
     @cached_property
-    def _stored_chunks(self) -> list[StoredChunks]:
-        """Long and short chunks apart: blocks of queries that suit the ones are mostly empty for the others."""
-        placed, first = [], 0
-        for chunk in self._prefill:
-            placed.append((first, chunk))
-            first += chunk.num_positions
-        long = [one for one in placed if one[1].num_positions > SHORT]
-        short = [one for one in placed if one[1].num_positions <= SHORT]
-        return [StoredChunks.of(chunks, self._table) for chunks in (long, short) if chunks]
+    def _stored_chunks(self) -> ChunkAttention:
+        groups = [StoredChunks.of(chunks, self._table) for chunks in long_and_short(self._prefill) if chunks]
+        return ChunkAttention(self._kv, self._ops, self._slots_T, groups)
 
     @cached_property
     def _stored_rows(self) -> RowAttention:
@@ -147,6 +199,9 @@ class FlatAttention:
         return RowAttention(self._kv, self._ops, rows_B, self._table.pages[rows_B], positions_B + 1)
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        page_size = self._kv.page_size
-        pages = self._table.pages[rows, positions // page_size]
-        return pages * page_size + positions % page_size
+        return slots_of(self._table, self._kv.page_size, rows, positions)
+
+
+def slots_of(table: RowTable, page_size: int, rows: Tensor, positions: Tensor) -> Tensor:
+    """Where the keys and values of these positions lie."""
+    return table.pages[rows, positions // page_size] * page_size + positions % page_size

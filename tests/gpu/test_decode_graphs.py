@@ -14,8 +14,10 @@ from kestrel.moondream.runtime import batch_sizes
 from kestrel.request import SamplingParams
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
-from kestrel.runtime.executor import Executor
+from kestrel.runtime.executor import Executor, FastSteps
+from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
 from tests.moondream.goldens import FAMILIES, golden
@@ -38,15 +40,17 @@ def on_gpu(family: str, ops: Ops | None, *, is_fused: bool = False) -> Paged:
         steps_in_flight=1,
     )
 
-    def make(decoder: DecoderModel, kv: PagedKVCache, table: RowTable) -> DecodeGraphs:
+    def make(decoder: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
         assert ops is not None
-        return DecodeGraphs(decoder, kv, table, ops, batch_sizes(16))
+        pool = GraphPool(decoder.device)
+        prefill = PrefillGraphs(decoder, kv, table, ops, 2048, pool) if is_fused else None
+        return FastSteps(DecodeGraphs(decoder, kv, table, ops, batch_sizes(16), pool), prefill)
 
     decoder = RecordingDecoder(model)
     if is_fused and ops is not None:
         decoder.fuse(ops)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fixed_decode=None if ops is None else make, ops=ops or PLAIN)
+        runtime = Executor(decoder, limits, make_fast_steps=None if ops is None else make, ops=ops or PLAIN)
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
 
 

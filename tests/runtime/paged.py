@@ -20,7 +20,7 @@ from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import GenerationRequest, SamplingParams, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.executor import Executor
+from kestrel.runtime.executor import Executor, FastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
@@ -80,8 +80,8 @@ class Paged:
         return run(self.scheduler)
 
 
-def fixed_decode(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FixedDecode:
-    return FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16))
+def fixed_decode(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
+    return FastSteps(FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16)))
 
 
 def paged(
@@ -107,6 +107,6 @@ def paged(
     if is_fused:
         decoder.fuse(PLAIN)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fixed_decode=fixed_decode if in_fixed_sizes else None)
+        runtime = Executor(decoder, limits, make_fast_steps=fixed_decode if in_fixed_sizes else None)
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)

@@ -22,12 +22,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    block_keys: int = 64
-    num_warps: int = 4
+    block_keys: int = 32
+    num_warps: int = 2
     num_stages: int = 3
-    target_programs: int = 2048
+    target_programs: int = 1024
     """Keys are split until there are about so many programs: several for each multiprocessor at once."""
     min_keys_per_split: int = 64
+
+    @classmethod
+    def of(cls, cache_dtype: torch.dtype) -> Tuning:
+        """Numbers of one byte take more work to unpack than to read."""
+        return cls(num_warps=4) if cache_dtype.itemsize == 1 else cls()
 
     def num_splits(self, num_rows: int, num_kv_heads: int, max_keys: int) -> int:
         wanted = triton.cdiv(self.target_programs, max(1, num_rows * num_kv_heads))
@@ -194,7 +199,7 @@ def attend_rows(
         assert tensor.stride()[1:] == (head_dim, 1)
     if num_rows == 0:
         return out_BHD
-    chosen = tuning or Tuning()
+    chosen = tuning or Tuning.of(k_cache.dtype)
     num_splits = chosen.num_splits(num_rows, num_kv_heads, pages_BP.shape[1] * page_size)
     mixed, top, weight = _parts(num_rows * num_splits * num_heads, head_dim, q_BHD.device)
     dims, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads

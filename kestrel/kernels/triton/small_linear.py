@@ -17,7 +17,7 @@ from torch import Tensor
 from kestrel.kernels.triton.activations import gelu_tanh
 
 MAX_ROWS = 16
-SUMMED_ROWS = 4
+SUMMED_ROWS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,10 @@ class Tuning:
     @classmethod
     def of(cls, num_rows: int, num_out: int, num_in: int) -> Tuning:
         if num_rows <= SUMMED_ROWS:
-            return cls(block_out=1, block_in=min(2048 if num_rows == 1 else 1024, triton.next_power_of_2(num_in)))
+            if num_in > 4096:
+                return cls(block_out=1, block_in=1024)
+            block_out = 2 if num_out % 2 == 0 else 1
+            return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
         block_out = next((size for size in (64, 32) if num_out >= 132 * size), 16)
         return cls(block_out, min(8192 // block_out, max(16, triton.next_power_of_2(num_in))))
 

@@ -1,0 +1,39 @@
+"""Device work recorded once and replayed: CUDA graphs that share one pool of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+WARM_UP_RUNS = 2
+"""Before a capture, so that libraries allocate and choose their kernels outside of it."""
+
+Result = TypeVar("Result")
+
+
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
+class GraphPool:
+    """Graphs of one pool must be replayed on one stream: each uses the others' scratch memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Result]) -> tuple[Replayable, Result]:
+        """The recorded work, and what it returned: tensors that every replay overwrites."""
+        aside = torch.cuda.Stream(self._device)
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads ask of the driver meanwhile must not spoil the capture.
+        with torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result

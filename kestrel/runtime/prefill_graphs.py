@@ -1,0 +1,128 @@
+"""The layers of a prefill step as CUDA graphs.
+
+A step's positions are filled up to the next size with positions of the spare row, its chunks with empty ones; where
+they lie, the graph reads from tensors that are written before each replay. Without this the host, which has a few
+hundred kernels to launch, would be slower than the GPU that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kestrel.kernels.ops import Ops
+from kestrel.models.contract import DecoderModel
+from kestrel.runtime.contract import PrefillChunk
+from kestrel.runtime.graph_pool import GraphPool, Replayable
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.rows import RowTable
+from kestrel.runtime.step_attention import ChunkAttention, ChunkNumbers, StoredChunks, long_and_short
+from kestrel.runtime.upload import upload
+
+FINE, COARSE = 64, 128
+FINE_UP_TO = 1024
+LONGEST_STEP = 256
+"""Lengths of chunks are told apart by so many positions: they only decide how many programs are started."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillForm:
+    """What a graph is captured for."""
+
+    num_positions: int
+    num_long: int
+    num_short: int
+    longest: int
+
+    @classmethod
+    def of(cls, num_positions: int, long: Sequence[ChunkNumbers], short: Sequence[ChunkNumbers]) -> PrefillForm:
+        step = FINE if num_positions <= FINE_UP_TO else COARSE
+        longest = max((chunk.num_positions for chunk in long), default=0)
+        return cls(
+            -(-num_positions // step) * step,
+            _next_power_of_2(len(long)),
+            _next_power_of_2(len(short)),
+            -(-longest // LONGEST_STEP) * LONGEST_STEP,
+        )
+
+    @property
+    def num_integers(self) -> int:
+        return 2 * self.num_positions + 5 * (self.num_long + self.num_short)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedPrefill:
+    graph: Replayable
+    integers: Tensor
+
+
+class PrefillGraphs:
+    def __init__(
+        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, max_positions: int, pool: GraphPool
+    ) -> None:
+        self._model, self._kv, self._table, self._ops, self._pool = model, kv, table, ops, pool
+        self._max_positions = -(-max_positions // COARSE) * COARSE
+        shape = (self._max_positions, model.shape.hidden_dim)
+        self._x_TD = torch.zeros(shape, dtype=model.dtype, device=table.device)
+        self._hidden_TD = torch.zeros_like(self._x_TD)
+        self._captured: dict[PrefillForm, CapturedPrefill] = {}
+
+    def fits(self, num_positions: int) -> bool:
+        return num_positions <= self._max_positions
+
+    def run(
+        self, embedded: list[Tensor], chunks: Sequence[PrefillChunk], rows: list[int], positions: list[int]
+    ) -> Tensor:
+        """The residual stream of all positions; the next run overwrites it."""
+        long, short = long_and_short(chunks)
+        form = PrefillForm.of(len(positions), long, short)
+        if form not in self._captured:
+            self._captured[form] = self._capture(form)
+        captured = self._captured[form]
+        torch.cat(embedded, out=self._x_TD[: len(positions)])
+        captured.integers.copy_(upload(self._integers(form, long, short, rows, positions), self._table.device))
+        captured.graph.replay()
+        return self._hidden_TD[: len(positions)]
+
+    def _integers(
+        self,
+        form: PrefillForm,
+        long: Sequence[ChunkNumbers],
+        short: Sequence[ChunkNumbers],
+        rows: list[int],
+        positions: list[int],
+    ) -> list[int]:
+        """Rows and positions, then the numbers of the long and of the short chunks, each filled up."""
+        spare, missing = self._table.spare_row, form.num_positions - len(positions)
+        numbers = [*rows, *[spare] * missing, *positions, *[0] * missing]
+        for chunks, capacity in ((long, form.num_long), (short, form.num_short)):
+            empty = ChunkNumbers(first=0, num_positions=0, start=0, sees_all=0, row=spare)
+            for column in zip(*chunks, *[empty] * (capacity - len(chunks)), strict=True):
+                numbers += column
+        return numbers
+
+    def _capture(self, form: PrefillForm) -> CapturedPrefill:
+        """Tried out on the spare row alone, without chunks."""
+        device = self._table.device
+        integers = upload(self._integers(form, [], [], [], []), device)
+        graph, _ = self._pool.capture(lambda: self._forward(form, integers))
+        return CapturedPrefill(graph, integers)
+
+    def _forward(self, form: PrefillForm, integers: Tensor) -> None:
+        n = form.num_positions
+        counts = [n, n, 5 * form.num_long, 5 * form.num_short]
+        rows_T, positions_T, long, short = integers.split(counts)
+        tables = [
+            StoredChunks.of_numbers(numbers.view(5, -1), self._table, longest)
+            for numbers, longest in ((long, form.longest), (short, FINE))
+            if len(numbers)
+        ]
+        attention = ChunkAttention.of_positions(self._kv, self._ops, self._table, rows_T, positions_T, tables)
+        self._hidden_TD[:n] = self._model.forward(self._x_TD[:n], positions_T, attention)
+
+
+def _next_power_of_2(count: int) -> int:
+    return 0 if count == 0 else 1 << (count - 1).bit_length()
