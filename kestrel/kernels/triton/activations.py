@@ -18,3 +18,10 @@ def gelu_tanh(x):
 @triton.jit
 def gelu_erf(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def tanh(x):
+    """1 - 2 / (1 + exp(2x)), to an absolute error of 1e-7."""
+    # Limited, so that the exponential stays finite.
+    return 1.0 - 2.0 / (1.0 + tl.exp(tl.minimum(2.0 * x, 80.0)))
