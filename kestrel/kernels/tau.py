@@ -33,9 +33,7 @@ def tau_factors(
     return tau_q, tau_v
 
 
-def stacked_tau_factors(
-    qkv_TF: Tensor, w_2HF: Tensor, alpha_H: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
+def stacked_tau_factors(qkv_TF: Tensor, w_2HF: Tensor, alpha_H: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
     """The same from one matrix, cat(wq, wv)."""
     wq_HF, wv_HF = w_2HF.chunk(2)
     return tau_factors(qkv_TF, wq_HF, wv_HF, alpha_H, positions_T)

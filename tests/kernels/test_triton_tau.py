@@ -79,3 +79,8 @@ def test_features_are_shared_out_so_that_all_multiprocessors_work(num_blocks: in
     per_program = DotTuning().features_per_program(num_blocks, 6144)
     assert per_program % DotTuning().block_in == 0
     assert num_blocks * -(-6144 // per_program) == num_programs
+
+
+@pytest.mark.parametrize(("num_tokens", "block_out"), [(1, 1), (4, 1), (7, 2), (16, 4)])
+def test_few_tokens_have_programs_of_few_outputs(num_tokens: int, block_out: int) -> None:
+    assert SumTuning.of(num_tokens, 64).block_out == block_out

@@ -31,9 +31,9 @@ class SumTuning:
     num_warps: int = 8
 
     @classmethod
-    def of(cls, num_tokens: int) -> SumTuning:
-        """One token: an output per program. Each further output spares its token another round of features."""
-        return cls(block_out=min(4, triton.next_power_of_2(num_tokens)))
+    def of(cls, num_tokens: int, num_out: int) -> SumTuning:
+        """Up to some 256 programs. Each output more in a program spares its token another round of features."""
+        return cls(block_out=min(8, max(1, triton.next_power_of_2(num_tokens * num_out) // 256)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _by_sums(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "features_per_program"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _by_dots(
     qkv_ptr, w_ptr, sums_ptr, num_tokens, num_out, num_features, qkv_stride, features_per_program,
     BLOCK_TOKENS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
@@ -150,7 +150,8 @@ def tau_factors(
         assert tensor.is_contiguous()
     tau_2TH = torch.empty(2, num_tokens, num_heads, dtype=torch.float32, device=qkv_TF.device)
     if num_tokens > 0:
-        chosen = tuning or (SumTuning.of(num_tokens) if num_tokens <= SUMMED_TOKENS else DotTuning())
+        by_sums = num_tokens <= SUMMED_TOKENS
+        chosen = tuning or (SumTuning.of(num_tokens, 2 * num_heads) if by_sums else DotTuning())
         launch = _launch_sums if isinstance(chosen, SumTuning) else _launch_dots
         launch(qkv_TF, w_2HF, alpha_H, positions_T, tau_2TH, chosen)
     return tau_2TH[0], tau_2TH[1]
