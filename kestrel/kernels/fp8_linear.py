@@ -51,7 +51,7 @@ def scaled_mm_linear(
     assert all(width % WIDTH_MULTIPLE == 0 for width in weight_fp8_FD.shape)
     if x_fp8_TD.shape[0] == 0:
         return torch.empty(0, weight_fp8_FD.shape[0], dtype=out_dtype, device=x_fp8_TD.device)
-    return torch._scaled_mm(
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         x_fp8_TD,
         weight_fp8_FD.t(),
         scale_a=x_scale_T1,

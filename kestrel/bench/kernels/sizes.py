@@ -23,6 +23,7 @@ class Sizes:
     few_rows: tuple[int, ...]
     """Rows of a linear layer or of a small mixture of experts."""
     prefill_tokens: tuple[int, ...]
+    tau_tokens: tuple[int, ...]
     routed_tokens: tuple[int, ...]
     """Tokens of a large mixture of experts."""
 
@@ -41,6 +42,7 @@ def full_sizes() -> Sizes:
         decode_rows=(1, 4, 16, 64),
         few_rows=(1, 4, 16),
         prefill_tokens=(750, 3000),
+        tau_tokens=(1, 4, 16, 64, 750, 3000),
         routed_tokens=(16, 64, 750, 3000),
     )
 
@@ -69,5 +71,6 @@ def small_sizes() -> Sizes:
         decode_rows=(3,),
         few_rows=(1, 6),
         prefill_tokens=(7,),
+        tau_tokens=(3, 21),
         routed_tokens=(7,),
     )

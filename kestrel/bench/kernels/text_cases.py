@@ -34,7 +34,8 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
     for rows in (*sizes.decode_rows, *sizes.prefill_tokens):
         yield add_norm_case(rows, text.dim, num_deltas=2)
         yield _rotate_case(sizes, rows, has_tau=False)
-        yield _tau_case(sizes, rows)
+    for tokens in sizes.tau_tokens:
+        yield _tau_case(sizes, tokens)
     for rows in sizes.prefill_tokens:
         yield norm_to_fp8_case(rows, text.dim)
         yield add_norm_to_fp8_case(rows, text.dim, num_deltas=2)

@@ -29,11 +29,13 @@ class Tuning:
 
 
 @triton.jit
-def fp8_scale(largest):
-    """The scale of a row whose largest magnitude is given. Times its inverse, no number of the row exceeds 448 by as
-    much as float8 would notice, so that quotients need no limit.
+def store_fp8_scale(scale_ptr, row, largest):
+    """The inverse of a row's scale, from its largest magnitude. Times that, no number of the row exceeds 448 by as much
+    as float8 would notice, so that quotients need no limit.
     """
-    return tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
+    scale = tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
+    tl.store(scale_ptr + row, scale)
+    return 1.0 / scale
 
 
 @triton.jit
@@ -57,9 +59,7 @@ def _quantise(
         rest = MAIN + tl.arange(0, REST)
         x_rest = _load_row_part(x_ptr, row * x_stride, rest, dim, REST_MASKED, HAS_GELU)
         largest = tl.maximum(largest, tl.max(tl.abs(x_rest), axis=0))
-    scale = fp8_scale(largest)
-    tl.store(scale_ptr + row, scale)
-    per_scale = 1.0 / scale
+    per_scale = store_fp8_scale(scale_ptr, row, largest)
     store_tile(out_ptr, row * dim, main, dim, x * per_scale, False)
     if REST > 0:
         store_tile(out_ptr, row * dim, rest, dim, x_rest * per_scale, REST_MASKED)

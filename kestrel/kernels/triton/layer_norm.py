@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.triton.fp8_rows import fp8_rows_like, fp8_scale
+from kestrel.kernels.triton.fp8_rows import fp8_rows_like, store_fp8_scale
 from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
 
 MANY_ROWS = 1024
@@ -85,11 +85,10 @@ def _normalise(
             largest = tl.max(tl.abs(y), axis=0)
             if REST > 0:
                 largest = tl.maximum(largest, tl.max(tl.abs(y_rest), axis=0))
-            scale = fp8_scale(largest)
-            tl.store(scale_ptr + row, scale)
-            y *= 1.0 / scale
+            per_scale = store_fp8_scale(scale_ptr, row, largest)
+            y *= per_scale
             if REST > 0:
-                y_rest *= 1.0 / scale
+                y_rest *= per_scale
         store_tile(y_ptr, offset, main, dim, y, False)
         if REST > 0:
             store_tile(y_ptr, offset, rest, dim, y_rest, REST_MASKED)

@@ -2,10 +2,11 @@
 
 A few tokens: a program takes one token and a few outputs, and adds products lane by lane; lanes meet once, at the end.
 Many: blocks of tokens and outputs go through the tensor cores, and programs share out the features among them, so that
-all multiprocessors work; a second kernel adds their sums. Features are made from qkv as it is loaded, in either case.
+all multiprocessors work; a second kernel adds their sums. Features are made from qkv as it is loaded, in either case,
+and sums stay fp32 up to the tanh.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
