@@ -5,12 +5,17 @@
 
 `add_layer_norm` makes the residual stream first: sum = x + a + b, added in fp32 and rounded once to the dtype of x.
 What is normalised is the rounded sum, so that a later reader of the stream sees the same numbers.
+
+The versions `to_fp8` give the normed rows as `rows_to_fp8` would, from fp32: they are not rounded to the dtype of x
+before.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import functional
+
+from kestrel.kernels.fp8_rows import rows_to_fp8
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
@@ -26,6 +31,20 @@ def add_layer_norm(
     assert x_TD.shape == delta_a_TD.shape
     total = add_deltas(x_TD, delta_a_TD, delta_b_TD)
     return total, layer_norm(total, weight_D, bias_D, eps)
+
+
+def layer_norm_to_fp8(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed rows in float8 [T, D], their scales [T, 1] fp32)."""
+    return rows_to_fp8(layer_norm(x_TD.float(), weight_D.float(), bias_D.float(), eps))
+
+
+def add_layer_norm_to_fp8(
+    x_TD: Tensor, delta_a_TD: Tensor, delta_b_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32)."""
+    assert x_TD.shape == delta_a_TD.shape
+    total = add_deltas(x_TD, delta_a_TD, delta_b_TD)
+    return total, *layer_norm_to_fp8(total, weight_D, bias_D, eps)
 
 
 def add_deltas(x_TD: Tensor, delta_a_TD: Tensor, delta_b_TD: Tensor | None) -> Tensor:

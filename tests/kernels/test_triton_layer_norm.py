@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: skip - before any kernel
+from tests.kernels.triton_mode import HALF, Draw, devices, distance, fp8_steps, is_nearest_fp8  # isort: skip - before any kernel
 
 import pytest
 import torch
 
 from kestrel.kernels import layer_norm as plain
-from kestrel.kernels.triton.layer_norm import Tuning, add_layer_norm, layer_norm
+from kestrel.kernels.triton.layer_norm import (
+    Tuning,
+    add_layer_norm,
+    add_layer_norm_to_fp8,
+    layer_norm,
+    layer_norm_to_fp8,
+)
 
 EPS = 1e-5
 SHAPES = [(1, 1152), (5, 2048), (3, 720), (2, 1), (9, 7), (2, 3, 64), (0, 64)]
@@ -61,3 +67,56 @@ def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(devi
     assert distance(total, exact_total) <= 1.05 * distance(plain_total, exact_total)
     assert distance(normed, exact_normed) <= 1.05 * distance(plain_normed, exact_normed)
     assert torch.equal(layer_norm(total, weight, bias, EPS), normed)
+
+
+FP8_SHAPES = [shape for shape in SHAPES if len(shape) == 2]
+
+
+@devices
+@pytest.mark.parametrize("num_deltas", [0, 1, 2])
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+def test_normed_rows_in_float8_are_those_of_the_plain_version(
+    shape: tuple[int, int], num_deltas: int, device: str
+) -> None:
+    draw = Draw(device)
+    x, a, b, weight, bias = (draw(*size) for size in (shape, shape, shape, shape[1:], shape[1:]))
+    if num_deltas == 0:
+        total, (narrow, scale) = x, layer_norm_to_fp8(x, weight, bias, EPS)
+    else:
+        total, narrow, scale = add_layer_norm_to_fp8(x, a, b if num_deltas == 2 else None, weight, bias, EPS)
+        assert torch.equal(total, plain.add_deltas(x, a, b if num_deltas == 2 else None))
+    exact = plain.layer_norm(total.double(), weight.double(), bias.double(), EPS)
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    torch.testing.assert_close(scale, (largest / 448.0).float(), rtol=1e-5, atol=1e-7)
+    assert is_nearest_fp8(narrow, scale, exact, device)
+
+
+@devices
+def test_rows_are_not_rounded_to_their_own_dtype_on_the_way_to_float8(device: str) -> None:
+    draw = Draw(device, HALF[device])
+    x, weight, bias = draw(33, 1152), draw(1152), draw(1152)
+    scale = layer_norm_to_fp8(x, weight, bias, EPS)[1]
+    wide = plain.layer_norm(x.float(), weight.float(), bias.float(), EPS)
+    torch.testing.assert_close(scale, wide.abs().amax(dim=1, keepdim=True) / 448.0, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+def test_float8_numbers_are_rounded_as_by_the_plain_version(shape: tuple[int, int]) -> None:
+    """Not in the interpreter, which does not round to the nearest float8."""
+    draw = Draw("cuda", torch.bfloat16)
+    given = [draw(*size) for size in (shape, shape, shape, shape[1:], shape[1:])]
+    total, got, _ = add_layer_norm_to_fp8(*given, EPS)  # pyright: ignore[reportCallIssue]
+    expected_total, expected, _ = plain.add_layer_norm_to_fp8(*given, EPS)  # pyright: ignore[reportCallIssue]
+    assert torch.equal(total, expected_total)
+    steps = fp8_steps(got, expected)
+    assert (steps <= 1).all()
+    assert steps.float().sum() <= 1e-2 * steps.numel()
+
+
+@devices
+def test_a_row_that_is_nowhere_but_zero_has_a_finite_scale(device: str) -> None:
+    zeros = torch.zeros(2, 96, device=device)
+    narrow, scale = layer_norm_to_fp8(zeros, zeros[0], zeros[0], EPS)
+    assert (narrow.float() == 0.0).all()
+    assert (scale > 0.0).all()

@@ -39,3 +39,22 @@ class Draw:
 def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
     """Of two tensors as vectors."""
     return float((got.double() - exact.double()).norm())
+
+
+def fp8_steps(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How many float8 numbers lie between, for numbers of equal sign."""
+    return (got.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+
+
+def is_nearest_fp8(narrow: torch.Tensor, scale_T1: torch.Tensor, exact: torch.Tensor, device: str) -> bool:
+    """Whether numbers were rounded to the nearest float8 (e4m3) or, where two are about equally near, to either.
+
+    Without those that the interpreter misrounds: it cuts off below 2^-6, and forgets to carry into the exponent.
+    """
+    quotient = exact.double() / scale_T1.double()
+    # Three bits after the leading one: half a step is 1/16. Below 2^-6 steps stop shrinking.
+    half_step = torch.maximum(quotient.abs() / 16, torch.full_like(quotient, 2.0**-10))
+    is_near = (narrow.double() - quotient).abs() <= 1.001 * half_step + 1e-3
+    if device == "cpu":
+        is_near |= (torch.frexp(quotient).mantissa.abs() > 0.968) | (quotient.abs() < 2.0**-6)
+    return bool(is_near.all())

@@ -45,6 +45,7 @@ class Case:
     """Block sizes worth trying, as `tuning` of the Triton version."""
     is_plain_capturable: bool = True
     """Whether the plain version runs without reading on the host, as a CUDA graph needs."""
+    gives_fp8: bool = False
 
 
 def distance(got: Result, expected: Result) -> float:

@@ -17,8 +17,9 @@ from kestrel.bench.kernels.vision_cases import vision_cases
 from kestrel.errors import ConfigError
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
-"""Of the distance between both versions. Rounding to float8 may differ by a step where a number lies on a tie."""
-FP8_TOLERANCE = 5e-2
+"""Of the distance between both versions."""
+FP8_TOLERANCES = {torch.float32: 8e-2, torch.bfloat16: 5e-2}
+"""Rounding to float8 may differ by a step where a number lies on a tie; Triton's interpreter misrounds some others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,8 @@ def check_kernels(ops: list[str] | None, device: torch.device) -> Iterator[Check
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for case in all_cases(small_sizes(), ops):
         far = _distance(case, device, dtype)
-        tolerance = FP8_TOLERANCE if case.op == "rows_to_fp8" else TOLERANCES[dtype]
-        yield Checked(case, far, far <= tolerance)
+        tolerances = FP8_TOLERANCES if case.gives_fp8 else TOLERANCES
+        yield Checked(case, far, far <= tolerances[dtype])
 
 
 def _timed(case: Case, ceilings: Ceilings) -> Timed:

@@ -27,6 +27,7 @@ class Sizes:
     """Positions of a picture, with the one before it, and of the text behind it."""
     prompts: tuple[int, ...]
     """Filled at once."""
+    tau_tokens: tuple[int, ...]
     routed_tokens: tuple[int, ...]
     """Tokens of a large mixture of experts."""
 
@@ -47,6 +48,7 @@ def full_sizes() -> Sizes:
         prefill_tokens=(750, 3000),
         prompt=(730, 20),
         prompts=(1, 4, 8),
+        tau_tokens=(1, 4, 16, 64, 750, 3000),
         routed_tokens=(16, 64, 750, 3000),
     )
 
@@ -77,5 +79,6 @@ def small_sizes() -> Sizes:
         prefill_tokens=(7,),
         prompt=(37, 6),
         prompts=(2,),
+        tau_tokens=(3, 21),
         routed_tokens=(7,),
     )

@@ -1,4 +1,4 @@
-"""What the text model needs: norms, rotation with storing, attention over pages, linears of a few rows."""
+"""What the text model needs: norms, tau, rotation with storing, attention over pages, linears of a few rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,29 @@ from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
 from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
-from kestrel.bench.kernels.tunings import chunk_tunings, decode_tunings, rotate_tunings, small_linear_tunings
-from kestrel.bench.kernels.vision_cases import HALF_BYTES, add_norm_case
-from kestrel.kernels import chunk_attention, paged_attention, rotate_and_store, small_linear
+from kestrel.bench.kernels.tunings import (
+    chunk_tunings,
+    decode_tunings,
+    rotate_tunings,
+    small_linear_tunings,
+    tau_tunings,
+)
+from kestrel.bench.kernels.vision_cases import (
+    HALF_BYTES,
+    add_norm_case,
+    add_norm_to_fp8_case,
+    gelu_to_fp8_case,
+    norm_to_fp8_case,
+)
+from kestrel.kernels import chunk_attention, paged_attention, rotate_and_store, small_linear, tau
 from kestrel.kernels.rope import rope_tables
 from kestrel.kernels.triton import chunk_attention as triton_chunk_attention
 from kestrel.kernels.triton import paged_attention as triton_paged_attention
 from kestrel.kernels.triton import rotate_and_store as triton_rotate_and_store
 from kestrel.kernels.triton import small_linear as triton_small_linear
+from kestrel.kernels.triton import tau as triton_tau
+
+FACTOR_BYTES = 4
 
 
 def text_cases(sizes: Sizes) -> Iterator[Case]:
@@ -27,6 +42,12 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
     for rows in (*sizes.decode_rows, *sizes.prefill_tokens):
         yield add_norm_case(rows, text.dim, num_deltas=2)
         yield _rotate_case(sizes, rows, has_tau=False)
+    for tokens in sizes.tau_tokens:
+        yield _tau_case(sizes, tokens)
+    for rows in sizes.prefill_tokens:
+        yield norm_to_fp8_case(rows, text.dim)
+        yield add_norm_to_fp8_case(rows, text.dim, num_deltas=2)
+        yield gelu_to_fp8_case(rows, text.ff_dim)
     yield _rotate_case(sizes, sizes.prefill_tokens[-1], has_tau=True)
     for rows in sizes.decode_rows:
         yield _decode_case(sizes, rows, None)
@@ -65,6 +86,26 @@ def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
         flop=4 * tokens * text.qkv_dim,
         tunings=rotate_tunings(),
         is_plain_capturable=False,
+    )
+
+
+def _tau_case(sizes: Sizes, tokens: int) -> Case:
+    text = sizes.text
+    num_out, num_in = 2 * text.n_heads, text.qkv_dim
+
+    def make(maker: Maker) -> tuple[Tensor, ...]:
+        w = maker.numbers(num_out, num_in, scale=num_in**-0.5)
+        return maker.numbers(tokens, num_in), w, maker.numbers(text.n_heads), maker.integers(text.max_context, tokens)
+
+    return Case(
+        op="tau_factors",
+        size=f"{tokens} tokens",
+        plain=tau.stacked_tau_factors,
+        triton=triton_tau.tau_factors,
+        make=make,
+        bytes_moved=(tokens + num_out) * num_in * HALF_BYTES + tokens * num_out * FACTOR_BYTES,
+        flop=2 * tokens * num_out * num_in,
+        tunings=tau_tunings(tokens),
     )
 
 

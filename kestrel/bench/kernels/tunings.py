@@ -15,6 +15,7 @@ from kestrel.kernels.triton import (
     paged_attention,
     rotate_and_store,
     small_linear,
+    tau,
 )
 
 
@@ -48,6 +49,13 @@ def chunk_tunings(max_count: int) -> tuple[Any, ...]:
 
 def rotate_tunings() -> tuple[Any, ...]:
     return tuple(rotate_and_store.Tuning(heads, warps) for heads, warps in product((4, 8, 16, 32), (1, 2, 4)))
+
+
+def tau_tunings(num_tokens: int) -> tuple[Any, ...]:
+    if num_tokens <= tau.SUMMED_TOKENS:
+        return tuple(tau.SumTuning(*tried) for tried in product((1, 2, 4, 8), (1024, 2048), (4, 8)))
+    tried = product(((64, 64, 64), (64, 64, 128), (128, 64, 64), (32, 64, 128)), (128, 256, 512), (4, 8), (2, 4))
+    return tuple(tau.DotTuning(*blocks, *rest) for blocks, *rest in tried)
 
 
 def small_linear_tunings(num_rows: int) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
-"""What the vision tower needs: norms, attention inside crops, rows for float8 products."""
+"""What the vision tower needs: norms, attention inside crops, rows for float8 products from either and from GELUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -28,6 +29,9 @@ def vision_cases(sizes: Sizes) -> Iterator[Case]:
         yield _attention_case(crops, vision.num_patches, vision.enc_n_heads, vision.enc_dim)
         yield _fp8_case(rows, vision.enc_dim)
         yield _fp8_case(rows, vision.enc_ff_dim)
+        yield norm_to_fp8_case(rows, vision.enc_dim)
+        yield add_norm_to_fp8_case(rows, vision.enc_dim, num_deltas=1)
+        yield gelu_to_fp8_case(rows, vision.enc_ff_dim)
 
 
 def norm_case(rows: int, dim: int) -> Case:
@@ -93,4 +97,39 @@ def _fp8_case(rows: int, dim: int) -> Case:
         bytes_moved=rows * dim * (HALF_BYTES + FP8_BYTES),
         flop=3 * rows * dim,
         tunings=fp8_tunings(),
+        gives_fp8=True,
+    )
+
+
+def norm_to_fp8_case(rows: int, dim: int) -> Case:
+    return replace(
+        norm_case(rows, dim),
+        op="layer_norm_to_fp8",
+        plain=layer_norm.layer_norm_to_fp8,
+        triton=triton_layer_norm.layer_norm_to_fp8,
+        bytes_moved=rows * dim * (HALF_BYTES + FP8_BYTES),
+        flop=11 * rows * dim,
+        gives_fp8=True,
+    )
+
+
+def add_norm_to_fp8_case(rows: int, dim: int, num_deltas: int) -> Case:
+    return replace(
+        add_norm_case(rows, dim, num_deltas),
+        op="add_layer_norm_to_fp8",
+        plain=layer_norm.add_layer_norm_to_fp8,
+        triton=triton_layer_norm.add_layer_norm_to_fp8,
+        bytes_moved=rows * dim * ((2 + num_deltas) * HALF_BYTES + FP8_BYTES),
+        flop=12 * rows * dim,
+        gives_fp8=True,
+    )
+
+
+def gelu_to_fp8_case(rows: int, dim: int) -> Case:
+    return replace(
+        _fp8_case(rows, dim),
+        op="gelu_to_fp8",
+        plain=fp8_rows.gelu_to_fp8,
+        triton=triton_fp8_rows.gelu_to_fp8,
+        flop=11 * rows * dim,
     )

@@ -1,7 +1,7 @@
 """Layer normalisation as one pass over memory: a row stays in registers between its statistics and its result.
 
-A row of D numbers is held as two tiles, the largest power of two in D and what is left of it (1152 = 1024 + 128), so
-that few lanes idle. A program keeps weight and bias in registers over several rows.
+A program keeps weight and bias in registers over several rows. Where the result is wanted in float8, the row's largest
+number is found while it is still there.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kestrel.kernels.triton.fp8_rows import fp8_rows_like, store_fp8_scale
+from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
 
 MANY_ROWS = 1024
 
@@ -31,48 +34,33 @@ class Tuning:
 
 
 @triton.jit
-def _load(ptr, offset, cols, dim, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(ptr + offset + cols, mask=cols < dim, other=0.0)
-    return tl.load(ptr + offset + cols)
-
-
-@triton.jit
-def _store(ptr, offset, cols, dim, value, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(ptr + offset + cols, value.to(ptr.dtype.element_ty), mask=cols < dim)
-    else:
-        tl.store(ptr + offset + cols, value.to(ptr.dtype.element_ty))
-
-
-@triton.jit
 def _sum_tile(
     x_ptr, a_ptr, b_ptr, total_ptr, offset, cols, dim, MASKED: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr
 ):
     """x + a + b of one tile as it is stored, in fp32; stored only when something was added."""
-    x = _load(x_ptr, offset, cols, dim, MASKED).to(tl.float32)
+    x = load_tile(x_ptr, offset, cols, dim, MASKED).to(tl.float32)
     if HAS_A:
-        x += _load(a_ptr, offset, cols, dim, MASKED)
+        x += load_tile(a_ptr, offset, cols, dim, MASKED)
         if HAS_B:
-            x += _load(b_ptr, offset, cols, dim, MASKED)
+            x += load_tile(b_ptr, offset, cols, dim, MASKED)
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
-        _store(total_ptr, offset, cols, dim, x, MASKED)
+        store_tile(total_ptr, offset, cols, dim, x, MASKED)
     return x
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _normalise(
-    x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, weight_ptr, bias_ptr, num_rows, dim, eps,
+    x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, scale_ptr, weight_ptr, bias_ptr, num_rows, dim, eps,
     ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr,
-    HAS_A: tl.constexpr, HAS_B: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_B: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     main = tl.arange(0, MAIN)
-    weight = _load(weight_ptr, 0, main, dim, False)
-    bias = _load(bias_ptr, 0, main, dim, False)
+    weight = load_tile(weight_ptr, 0, main, dim, False)
+    bias = load_tile(bias_ptr, 0, main, dim, False)
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
-        weight_rest = _load(weight_ptr, 0, rest, dim, REST_MASKED)
-        bias_rest = _load(bias_ptr, 0, rest, dim, REST_MASKED)
+        weight_rest = load_tile(weight_ptr, 0, rest, dim, REST_MASKED)
+        bias_rest = load_tile(bias_ptr, 0, rest, dim, REST_MASKED)
     first = tl.program_id(0).to(tl.int64) * ROWS
     for row in range(first, tl.minimum(first + ROWS, num_rows)):
         offset = row * dim
@@ -89,16 +77,27 @@ def _normalise(
             if REST_MASKED:
                 x_rest = tl.where(rest < dim, x_rest, 0.0)
             squares += tl.sum(x_rest * x_rest, axis=0)
-        scale = 1.0 / tl.sqrt(squares / dim + eps)
-        _store(y_ptr, offset, main, dim, x * scale * weight + bias, False)
+        per_deviation = 1.0 / tl.sqrt(squares / dim + eps)
+        y = x * per_deviation * weight + bias
         if REST > 0:
-            _store(y_ptr, offset, rest, dim, x_rest * scale * weight_rest + bias_rest, REST_MASKED)
+            y_rest = x_rest * per_deviation * weight_rest + bias_rest
+        if TO_FP8:
+            largest = tl.max(tl.abs(y), axis=0)
+            if REST > 0:
+                largest = tl.maximum(largest, tl.max(tl.abs(y_rest), axis=0))
+            per_scale = store_fp8_scale(scale_ptr, row, largest)
+            y *= per_scale
+            if REST > 0:
+                y_rest *= per_scale
+        store_tile(y_ptr, offset, main, dim, y, False)
+        if REST > 0:
+            store_tile(y_ptr, offset, rest, dim, y_rest, REST_MASKED)
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, tuning: Tuning | None = None) -> Tensor:
     """Rows normalised over their last dimension; any number of leading dimensions."""
     y_TD = torch.empty_like(x_TD)
-    _launch(x_TD, None, None, x_TD, y_TD, weight_D, bias_D, eps, tuning)
+    _launch(x_TD, None, None, x_TD, y_TD, None, weight_D, bias_D, eps, tuning)
     return y_TD
 
 
@@ -113,8 +112,33 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(sum, normed sum), both of the shape and dtype of x."""
     total_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, weight_D, bias_D, eps, tuning)
+    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, None, weight_D, bias_D, eps, tuning)
     return total_TD, y_TD
+
+
+def layer_norm_to_fp8(
+    x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, tuning: Tuning | None = None
+) -> tuple[Tensor, Tensor]:
+    """(normed rows in float8 [T, D], their scales [T, 1] fp32)."""
+    y_TD, scale_T1 = fp8_rows_like(x_TD)
+    _launch(x_TD, None, None, x_TD, y_TD, scale_T1, weight_D, bias_D, eps, tuning)
+    return y_TD, scale_T1
+
+
+def add_layer_norm_to_fp8(
+    x_TD: Tensor,
+    delta_a_TD: Tensor,
+    delta_b_TD: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32)."""
+    total_TD = torch.empty_like(x_TD)
+    y_TD, scale_T1 = fp8_rows_like(x_TD)
+    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, scale_T1, weight_D, bias_D, eps, tuning)
+    return total_TD, y_TD, scale_T1
 
 
 def _launch(
@@ -123,6 +147,7 @@ def _launch(
     delta_b_TD: Tensor | None,
     total_TD: Tensor,
     y_TD: Tensor,
+    scale_T1: Tensor | None,
     weight_D: Tensor,
     bias_D: Tensor,
     eps: float,
@@ -136,11 +161,11 @@ def _launch(
     if num_rows == 0:
         return
     chosen = tuning or Tuning.of(num_rows, dim)
-    main = 1 << (dim.bit_length() - 1)
-    rest = triton.next_power_of_2(dim - main) if dim > main else 0
+    tiles = RowTiles.of(dim)
     _normalise[(triton.cdiv(num_rows, chosen.rows_per_program),)](
         x_TD, x_TD if delta_a_TD is None else delta_a_TD, x_TD if delta_b_TD is None else delta_b_TD,
-        total_TD, y_TD, weight_D, bias_D, num_rows, dim, eps,
-        ROWS=chosen.rows_per_program, MAIN=main, REST=rest, REST_MASKED=main + rest != dim,
-        HAS_A=delta_a_TD is not None, HAS_B=delta_b_TD is not None, num_warps=chosen.num_warps,
+        total_TD, y_TD, x_TD if scale_T1 is None else scale_T1, weight_D, bias_D, num_rows, dim, eps,
+        ROWS=chosen.rows_per_program, MAIN=tiles.main, REST=tiles.rest, REST_MASKED=tiles.is_rest_masked,
+        HAS_A=delta_a_TD is not None, HAS_B=delta_b_TD is not None, TO_FP8=scale_T1 is not None,
+        num_warps=chosen.num_warps,
     )  # fmt: skip

@@ -7,7 +7,6 @@ from torch import Tensor
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Ops
-from kestrel.kernels.tau import stacked_tau_factors
 from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.layer_norm import add_layer_norm, layer_norm
 from kestrel.kernels.triton.moe_grouped import moe_grouped
@@ -15,6 +14,7 @@ from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
 from kestrel.kernels.triton.rotate_and_store import rotate_and_store
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
+from kestrel.kernels.triton.tau import tau_factors
 
 FEW_TOKENS = 4
 """Up to so many, experts are read once per token; with more of them the same experts are met again."""
@@ -44,5 +44,5 @@ TRITON = Ops(
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,
     moe_mlp=moe_mlp,
-    tau_factors=stacked_tau_factors,
+    tau_factors=tau_factors,
 )
