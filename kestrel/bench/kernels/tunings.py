@@ -33,7 +33,7 @@ def crop_attention_tunings() -> tuple[Any, ...]:
 
 
 def decode_tunings() -> tuple[Any, ...]:
-    tried = product(((32, 2), (32, 4), (64, 4), (128, 4), (128, 8)), (1024, 2048, 4096))
+    tried = product(((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)), (512, 1024, 2048))
     return tuple(paged_attention.Tuning(keys, warps, target_programs=programs) for (keys, warps), programs in tried)
 
 

@@ -28,9 +28,14 @@ class Tuning:
     num_stages: int = 3
 
     @classmethod
-    def of(cls, max_count: int, head_dim: int) -> Tuning:
-        """Blocks of queries no larger than the longest chunk needs; wide heads need more warps to stay in registers."""
+    def of(cls, max_count: int, head_dim: int, bytes_per_number: int = 2) -> Tuning:
+        """Blocks of queries no larger than the longest chunk needs.
+
+        Wide heads take more warps to stay in registers; full precision, which has no tensor cores, takes small blocks.
+        """
         queries = min(128, max(16, triton.next_power_of_2(max_count)))
+        if bytes_per_number > 2:
+            return cls(min(32, queries), 32, num_warps=8, num_stages=2)
         return cls(queries, num_warps=8 if queries == 128 and head_dim > 64 else 4)
 
 
@@ -149,7 +154,7 @@ def attend_chunks(
         assert tensor.stride()[1:] == (head_dim, 1)
     if num_chunks == 0 or max_count == 0:
         return out_THD
-    chosen = tuning or Tuning.of(max_count, head_dim)
+    chosen = tuning or Tuning.of(max_count, head_dim, q_THD.element_size())
     _attend_chunks[(triton.cdiv(max_count, chosen.block_queries), num_heads, num_chunks)](
         q_THD, k_cache, v_cache, pages_CP, first_C, count_C, start_C, bidirectional_C, out_THD,
         k_scale * math.log2(math.e) / math.sqrt(head_dim), v_scale,
