@@ -36,12 +36,17 @@ def decode_image(source: Any, limits: ImageLimits) -> RgbImage:
         return RgbImage.from_pixels(pixels_from_pillow(source, limits), copy=False)
     if isinstance(source, (bytes, bytearray, memoryview)):
         limits.check_bytes(memoryview(source).nbytes)
-        return RgbImage.from_pixels(pixels_from_encoded(bytes(source), limits), copy=False)
+        return _from_file(bytes(source), limits)
     if isinstance(source, (str, os.PathLike)):
-        return RgbImage.from_pixels(pixels_from_encoded(_read_file(source, limits), limits), copy=False)
+        return _from_file(_read_file(source, limits), limits)
     if is_vips_image(source):
         return RgbImage.from_pixels(pixels_from_vips(source, limits), copy=False)
     raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
+
+
+def _from_file(data: bytes, limits: ImageLimits) -> RgbImage:
+    how = "upright" if limits.honour_exif else "as stored"
+    return RgbImage.from_file(pixels_from_encoded(data, limits), data, how)
 
 
 def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:

@@ -168,9 +168,19 @@ def test_anything_else_is_refused_by_type_name(source: object):
         decode_image(source, ROOMY)
 
 
-def test_every_kind_of_source_gives_one_digest():
-    digests = {decode_image(source, ROOMY).digest for source in (PNG, PICTURE, Image.fromarray(PICTURE))}
+def test_pixels_give_one_digest_wherever_they_come_from(tmp_path: Path):
+    digests = {decode_image(source, ROOMY).digest for source in (PICTURE, PICTURE.copy(), Image.fromarray(PICTURE))}
     assert len(digests) == 1
+
+
+def test_a_file_gives_one_digest_and_another_file_another(tmp_path: Path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(PNG)
+    digests = {decode_image(source, ROOMY).digest for source in (PNG, bytearray(PNG), path, str(path))}
+    assert len(digests) == 1
+    changed = PICTURE.copy()
+    changed[0, 0, 0] ^= 1
+    assert decode_image(encode(changed, "PNG"), ROOMY).digest not in digests
 
 
 def test_decoding_loads_neither_torch_nor_pyvips():

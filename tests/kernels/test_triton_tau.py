@@ -67,7 +67,8 @@ def test_rows_may_be_columns_of_a_wider_tensor(num_tokens: int, device: str) -> 
 @devices
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_tokens: int, device: str) -> None:
-    qkv, w, alpha, positions = drawn((num_tokens, 8, 512), device, HALF[device])
+    # So many heads that the distances, which come from rounding, are those of a large sample.
+    qkv, w, alpha, positions = drawn((num_tokens, 64, 512), device, HALF[device])
     exact = plain(qkv.double(), w.double(), alpha, positions)
     got, simple = tau_factors(qkv, w, alpha, positions), plain(qkv, w, alpha, positions)
     for mine, other, truth in zip(got, simple, exact, strict=True):

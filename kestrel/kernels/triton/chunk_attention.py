@@ -22,7 +22,7 @@ from kestrel.kernels.triton.paged_attention import tile_slots
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    block_queries: int = 128
+    block_queries: int = 64
     block_keys: int = 64
     num_warps: int = 4
     num_stages: int = 3
@@ -33,10 +33,10 @@ class Tuning:
 
         Wide heads take more warps to stay in registers; full precision, which has no tensor cores, takes small blocks.
         """
-        queries = min(128, max(16, triton.next_power_of_2(max_count)))
+        queries = min(64, max(16, triton.next_power_of_2(max_count)))
         if bytes_per_number > 2:
             return cls(min(32, queries), 32, num_warps=8, num_stages=2)
-        return cls(queries, num_warps=8 if queries == 128 and head_dim > 64 else 4)
+        return cls(64, block_keys=128 if max_count <= 64 and head_dim <= 64 else 64)
 
 
 @triton.jit

@@ -20,6 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 
+MANY_ROWS = 40
+"""From here on every multiprocessor has rows enough without splitting their keys."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     block_keys: int = 32
@@ -30,9 +34,11 @@ class Tuning:
     min_keys_per_split: int = 64
 
     @classmethod
-    def of(cls, cache_dtype: torch.dtype) -> Tuning:
-        """Numbers of one byte take more work to unpack than to read."""
-        return cls(num_warps=4) if cache_dtype.itemsize == 1 else cls()
+    def of(cls, num_rows: int, cache_dtype: torch.dtype) -> Tuning:
+        """Found on an H200. Numbers of one byte take more work to unpack than to read."""
+        if cache_dtype.itemsize == 1:
+            return cls(block_keys=16) if num_rows >= MANY_ROWS else cls(num_warps=4)
+        return cls(block_keys=64) if num_rows >= MANY_ROWS else cls()
 
     def num_splits(self, num_rows: int, num_kv_heads: int, max_keys: int) -> int:
         wanted = triton.cdiv(self.target_programs, max(1, num_rows * num_kv_heads))
@@ -199,7 +205,7 @@ def attend_rows(
         assert tensor.stride()[1:] == (head_dim, 1)
     if num_rows == 0:
         return out_BHD
-    chosen = tuning or Tuning.of(k_cache.dtype)
+    chosen = tuning or Tuning.of(num_rows, k_cache.dtype)
     num_splits = chosen.num_splits(num_rows, num_kv_heads, pages_BP.shape[1] * page_size)
     mixed, top, weight = _parts(num_rows * num_splits * num_heads, head_dim, q_BHD.device)
     dims, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
