@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kestrel.images.resize import resize_lanczos
+from kestrel.images.resize import resize_by_taps, resize_lanczos
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingPlan
+from kestrel.kernels.ops import Ops
 
 
 def image_tensor(image: RgbImage, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -34,6 +35,19 @@ def make_crops(image: RgbImage | torch.Tensor, plan: TilingPlan) -> torch.Tensor
         windows = resized.unfold(0, size, plan.params.window_px).unfold(1, size, plan.params.window_px)
         crops[1:].unflatten(0, (plan.rows, plan.cols)).copy_(windows.permute(0, 1, 3, 4, 2))
     return crops
+
+
+def cut_patches(pixels_HWC: torch.Tensor, plan: TilingPlan, dtype: torch.dtype, ops: Ops) -> torch.Tensor:
+    """`normalise_and_patchify` of `make_crops` in few operations."""
+    params = plan.params
+    size, patch = params.crop_size, params.patch_size
+    whole = resize_by_taps(pixels_HWC, size, size, ops.resample)
+    patches_1PC = ops.patchify(whole, (1, 1), params.window_px, size, patch, dtype)
+    if not plan.has_distinct_locals:
+        return patches_1PC
+    resized = resize_by_taps(pixels_HWC, plan.resized_height, plan.resized_width, ops.resample)
+    locals_NPC = ops.patchify(resized, (plan.rows, plan.cols), params.window_px, size, patch, dtype)
+    return torch.cat((patches_1PC, locals_NPC))
 
 
 def normalise_and_patchify(crops_NHWC: torch.Tensor, patch_size: int, dtype: torch.dtype) -> torch.Tensor:

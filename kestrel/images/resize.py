@@ -8,11 +8,16 @@ products and sums are multiples of 2**-22 below 2**31, so float64 holds them exa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
+
+Resample: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The contract of `kestrel.kernels.resample`."""
 
 _LOBES = 3.0
 _WEIGHT_BITS = 22
@@ -63,6 +68,31 @@ def resize_lanczos(image: torch.Tensor, out_height: int, out_width: int) -> torc
         resized_HR = _resize_columns(resized_HCW.view(height, channels * out_width), out_height)
         resized_HCW = resized_HR.view(out_height, channels, out_width)
     return resized_HCW.permute(0, 2, 1).contiguous()
+
+
+def resize_by_taps(image_HWC: torch.Tensor, out_height: int, out_width: int, resample: Resample) -> torch.Tensor:
+    """`resize_lanczos` in two passes of a kernel."""
+    height, width = image_HWC.shape[:2]
+    if _columns_first(height, width, out_height, out_width):
+        image_HWC = _resample_columns(image_HWC, out_height, resample)
+    if width != out_width:
+        image_HWC = resample(image_HWC, *lanczos_taps(width, out_width, image_HWC.device))
+    return _resample_columns(image_HWC, out_height, resample)
+
+
+def _resample_columns(image_HWC: torch.Tensor, out_height: int, resample: Resample) -> torch.Tensor:
+    height, width, channels = image_HWC.shape
+    if height == out_height:
+        return image_HWC
+    rows_1HR = image_HWC.view(1, height, width * channels)
+    return resample(rows_1HR, *lanczos_taps(height, out_height, image_HWC.device)).view(out_height, width, channels)
+
+
+@lru_cache(maxsize=256)
+def lanczos_taps(in_size: int, out_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """First input of each output, and the weights of the inputs from there on."""
+    first_O, weights_OK = _lanczos_weights(in_size, out_size)
+    return torch.from_numpy(first_O).to(device), torch.from_numpy(np.ascontiguousarray(weights_OK)).to(device)
 
 
 def _columns_first(height: int, width: int, out_height: int, out_width: int) -> bool:

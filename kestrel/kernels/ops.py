@@ -18,6 +18,8 @@ from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
 from kestrel.kernels.moe_mlp import moe_mlp
 from kestrel.kernels.paged_attention import attend_rows
+from kestrel.kernels.patchify import patchify
+from kestrel.kernels.resample import resample
 from kestrel.kernels.rotate_and_store import rotate_and_store
 from kestrel.kernels.small_linear import small_linear
 from kestrel.kernels.tau import stacked_tau_factors
@@ -42,6 +44,8 @@ class Ops:
     attend_crops: Op
     moe_mlp: Op
     tau_factors: PairOp
+    resample: Op
+    patchify: Op
 
 
 PLAIN = Ops(
@@ -55,5 +59,7 @@ PLAIN = Ops(
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,
     moe_mlp=moe_mlp,
+    resample=resample,
+    patchify=patchify,
     tau_factors=stacked_tau_factors,
 )

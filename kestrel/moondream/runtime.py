@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
+from kestrel.images.crops import cut_patches, image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import PLAIN, Ops
@@ -34,6 +34,7 @@ from kestrel.runtime.rows import RowTable
 
 @dataclass(frozen=True, slots=True)
 class FusedForward:
+    ops: Ops
     text: FusedText
     vision: FusedVision
 
@@ -96,11 +97,13 @@ class MoondreamDecoder:
 
     def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
         """Resized, cropped and normalised: [crops, grid², 3·patch²]."""
+        if self._fused is not None:
+            return cut_patches(pixels_HWC, plan, self.dtype, self._fused.ops)
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
     def fuse(self, ops: Ops) -> None:
         """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
-        self._fused = FusedForward(FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
+        self._fused = FusedForward(ops, FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
 
     def capture_vision(self, max_crops: int, pool: GraphPool) -> None:
         """From now on encode up to so many crops by replaying graphs."""

@@ -1,4 +1,4 @@
-"""`FusedVision.encode_crops` as CUDA graphs, one per number of crops."""
+"""`FusedVision.encode_crops` as CUDA graphs, one per number of crops: filling up to a coarser size would cost more."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from torch import Tensor
 from kestrel.moondream.fused_vision import FusedVision
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 
-EXACT_UP_TO, STEP = 16, 4
-"""More crops than this are filled up to the next multiple of the step with whatever the buffer holds."""
-
 
 class VisionGraphs:
     def __init__(self, vision: FusedVision, max_crops: int, pool: GraphPool) -> None:
         self._vision = vision
         self._pool = pool
-        self._max_crops = size_for(max_crops)
+        self._max_crops = max_crops
         self._patches_NPC, self._features_NPD = vision.new_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
 
@@ -27,16 +24,11 @@ class VisionGraphs:
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
             return self._vision.encode_crops(torch.cat(list(patches)))
-        size = size_for(num_crops)
-        if size not in self._graphs:
-            self._graphs[size], _ = self._pool.capture(lambda: self._encode(size))
+        if num_crops not in self._graphs:
+            self._graphs[num_crops], _ = self._pool.capture(lambda: self._encode(num_crops))
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])
-        self._graphs[size].replay()
+        self._graphs[num_crops].replay()
         return self._features_NPD[:num_crops]
 
     def _encode(self, num_crops: int) -> None:
         self._features_NPD[:num_crops] = self._vision.encode_crops(self._patches_NPC[:num_crops])
-
-
-def size_for(num_crops: int) -> int:
-    return num_crops if num_crops <= EXACT_UP_TO else -(-num_crops // STEP) * STEP

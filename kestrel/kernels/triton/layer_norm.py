@@ -23,14 +23,14 @@ MANY_ROWS = 1024
 @dataclass(frozen=True, slots=True)
 class Tuning:
     num_warps: int = 1
-    rows_per_program: int = 4
+    rows_per_program: int = 1
 
     @classmethod
     def of(cls, num_rows: int, dim: int) -> Tuning:
         """Few rows: as many lanes as a row has use for. Many rows: a warp each, which needs no barriers."""
         if num_rows < MANY_ROWS:
-            return cls(num_warps=min(8, max(1, triton.next_power_of_2(dim) // 256)), rows_per_program=1)
-        return cls(num_warps=1 if dim <= 1536 else 2)
+            return cls(num_warps=min(8, max(1, triton.next_power_of_2(dim) // 256)))
+        return cls(num_warps=1 if dim <= 1536 else 4)
 
 
 @triton.jit

@@ -12,6 +12,8 @@ from kestrel.kernels.triton.layer_norm import add_layer_norm, layer_norm
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
+from kestrel.kernels.triton.patchify import patchify
+from kestrel.kernels.triton.resample import resample
 from kestrel.kernels.triton.rotate_and_store import rotate_and_store
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
 from kestrel.kernels.triton.tau import tau_factors
@@ -44,5 +46,7 @@ TRITON = Ops(
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,
     moe_mlp=moe_mlp,
+    resample=resample,
+    patchify=patchify,
     tau_factors=tau_factors,
 )

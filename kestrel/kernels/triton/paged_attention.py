@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 MANY_ROWS = 40
 """From here on every multiprocessor has rows enough without splitting their keys."""
 
