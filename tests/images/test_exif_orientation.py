@@ -60,4 +60,4 @@ def test_pillow_images_are_taken_as_they_are():
 @pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0garbage!", b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\x12" * 40])
 def test_unreadable_exif_does_not_spoil_the_picture(exif: bytes):
     plain = decode_image(encode(PICTURE, "JPEG"), ROOMY)
-    assert decode_image(encode(PICTURE, "JPEG", exif=exif), ROOMY) == plain
+    np.testing.assert_array_equal(decode_image(encode(PICTURE, "JPEG", exif=exif), ROOMY).pixels, plain.pixels)
