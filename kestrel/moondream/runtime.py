@@ -165,9 +165,9 @@ class MoondreamRuntime(Executor):
         if is_gpu:
             decoder.fuse(ops)
         if is_gpu and config.enable_cuda_graphs:
-            pool = GraphPool(decoder.device)
-            decoder.capture_vision(num_crops, pool)
-            graphs = captured_steps(limits, ops, pool)
+            # Apart from each other, since pictures are encoded beside the rest of a step.
+            decoder.capture_vision(num_crops, GraphPool(decoder.device))
+            graphs = captured_steps(limits, ops, GraphPool(decoder.device, is_urgent=True))
         super().__init__(decoder, limits, slots, num_crops, graphs, ops)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:

@@ -33,6 +33,7 @@ from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
 from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
+from kestrel.runtime.side_stream import SideStream
 from kestrel.runtime.upload import start_download
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
@@ -94,6 +95,7 @@ class Executor:
         self._pictures = PictureEncoder(model, vision_batch_crops)
         self._limits = limits
         device = model.device
+        self._beside = SideStream(device)
         self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
         self._table = RowTable(
             num_rows=limits.max_batch_size,
@@ -128,12 +130,19 @@ class Executor:
             if wishes is not None:
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
-        images, failures = self._pictures.encode(plan.prefill)
+        images, failures = self._encode_pictures(plan.prefill)
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
         if prefill or decode:
             self._run_flat(step, plan, prefill, decode, images)
         return step
+
+    def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
+        with self._beside.running():
+            images, failures = self._pictures.encode(prefill)
+        if images:
+            self._beside.join(images.values())
+        return images, failures
 
     def _run_flat(
         self,

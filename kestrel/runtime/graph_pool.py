@@ -20,20 +20,21 @@ class Replayable(Protocol):
 class GraphPool:
     """Graphs of one pool must be replayed on one stream: each uses the others' scratch memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_urgent: bool = False) -> None:
+        """The kernels of an urgent pool go before those of others that run at the same time."""
         self._device = device
         self._handle = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
 
     def capture(self, work: Callable[[], Result]) -> tuple[Replayable, Result]:
         """The recorded work, and what it returned: tensors that every replay overwrites."""
-        aside = torch.cuda.Stream(self._device)
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # What other threads ask of the driver meanwhile must not spoil the capture.
-        with torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
             result = work()
         return graph, result

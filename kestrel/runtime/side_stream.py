@@ -1,0 +1,39 @@
+"""Work that runs beside the rest of a step: pictures are encoded while rows decode.
+
+Decoding waits for memory and encoding for arithmetic, so a GPU does both at once in little more than the time of the
+longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SideStream:
+    """A second stream of a GPU; on a CPU everything runs in order, and this does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What is launched inside does not wait for the main stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self, results: Iterable[Tensor]) -> None:
+        """From here on the main stream may use the results."""
+        if self._stream is None:
+            return
+        main = torch.cuda.current_stream(self._device)
+        main.wait_stream(self._stream)
+        for result in results:
+            result.record_stream(main)
