@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.paged_attention import tile_slots
 
 
@@ -81,8 +82,9 @@ def _attend_chunks(
     q_ptr, k_ptr, v_ptr, pages_ptr, first_ptr, count_ptr, start_ptr, bidirectional_ptr, out_ptr,
     score_scale, v_scale, q_stride, out_stride, pages_stride, slot_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     head, chunk = tl.program_id(1), tl.program_id(2)
     first_query = tl.program_id(0) * BLOCK_Q
     count = tl.load(count_ptr + chunk).to(tl.int32)
@@ -161,6 +163,6 @@ def attend_chunks(
         q_THD.stride(0), out_THD.stride(0), pages_CP.stride(0), k_cache.stride(0),
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_Q=chosen.block_queries, BLOCK_K=chosen.block_keys, PAGE_SIZE=page_size,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     return out_THD

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.fp8_rows import fp8_rows_like, store_fp8_scale
 from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
 
@@ -52,7 +53,7 @@ def _sum_tile(
 def _normalise(
     x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, scale_ptr, weight_ptr, bias_ptr, num_rows, dim, eps,
     ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr,
-    HAS_A: tl.constexpr, HAS_B: tl.constexpr, TO_FP8: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_B: tl.constexpr, TO_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     main = tl.arange(0, MAIN)
     weight = load_tile(weight_ptr, 0, main, dim, False)
@@ -62,6 +63,7 @@ def _normalise(
         weight_rest = load_tile(weight_ptr, 0, rest, dim, REST_MASKED)
         bias_rest = load_tile(bias_ptr, 0, rest, dim, REST_MASKED)
     first = tl.program_id(0).to(tl.int64) * ROWS
+    wait_for_inputs(DEPENDENT)
     for row in range(first, tl.minimum(first + ROWS, num_rows)):
         offset = row * dim
         x = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, main, dim, False, HAS_A, HAS_B)
@@ -167,5 +169,5 @@ def _launch(
         total_TD, y_TD, x_TD if scale_T1 is None else scale_T1, weight_D, bias_D, num_rows, dim, eps,
         ROWS=chosen.rows_per_program, MAIN=tiles.main, REST=tiles.rest, REST_MASKED=tiles.is_rest_masked,
         HAS_A=delta_a_TD is not None, HAS_B=delta_b_TD is not None, TO_FP8=scale_T1 is not None,
-        num_warps=chosen.num_warps,
+        num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip

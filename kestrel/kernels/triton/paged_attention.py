@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
+
 MANY_ROWS = 40
 """From here on every multiprocessor has rows enough without splitting their keys."""
 
@@ -117,7 +119,9 @@ def _attend_split(
     score_scale, v_scale, q_stride, out_stride, pages_stride, slot_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_keys = tl.load(num_keys_ptr + row).to(tl.int32)
     per_split = tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
@@ -161,8 +165,9 @@ def _attend_split(
 def _add_splits(
     part_ptr, part_top_ptr, part_weight_ptr, out_ptr, v_scale, out_stride,
     HEADS: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     head, row = tl.program_id(0), tl.program_id(1)
     s, d = tl.arange(0, PADDED_SPLITS), tl.arange(0, DIMS)
     part = (row * SPLITS + s) * HEADS + head
@@ -214,13 +219,13 @@ def attend_rows(
         q_BHD.stride(0), out_BHD.stride(0), pages_BP.stride(0), k_cache.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=num_splits,
         HEAD_DIM=head_dim, DIMS=max(16, dims), BLOCK_KEYS=chosen.block_keys, PAGE_SIZE=page_size,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     if num_splits > 1:
         _add_splits[(num_heads, num_rows)](
             mixed, top, weight, out_BHD, v_scale, out_BHD.stride(0),
             HEADS=num_heads, SPLITS=num_splits, PADDED_SPLITS=triton.next_power_of_2(num_splits),
-            HEAD_DIM=head_dim, DIMS=dims, num_warps=1,
+            HEAD_DIM=head_dim, DIMS=dims, num_warps=1, **dependent(),
         )  # fmt: skip
     return out_BHD
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.fp8_rows import LARGEST_FP8
+from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ def _rotate_and_store(
     qkv_stride, inverse_k_scale, inverse_v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HAS_TAU: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIMS: tl.constexpr, LARGEST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
@@ -45,6 +47,7 @@ def _rotate_and_store(
     rotates = (d < 2 * HALF) & (head < HEADS + KV_HEADS)
     partner = tl.where(d < HALF, d + HALF, d - HALF)
     source = qkv_ptr + token * qkv_stride + head * HEAD_DIM
+    wait_for_inputs(DEPENDENT)
     x = tl.load(source + d, mask=inside, other=0.0)
     other = tl.load(source + partner, mask=rotates, other=0.0)
     if HAS_TAU:
@@ -107,6 +110,6 @@ def rotate_and_store(
         qkv_TF.stride(0), 1.0 / k_scale, 1.0 / v_scale,
         HEADS=n_heads, KV_HEADS=n_kv_heads, HEAD_DIM=head_dim, HALF=cos_table.shape[1],
         HAS_TAU=tau is not None, BLOCK_HEADS=chosen.heads_per_program, DIMS=triton.next_power_of_2(head_dim),
-        LARGEST=LARGEST_FP8, num_warps=chosen.num_warps,
+        LARGEST=LARGEST_FP8, num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip
     return q_THD

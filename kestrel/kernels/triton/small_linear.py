@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.triton.activations import gelu_tanh
+from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 
 MAX_ROWS = 16
 SUMMED_ROWS = 1
@@ -61,6 +62,7 @@ def _by_sums(
     num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
@@ -68,7 +70,16 @@ def _by_sums(
     # x and w are loaded in three dimensions, so that both lie in the lanes as their product does.
     x_place = x_ptr + rows[:, None, None] * x_stride
     w_place = w_ptr + outs.to(tl.int64)[None, :, None] * num_in
-    for start in range(0, num_in, BLOCK_IN):
+    begin = 0
+    if EVEN:
+        # The first weights are on their way while the kernel before ends.
+        w = tl.load(w_place + tl.arange(0, BLOCK_IN)[None, None, :])
+        wait_for_inputs(DEPENDENT)
+        total += tl.load(x_place + tl.arange(0, BLOCK_IN)[None, None, :]).to(tl.float32) * w.to(tl.float32)
+        begin = BLOCK_IN
+    else:
+        wait_for_inputs(DEPENDENT)
+    for start in range(begin, num_in, BLOCK_IN):
         d = start + tl.arange(0, BLOCK_IN)[None, None, :]
         if EVEN:
             w = tl.load(w_place + d)
@@ -91,11 +102,13 @@ def _by_dots(
     num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
     total = tl.zeros((BLOCK_OUT, ROWS), dtype=tl.float32)
     w_place = w_ptr + outs.to(tl.int64)[:, None] * num_in
+    wait_for_inputs(DEPENDENT)
     for start in range(0, num_in, BLOCK_IN):
         d = start + tl.arange(0, BLOCK_IN)
         if EVEN:
@@ -150,6 +163,6 @@ def small_linear(
         ROWS=padded_rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
         EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows,
         HAS_BIAS=bias_F is not None, HAS_RESIDUAL=residual_MF is not None, HAS_SCALE=scale_F is not None,
-        HAS_GELU=gelu_from is not None, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        HAS_GELU=gelu_from is not None, num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     return y_MF

@@ -1,0 +1,37 @@
+"""Kernels that start while the one before them ends (programmatic dependent launch, from Hopper on).
+
+A kernel that takes part calls `wait_for_inputs` before it reads what another kernel wrote, and before it writes
+anything; weights may be read earlier. It is launched with `**dependent()`.
+"""
+
+# pyright: reportArgumentType=false
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+FIRST_CAPABILITY = 9
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def dependent() -> dict[str, Any]:
+    """Launch options; empty of effect on older GPUs and in the interpreter."""
+    return {"DEPENDENT": True, "launch_pdl": True} if _is_supported() else {"DEPENDENT": False}
+
+
+@lru_cache(maxsize=1)
+def _is_supported() -> bool:
+    if not torch.cuda.is_available() or not isinstance(wait_for_inputs, JITFunction):
+        return False
+    return torch.cuda.get_device_capability()[0] >= FIRST_CAPABILITY
