@@ -16,7 +16,7 @@ from kestrel.kernels.chunk_attention import attend_chunks
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
-from kestrel.kernels.moe_mlp import moe_mlp
+from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
 from kestrel.kernels.resample import resample
@@ -42,6 +42,7 @@ class Ops:
     attend_rows: Op
     attend_chunks: Op
     attend_crops: Op
+    route_top_k: PairOp
     moe_mlp: Op
     tau_factors: PairOp
     resample: Op
@@ -58,6 +59,7 @@ PLAIN = Ops(
     attend_rows=attend_rows,
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,
+    route_top_k=route_top_k,
     moe_mlp=moe_mlp,
     resample=resample,
     patchify=patchify,

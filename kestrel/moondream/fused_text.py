@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kestrel.kernels.moe_mlp import route_top_k
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import StepAttention
 from kestrel.moondream.moe import MoeMlp
@@ -122,7 +121,7 @@ class FusedMoeBlock:
 
     def _expert_mlp(self, y_TD: Tensor) -> Tensor:
         experts = self._experts
-        weights_TK, ids_TK = route_top_k(self._linear(y_TD, experts.router), experts.experts_per_token)
+        weights_TK, ids_TK = self._ops.route_top_k(self._linear(y_TD, experts.router), experts.experts_per_token)
         return self._ops.moe_mlp(y_TD, weights_TK, ids_TK, experts.fc1.weight.data, experts.fc2.weight.data)
 
     def _linear(self, x_TD: Tensor, linear: nn.Linear) -> Tensor:

@@ -15,6 +15,7 @@ from kestrel.kernels.triton.paged_attention import attend_rows
 from kestrel.kernels.triton.patchify import patchify
 from kestrel.kernels.triton.resample import resample
 from kestrel.kernels.triton.rotate_and_store import rotate_and_store
+from kestrel.kernels.triton.route import route_top_k
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
 from kestrel.kernels.triton.tau import tau_factors
 
@@ -45,6 +46,7 @@ TRITON = Ops(
     attend_rows=attend_rows,
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,
+    route_top_k=route_top_k,
     moe_mlp=moe_mlp,
     resample=resample,
     patchify=patchify,
