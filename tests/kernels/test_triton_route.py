@@ -14,7 +14,8 @@ from kestrel.kernels.triton.route import route_top_k
 @devices
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "k"), [(1, 64, 8), (37, 64, 8), (5, 7, 3), (3, 4, 4), (2, 1, 1), (0, 8, 2)]
+    ("tokens", "experts", "k"),
+    [(1, 64, 8), (37, 64, 8), (5, 7, 3), (3, 4, 4), (2, 1, 1), (0, 8, 2)],  # noqa
 )
 def test_experts_and_weights_are_those_of_the_plain_version(
     tokens: int, experts: int, k: int, is_half: bool, device: str
@@ -36,6 +37,7 @@ def test_of_equal_scores_the_first_experts_are_taken(device: str) -> None:
 
 
 @devices
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_token_without_numbers_gets_experts_that_exist(device: str) -> None:
     logits = Draw(device)(3, 10)
     logits[1] = float("nan")
