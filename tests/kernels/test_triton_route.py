@@ -15,7 +15,7 @@ from kestrel.kernels.triton.route import route_top_k
 @pytest.mark.parametrize("is_half", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"),
-    [(1, 64, 8), (37, 64, 8), (5, 7, 3), (3, 4, 4), (2, 1, 1), (0, 8, 2)],  # noqa
+    [(1, 64, 8), (37, 64, 8), (5, 7, 3), (3, 4, 4), (2, 1, 1), (0, 8, 2)],
 )
 def test_experts_and_weights_are_those_of_the_plain_version(
     tokens: int, experts: int, k: int, is_half: bool, device: str
