@@ -1,0 +1,99 @@
+"""How evenly answers stream while pictures and long prompts come in.
+
+    python -m kestrel.bench.stream_gaps --random MD2 --output bench/results/stream_gaps.csv
+
+Half of the rows write long answers. The other half are clients that ask one short question after the other, in turn
+about a fresh picture of 13 crops and behind a prompt of a thousand words. Measured are the gaps between two tokens of
+the long answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kestrel.bench.engine import load_model
+from kestrel.bench.load import Answered, answer, percentiles
+from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.workloads import QUESTION, Ask
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.families import ready_from
+from kestrel.moondream.random_models import RANDOM_NAMES
+
+LONG_PROMPT_WORDS = 1000
+SHORT_TOKENS = 3
+PICTURE_SIZE = (1500, 2000)
+"""Height and width; cut into 3 × 4 tiles."""
+
+
+def query(question: str, picture: np.ndarray | None, tokens: int) -> Ask:
+    settings = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return Ask("query", {"image": picture, "question": question, "reasoning": False, "settings": settings}, tokens)
+
+
+def intruders(seed: int) -> Iterator[Ask]:
+    """Pictures and long prompts in turn, none of them seen before."""
+    dice = np.random.default_rng(seed)
+    for index in itertools.count():
+        picture = dice.integers(0, 256, (*PICTURE_SIZE, 3), dtype=np.uint8)
+        yield query(QUESTION, picture, SHORT_TOKENS)
+        words = [f"{seed}-{index}", *["here"] * LONG_PROMPT_WORDS, QUESTION]
+        yield query(" ".join(words), None, SHORT_TOKENS)
+
+
+async def measure(engine: InferenceEngine, tokens: int) -> dict[str, float | int]:
+    num_streams = engine.max_batch_size // 2
+    asked: list[Answered] = []
+
+    async def intrude(seed: int) -> None:
+        for ask in intruders(seed):
+            asked.append(await answer(engine, ask))
+
+    clients = [asyncio.create_task(intrude(seed)) for seed in range(engine.max_batch_size - num_streams)]
+    await asyncio.gather(*(answer(engine, query(QUESTION, None, tokens // 4)) for _ in range(num_streams)))  # warm-up
+    asked.clear()
+    streams = await asyncio.gather(*(answer(engine, query(QUESTION, None, tokens)) for _ in range(num_streams)))
+    num_asked = len(asked)
+    for client in clients:
+        client.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+    gaps_ms = [gap * 1000 for one in streams for gap in one.metrics.token_intervals_s]
+    return {
+        "streams": num_streams,
+        "tokens": tokens,
+        "intruders": num_asked,
+        **percentiles("token_gap", gaps_ms, (50, 95, 99, 100)),
+        "p99_over_median": float(np.percentile(gaps_ms, 99) / np.percentile(gaps_ms, 50)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", choices=RANDOM_NAMES, required=True)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--max-prefill-tokens", type=int)
+    parser.add_argument("--output", type=Path, help="CSV file that gets a row")
+    args = parser.parse_args(argv)
+    settings = {} if args.max_prefill_tokens is None else {"max_prefill_tokens": args.max_prefill_tokens}
+    config = RuntimeConfig(max_batch_size=args.rows, **settings)
+    ready = ready_from(load_model(config, args.random), config)
+
+    async def run() -> dict[str, float | int]:
+        async with InferenceEngine.start(config, ready) as engine:
+            return await measure(engine, args.tokens)
+
+    figures = asyncio.run(run())
+    print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
+    if args.output is not None:
+        append_row(args.output, {**environment(), **machine_load(), "model": args.random, **figures})
+
+
+if __name__ == "__main__":
+    main()
