@@ -12,7 +12,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from kestrel.kernels.best_ids import best_ids
 from kestrel.kernels.chunk_attention import attend_chunks
+from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
@@ -42,6 +44,8 @@ class Ops:
     attend_crops: Op
     moe_mlp: Op
     tau_factors: PairOp
+    best_ids: Op
+    commit_ids: PairOp
 
 
 PLAIN = Ops(
@@ -56,4 +60,6 @@ PLAIN = Ops(
     attend_crops=attend_crops,
     moe_mlp=moe_mlp,
     tau_factors=stacked_tau_factors,
+    best_ids=best_ids,
+    commit_ids=commit_ids,
 )

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.grammar import Carries
+from kestrel.kernels.best_ids import allowed_scores
 from kestrel.kernels.ops import Ops
+from kestrel.kernels.row_tables import COORD, SIZE
 from kestrel.models.contract import DecoderModel, StepAttention
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.row_users import Users
-from kestrel.runtime.rows import COORD, SIZE, RowTable
-from kestrel.runtime.sampler import Sampled, commit_rows, draw_rows, region_values, wanted_values
+from kestrel.runtime.rows import RowTable
+from kestrel.runtime.sampler import Sampled, drawn_ids, region_heads, wanted_values
 from kestrel.runtime.step_attention import RowAttention
 from kestrel.runtime.upload import upload
 
@@ -113,19 +114,16 @@ class FixedDecode:
 
     def sample_step(self, hidden_BD: Tensor, rows_B: Tensor, parts: DecodeParts) -> Sampled:
         """From hidden states to what each row emits, as device work alone."""
-        table, t = self._table, self._table.tensors
-        all_rows = Users(torch.arange(len(rows_B), device=rows_B.device), rows_B)
-        state_B, spent_B = t.state[rows_B], t.spent[rows_B]
-        masked_BV = table.grammars.mask(self._model.logits(hidden_BD).float(), state_B)
-        if parts.has_endings:
-            masked_BV = table.endings.forbid_for(all_rows, masked_BV, state_B, spent_B)
-        best_B, greedy_B = masked_BV.max(-1)
-        sampled_B = draw_rows(table, rows_B, masked_BV, greedy_B) if parts.draws else greedy_B
-        step = table.grammars.advance(state_B, sampled_B, is_spent_B=spent_B >= t.budget[rows_B])
-        if parts.has_endings:
-            step = table.endings.stop_for(all_rows, step, state_B)
-        kind_B, values_B2 = region_values(self._model, parts.carries, hidden_BD, step)
-        return commit_rows(table, rows_B, step, best_B, kind_B, values_B2)
+        table = self._table
+        endings = table.endings.tensors if parts.has_endings else None
+        tables = (table.tensors, table.grammars.tensors, endings)
+        logits_BV = self._model.logits(hidden_BD)
+        if parts.draws:
+            ranks_SBC = drawn_ids(table, rows_B, allowed_scores(logits_BV, rows_B, *tables))
+        else:
+            ranks_SBC = self._ops.best_ids(logits_BV, rows_B, *tables)
+        region = region_heads(self._model, parts.carries, hidden_BD)
+        return Sampled(*self._ops.commit_ids(ranks_SBC, rows_B, *tables, region))
 
 
 def first_rows(sampled: Sampled, num_rows: int) -> Sampled:

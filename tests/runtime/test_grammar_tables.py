@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.grammar import END, Carries, Edge, Grammar, State
+from kestrel.kernels.best_ids import mask
+from kestrel.kernels.commit_ids import advance
 from kestrel.runtime.grammar_tables import GrammarTables
 
 VOCAB = 12
@@ -41,7 +43,7 @@ def test_advance_equals_the_plain_machine(many: list[Grammar], data: st.DataObje
     sampled = [data.draw(ids) for _ in rows]
     spent = [data.draw(st.booleans()) for _ in rows]
     state_B = torch.tensor([bases[g] + s for g, s in rows])
-    moved = tables.advance(state_B, torch.tensor(sampled), torch.tensor(spent))
+    moved = advance(state_B, torch.tensor(sampled), torch.tensor(spent), tables.tensors)
     for b, (g, s) in enumerate(rows):
         state = many[g].states[s]
         symbol = state.when_spent if spent[b] and state.when_spent is not None else sampled[b]
@@ -60,7 +62,7 @@ def test_mask_leaves_exactly_what_a_state_allows(grammar: Grammar) -> None:
     tables = GrammarTables(VOCAB, CPU)
     base = tables.base_of(grammar)
     logits = torch.randn(len(grammar.states), VOCAB)
-    masked = tables.mask(logits, torch.arange(len(grammar.states)) + base)
+    masked = mask(logits, torch.arange(len(grammar.states)) + base, tables.tensors)
     for s, state in enumerate(grammar.states):
         for token_id in range(VOCAB):
             allowed = state.allowed is None or token_id in state.allowed
