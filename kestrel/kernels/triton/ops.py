@@ -7,7 +7,9 @@ from torch import Tensor
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Ops
+from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.chunk_attention import attend_chunks
+from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.layer_norm import add_layer_norm, layer_norm
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 from kestrel.kernels.triton.moe_small import moe_small
@@ -45,4 +47,6 @@ TRITON = Ops(
     attend_crops=attend_crops,
     moe_mlp=moe_mlp,
     tau_factors=tau_factors,
+    best_ids=best_ids,
+    commit_ids=commit_ids,
 )
