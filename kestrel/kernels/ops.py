@@ -21,6 +21,7 @@ from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
 from kestrel.kernels.moe_mlp import moe_mlp
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.rotate_and_store import rotate_and_store
+from kestrel.kernels.row_inputs import RowInputs, row_inputs
 from kestrel.kernels.small_linear import small_linear
 from kestrel.kernels.tau import stacked_tau_factors
 
@@ -46,6 +47,7 @@ class Ops:
     tau_factors: PairOp
     best_ids: Op
     commit_ids: PairOp
+    row_inputs: Callable[..., RowInputs]
 
 
 PLAIN = Ops(
@@ -62,4 +64,5 @@ PLAIN = Ops(
     tau_factors=stacked_tau_factors,
     best_ids=best_ids,
     commit_ids=commit_ids,
+    row_inputs=row_inputs,
 )

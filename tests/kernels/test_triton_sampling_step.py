@@ -14,6 +14,7 @@ from kestrel.grammar import END, Carries
 from kestrel.kernels.best_ids import best_ids as plain_best_ids
 from kestrel.kernels.best_ids import chosen, rank
 from kestrel.kernels.commit_ids import commit_ids as plain_commit_ids
+from kestrel.kernels.row_inputs import row_inputs as plain_row_inputs
 from kestrel.kernels.row_tables import (
     CARRIES_COORD,
     CARRIES_SIZE,
@@ -26,6 +27,7 @@ from kestrel.kernels.row_tables import (
 )
 from kestrel.kernels.triton.best_ids import Tuning, best_ids
 from kestrel.kernels.triton.commit_ids import commit_ids
+from kestrel.kernels.triton.row_inputs import row_inputs
 from tests.kernels.random_rules import RandomRules, Rules, columns
 
 NUM_ROWS = 24
@@ -194,6 +196,29 @@ def test_entries_that_fill_up_a_batch_change_nothing_for_the_others(device: str)
     for one, other in zip(columns(alone.rows), columns(filled.rows), strict=True):
         assert torch.equal(one[:-1], other[:-1])
     assert 0 <= int(filled.rows.state[-1]) < len(filled.grammar.phase_N)
+
+
+@devices
+@pytest.mark.parametrize("num_pages", [1, 7, 300])
+def test_inputs_are_those_of_the_plain_version(num_pages: int, device: str) -> None:
+    make = RandomRules(31, device)
+    rules, pages_RP = make.make(NUM_ROWS, 1), make.below(500, NUM_ROWS, num_pages)
+    rows_B, positions_B = make.below(NUM_ROWS, 11), make.below(7 * num_pages, 11)
+    got, expected = (gather(rows_B, positions_B, pages_RP, rules.rows, 7) for gather in (row_inputs, plain_row_inputs))
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype is other.dtype
+        assert one.is_contiguous()
+        assert torch.equal(one, other)
+
+
+def test_inputs_of_an_entry_lie_where_its_pages_say() -> None:
+    rows = RandomRules(31, "cpu").make(3, 1).rows
+    pages_RP = torch.tensor([[10, 11], [20, 21], [30, 31]])
+    inputs = plain_row_inputs(torch.tensor([2, 0]), torch.tensor([5, 3]), pages_RP, rows, 4)
+    assert inputs.slots_B.tolist() == [31 * 4 + 1, 10 * 4 + 3]
+    assert inputs.num_keys_B.tolist() == [6, 4]
+    assert inputs.pages_BP.tolist() == [[30, 31], [10, 11]]
+    assert inputs.last_id_B.tolist() == [int(rows.last_id[2]), int(rows.last_id[0])]
 
 
 def test_ranks_sort_by_score_and_then_by_the_smaller_id() -> None:

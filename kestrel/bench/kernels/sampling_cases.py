@@ -3,29 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
-from kestrel.bench.kernels.sizes import Sizes
-from kestrel.bench.kernels.tunings import best_ids_tunings
+from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
+from kestrel.bench.kernels.tunings import best_ids_tunings, row_inputs_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES
-from kestrel.kernels import best_ids, commit_ids
+from kestrel.kernels import best_ids, commit_ids, row_inputs
 from kestrel.kernels.row_tables import END_STATE, NO_ID, EndingTensors, GrammarTensors, RegionHeads, RowState
 from kestrel.kernels.triton import best_ids as triton_best_ids
 from kestrel.kernels.triton import commit_ids as triton_commit_ids
+from kestrel.kernels.triton import row_inputs as triton_row_inputs
 
 NUM_STATES, LIST_WIDTH = 64, 8
 COORD_ID, SIZE_ID = 5, 6
 NEVER_SPENT = 1 << 30
+Tables: TypeAlias = tuple[RowState, GrammarTensors, EndingTensors | None]
 
 
 def sampling_cases(sizes: Sizes) -> Iterator[Case]:
     for rows in sizes.decode_rows:
+        yield _inputs_case(sizes, rows)
         yield _greedy_case(sizes.text.vocab_size, rows, has_endings=False)
         yield _greedy_case(sizes.text.vocab_size, rows, has_endings=True)
+
+
+def _inputs_case(sizes: Sizes, rows: int) -> Case:
+    num_pages = -(-sizes.max_keys // PAGE_SIZE)
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        rows_B, positions_B = maker.order(rows), maker.integers(sizes.num_keys, rows)
+        return rows_B, positions_B, maker.integers(1000, rows, num_pages), _rows(maker, rows), PAGE_SIZE
+
+    return Case(
+        op="row_inputs",
+        size=f"{rows} rows of {num_pages} pages",
+        plain=row_inputs.row_inputs,
+        triton=triton_row_inputs.row_inputs,
+        make=make,
+        bytes_moved=2 * 8 * rows * num_pages,
+        flop=0,
+        tunings=row_inputs_tunings(),
+    )
 
 
 def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
@@ -34,7 +56,7 @@ def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
         endings = _endings(maker, rows, vocab) if has_endings else None
         coords, sizes = (maker.numbers(rows, *more, dtype=torch.float32) for more in ((), (2,)))
         region = RegionHeads(COORD_ID, SIZE_ID, coords, sizes) if has_endings else RegionHeads(COORD_ID, SIZE_ID)
-        return logits, rows_B, _rows(maker, rows), _free_text(maker, vocab), endings, region
+        return logits, rows_B, (_rows(maker, rows), _free_text(maker, vocab), endings), region
 
     return Case(
         op="greedy_ids",
@@ -48,15 +70,17 @@ def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
     )
 
 
-def _plain_greedy(logits: Tensor, rows_B: Tensor, *tables_and_region: Any) -> tuple[Tensor, Tensor]:
-    *tables, region = tables_and_region
+def _plain_greedy(logits: Tensor, rows_B: Tensor, tables: Tables, region: RegionHeads) -> tuple[Tensor, Tensor]:
     return commit_ids.commit_ids(best_ids.best_ids(logits, rows_B, *tables), rows_B, *tables, region)
 
 
 def _triton_greedy(
-    logits: Tensor, rows_B: Tensor, *tables_and_region: Any, tuning: triton_best_ids.Tuning | None = None
+    logits: Tensor,
+    rows_B: Tensor,
+    tables: Tables,
+    region: RegionHeads,
+    tuning: triton_best_ids.Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:
-    *tables, region = tables_and_region
     ranks_SBC = triton_best_ids.best_ids(logits, rows_B, *tables, tuning=tuning)
     return triton_commit_ids.commit_ids(ranks_SBC, rows_B, *tables, region)
 

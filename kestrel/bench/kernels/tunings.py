@@ -15,6 +15,7 @@ from kestrel.kernels.triton import (
     moe_small,
     paged_attention,
     rotate_and_store,
+    row_inputs,
     small_linear,
     tau,
 )
@@ -81,3 +82,7 @@ def moe_grouped_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
 
 def best_ids_tunings() -> tuple[Any, ...]:
     return tuple(best_ids.Tuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
+
+
+def row_inputs_tunings() -> tuple[Any, ...]:
+    return tuple(row_inputs.Tuning(*tried) for tried in product((64, 128, 256), (1, 2, 4)))

@@ -48,7 +48,7 @@ def _best_rank(scores, ids):
     return tl.max(key.to(tl.int64) * UNIT + (LAST - ids), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _best_of_block(
     logits_ptr, rows_ptr, state_ptr, spent_ptr, allowed_ptr, suppressed_ptr, end_ids_ptr, is_limited_ptr,
     ends_from_ptr, stops_from_ptr, stop_ids_ptr, ranks_ptr, num_entries, vocab, row_stride, id_stride,

@@ -50,7 +50,7 @@ def _chosen(ranks_ptr, set_stride, SETS: tl.constexpr, CANDIDATES: tl.constexpr,
     return (key > NEGATIVE_INF) & (key < INF), LAST - (best & LAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["set_stride"])
 def _commit(
     ranks_ptr, rows_ptr, last_id_ptr, last_kind_ptr, last_value_ptr, state_ptr, spent_ptr, generated_ptr, budget_ptr,
     max_total_ptr, end_ids_ptr, phase_ptr, carries_ptr, when_spent_ptr, edge_id_ptr, edge_goto_ptr, edge_emit_ptr,

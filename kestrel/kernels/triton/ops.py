@@ -15,6 +15,7 @@ from kestrel.kernels.triton.moe_grouped import moe_grouped
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
 from kestrel.kernels.triton.rotate_and_store import rotate_and_store
+from kestrel.kernels.triton.row_inputs import row_inputs
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
 from kestrel.kernels.triton.tau import tau_factors
 
@@ -49,4 +50,5 @@ TRITON = Ops(
     tau_factors=tau_factors,
     best_ids=best_ids,
     commit_ids=commit_ids,
+    row_inputs=row_inputs,
 )
