@@ -105,6 +105,8 @@ def best_ids(
     blocks = vocab_blocks + triton.cdiv(grammar.allowed_NA.shape[1], chosen.block_ids)
     ranks = torch.empty(2 if endings else 1, num_entries, blocks, dtype=torch.int64, device=rows_B.device)
     own = endings or EndingTensors(rows.spent, rows.spent, grammar.end_ids_NF)
+    for tensor in (own.ends_from_R, own.stops_from_R, own.stop_ids_RS):
+        assert tensor.is_contiguous()
     _best_of_block[(blocks, num_entries)](
         logits_BV, rows_B, rows.state, rows.spent, grammar.allowed_NA, grammar.suppressed_NS, grammar.end_ids_NF,
         grammar.is_limited_N, own.ends_from_R, own.stops_from_R, own.stop_ids_RS, ranks, num_entries, vocab,
