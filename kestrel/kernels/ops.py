@@ -12,7 +12,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from kestrel.kernels.best_ids import best_ids
 from kestrel.kernels.chunk_attention import attend_chunks
+from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
@@ -21,6 +23,7 @@ from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
 from kestrel.kernels.resample import resample
 from kestrel.kernels.rotate_and_store import rotate_and_store
+from kestrel.kernels.row_inputs import RowInputs, row_inputs
 from kestrel.kernels.small_linear import small_linear
 from kestrel.kernels.tau import stacked_tau_factors
 
@@ -47,6 +50,9 @@ class Ops:
     tau_factors: PairOp
     resample: Op
     patchify: Op
+    best_ids: Op
+    commit_ids: PairOp
+    row_inputs: Callable[..., RowInputs]
 
 
 PLAIN = Ops(
@@ -64,4 +70,7 @@ PLAIN = Ops(
     resample=resample,
     patchify=patchify,
     tau_factors=stacked_tau_factors,
+    best_ids=best_ids,
+    commit_ids=commit_ids,
+    row_inputs=row_inputs,
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kestrel.errors import NumericalError
 from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.kernels.row_tables import COORD, GOING_ON, NOT_FINITE, SIZE, STOPPED
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
@@ -31,8 +32,8 @@ from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prefill_attention import in_packed_order
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
-from kestrel.runtime.rows import COORD, SIZE, HostRow, RowTable
-from kestrel.runtime.sampler import GOING_ON, NOT_FINITE, STOPPED, Sampled, sample_rows
+from kestrel.runtime.rows import HostRow, RowTable
+from kestrel.runtime.sampler import Sampled, sample_rows
 from kestrel.runtime.side_stream import SideStream
 from kestrel.runtime.upload import start_download
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.grammar import Carries
+from kestrel.kernels.best_ids import allowed_scores
 from kestrel.kernels.ops import Ops
-from kestrel.models.contract import DecoderModel, StepAttention
+from kestrel.kernels.row_inputs import RowInputs
+from kestrel.kernels.row_tables import COORD, SIZE
+from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.row_users import Users
-from kestrel.runtime.rows import COORD, SIZE, RowTable
-from kestrel.runtime.sampler import Sampled, commit_rows, draw_rows, region_values, wanted_values
+from kestrel.runtime.rows import RowTable
+from kestrel.runtime.sampler import Sampled, drawn_ids, region_heads, wanted_values
 from kestrel.runtime.step_attention import RowAttention
 from kestrel.runtime.upload import upload
 
@@ -91,41 +93,34 @@ class FixedDecode:
 
     def step(self, rows_B: Tensor, positions_B: Tensor, parts: DecodeParts) -> Sampled:
         """The whole step as device work alone."""
-        pages_BP = self._table.pages[rows_B]
-        hidden_BD = self._model.forward(self._embed(rows_B, parts), positions_B, self._attention(pages_BP, positions_B))
+        table, kv = self._table, self._kv
+        inputs = self._ops.row_inputs(rows_B, positions_B, table.pages, table.tensors, kv.page_size)
+        attend = RowAttention(kv, self._ops, inputs.slots_B, inputs.pages_BP, inputs.num_keys_B)
+        hidden_BD = self._model.forward(self._embed(inputs, parts), positions_B, attend)
         return self.sample_step(hidden_BD, rows_B, parts)
 
-    def _embed(self, rows_B: Tensor, parts: DecodeParts) -> Tensor:
-        t, model = self._table.tensors, self._model
-        x_BD = model.embed_text(t.last_id[rows_B])
-        kind_B1, value_B2 = t.last_kind[rows_B][:, None], t.last_value[rows_B]
+    def _embed(self, inputs: RowInputs, parts: DecodeParts) -> Tensor:
+        """Of the rows' last tokens."""
+        model, kind_B1, value_B2 = self._model, inputs.last_kind_B[:, None], inputs.last_value_B2
+        x_BD = model.embed_text(inputs.last_id_B)
         if parts.carries & Carries.COORD:
             x_BD = torch.where(kind_B1 == COORD, model.embed_coords(value_B2[:, 0]).to(x_BD.dtype), x_BD)
         if parts.carries & Carries.SIZE:
             x_BD = torch.where(kind_B1 == SIZE, model.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
         return x_BD
 
-    def _attention(self, pages_BP: Tensor, positions_B: Tensor) -> StepAttention:
-        page_size = self._kv.page_size
-        page_B1 = pages_BP.gather(1, (positions_B // page_size)[:, None])
-        slots_B = page_B1[:, 0] * page_size + positions_B % page_size
-        return RowAttention(self._kv, self._ops, slots_B, pages_BP, positions_B + 1)
-
     def sample_step(self, hidden_BD: Tensor, rows_B: Tensor, parts: DecodeParts) -> Sampled:
         """From hidden states to what each row emits, as device work alone."""
-        table, t = self._table, self._table.tensors
-        all_rows = Users(torch.arange(len(rows_B), device=rows_B.device), rows_B)
-        state_B, spent_B = t.state[rows_B], t.spent[rows_B]
-        masked_BV = table.grammars.mask(self._model.logits(hidden_BD).float(), state_B)
-        if parts.has_endings:
-            masked_BV = table.endings.forbid_for(all_rows, masked_BV, state_B, spent_B)
-        best_B, greedy_B = masked_BV.max(-1)
-        sampled_B = draw_rows(table, rows_B, masked_BV, greedy_B) if parts.draws else greedy_B
-        step = table.grammars.advance(state_B, sampled_B, is_spent_B=spent_B >= t.budget[rows_B])
-        if parts.has_endings:
-            step = table.endings.stop_for(all_rows, step, state_B)
-        kind_B, values_B2 = region_values(self._model, parts.carries, hidden_BD, step)
-        return commit_rows(table, rows_B, step, best_B, kind_B, values_B2)
+        table = self._table
+        endings = table.endings.tensors if parts.has_endings else None
+        tables = (table.tensors, table.grammars.tensors, endings)
+        logits_BV = self._model.logits(hidden_BD)
+        if parts.draws:
+            ranks_SBC = drawn_ids(table, rows_B, allowed_scores(logits_BV, rows_B, *tables))
+        else:
+            ranks_SBC = self._ops.best_ids(logits_BV, rows_B, *tables)
+        region = region_heads(self._model, parts.carries, hidden_BD)
+        return Sampled(*self._ops.commit_ids(ranks_SBC, rows_B, *tables, region))
 
 
 def first_rows(sampled: Sampled, num_rows: int) -> Sampled:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import Carries, Grammar
+from kestrel.kernels.row_tables import RowState
 from kestrel.runtime.contract import PageWrite, RowStart
 from kestrel.runtime.endings import EndingTable
 from kestrel.runtime.grammar_tables import MAX_KEPT_STATES, GrammarTables
 from kestrel.runtime.logit_bias import LogitBiasTable
 from kestrel.runtime.penalties import PenaltyTable
 from kestrel.runtime.upload import upload
-
-TEXT, COORD, SIZE = 0, 1, 2  # kinds of a row's last token
 
 
 @dataclass(slots=True)
@@ -32,15 +31,9 @@ class HostRow:
 
 
 @dataclass(slots=True)
-class RowTensors:
-    last_id: Tensor
-    last_kind: Tensor
-    last_value: Tensor  # [rows, 2]
-    state: Tensor
-    spent: Tensor
-    generated: Tensor
-    budget: Tensor
-    max_total: Tensor
+class RowTensors(RowState):
+    """Beside it, how rows draw."""
+
     seed: Tensor
     temperature: Tensor
     top_p: Tensor
@@ -149,6 +142,7 @@ class RowTable:
                 moves[index] = base - row.grammar_base
                 self.host[index] = replace(row, grammar_base=base)
         self.tensors.state += upload(moves, self.device)
+        self.tensors.state[self.spare_row] = 0
 
     def _write_id_limits(self, start: RowStart) -> None:
         allowed, suppressed = start.sampling.allowed_ids, start.sampling.suppressed_ids

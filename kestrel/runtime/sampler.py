@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import Carries
+from kestrel.kernels.best_ids import mask, rank
+from kestrel.kernels.commit_ids import commit_ids
+from kestrel.kernels.row_tables import TEXT, RegionHeads
 from kestrel.kernels.sampling import Truncation, draw, truncate, uniform
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.grammar_tables import Advance
-from kestrel.runtime.rows import COORD, SIZE, TEXT, HostRow, RowTable
+from kestrel.runtime.rows import HostRow, RowTable
 from kestrel.runtime.token_masks import apply_masks
 from kestrel.runtime.upload import upload
-
-GOING_ON, STOPPED, OUT_OF_BUDGET, NOT_FINITE = 0, 1, 2, 3
 
 
 @dataclass(slots=True)
@@ -42,34 +42,17 @@ def sample_rows(
     weighed_BV = table.penalties.apply(raw_BV, row_indices)
     weighed_BV = table.logit_bias.apply(weighed_BV, row_indices)
     weighed_BV = apply_masks(weighed_BV, row_indices, masks)
-    masked_BV = table.grammars.mask(_within_id_limits(table, host, rows_B, weighed_BV), state_B)
+    masked_BV = mask(_within_id_limits(table, host, rows_B, weighed_BV), state_B, table.grammars.tensors)
     masked_BV = table.endings.forbid(masked_BV, row_indices, state_B, spent_B)
-    best_B, greedy_B = masked_BV.max(-1)
     is_random = any(row.samples_randomly for row in host)
-    sampled_B = draw_rows(table, rows_B, masked_BV, greedy_B) if is_random else greedy_B
-    step = table.grammars.advance(state_B, sampled_B, is_spent_B=spent_B >= table.tensors.budget[rows_B])
-    step = table.endings.stop(step, row_indices, state_B)
-    kind_B, values_B2 = region_values(model, wanted_values(host), hidden_BD, step)
-    table.penalties.count(row_indices, step.emitted_B, kind_B == TEXT)
-    sampled = commit_rows(table, rows_B, step, best_B, kind_B, values_B2)
-    _add_logprobs(sampled, host, raw_BV, step.emitted_B)
+    ranks_SBC = drawn_ids(table, rows_B, masked_BV) if is_random else rank(*masked_BV.max(-1))[None, :, None]
+    endings = table.endings.tensors if table.endings.stops_any_of(row_indices) else None
+    region = region_heads(model, wanted_values(host), hidden_BD)
+    sampled = Sampled(*commit_ids(ranks_SBC, rows_B, table.tensors, table.grammars.tensors, endings, region))
+    emitted_B, kind_B = sampled.integers_B5[:, 0], sampled.integers_B5[:, 1]
+    table.penalties.count(row_indices, emitted_B, kind_B == TEXT)
+    _add_logprobs(sampled, host, raw_BV, emitted_B)
     return sampled
-
-
-def commit_rows(
-    table: RowTable, rows_B: Tensor, step: Advance, best_B: Tensor, kind_B: Tensor, values_B2: Tensor
-) -> Sampled:
-    """Notes in the table what each row emitted, and whether it ended."""
-    t = table.tensors
-    spent_B = torch.where(step.changes_phase_B, 0, t.spent[rows_B] + 1)
-    generated_B = t.generated[rows_B] + ~step.ended_B
-    phase_over_B = (spent_B >= t.budget[rows_B]) & table.grammars.ends_when_spent(step.state_B)
-    out_of_budget_B = phase_over_B | (generated_B >= t.max_total[rows_B])
-    finish_B = torch.where(step.ended_B, STOPPED, torch.where(out_of_budget_B, OUT_OF_BUDGET, GOING_ON))
-    finish_B = torch.where(best_B.isfinite(), finish_B, NOT_FINITE)
-    t.last_id[rows_B], t.last_kind[rows_B], t.last_value[rows_B] = step.emitted_B, kind_B, values_B2
-    t.state[rows_B], t.spent[rows_B], t.generated[rows_B] = step.state_B, spent_B, generated_B
-    return Sampled(torch.stack((step.emitted_B, kind_B, finish_B, step.state_B, spent_B), dim=1), values_B2)
 
 
 def _within_id_limits(table: RowTable, host: list[HostRow], rows_B: Tensor, scores_BV: Tensor) -> Tensor:
@@ -80,13 +63,14 @@ def _within_id_limits(table: RowTable, host: list[HostRow], rows_B: Tensor, scor
     return scores_BV.masked_fill(limited_B[:, None] & ~table.id_limits[rows_B], -torch.inf)
 
 
-def draw_rows(table: RowTable, rows_B: Tensor, logits_BV: Tensor, greedy_B: Tensor) -> Tensor:
-    """A draw for the rows that sample, the most likely id for the others."""
+def drawn_ids(table: RowTable, rows_B: Tensor, masked_BV: Tensor) -> Tensor:
+    """Ranks as of `best_ids`: a draw for the rows that sample, the most likely id for the others."""
     t = table.tensors
+    best_B, greedy_B = masked_BV.max(-1)
     how = Truncation(t.temperature[rows_B], t.top_k[rows_B], t.top_p[rows_B], t.min_p[rows_B])
-    probs_BV, order_BV = truncate(logits_BV, how)
+    probs_BV, order_BV = truncate(masked_BV, how)
     drawn_B = draw(probs_BV, order_BV, uniform(t.seed[rows_B], t.generated[rows_B]))
-    return torch.where(how.temperature_B > 0, drawn_B, greedy_B)
+    return rank(best_B, torch.where(how.temperature_B > 0, drawn_B, greedy_B))[None, :, None]
 
 
 def wanted_values(host: list[HostRow]) -> Carries:
@@ -97,21 +81,14 @@ def wanted_values(host: list[HostRow]) -> Carries:
     return wanted
 
 
-def region_values(model: DecoderModel, wanted: Carries, hidden_BD: Tensor, step: Advance) -> tuple[Tensor, Tensor]:
-    """(kind, value) of each emitted id; only the wanted region heads run."""
-    emitted_B, carries_B = step.emitted_B, step.carries_B
-    kind_B = torch.full_like(emitted_B, TEXT)
-    values_B2 = torch.zeros(len(emitted_B), 2, device=hidden_BD.device)
-    if wanted & Carries.COORD:
-        is_coord_B = (emitted_B == model.shape.coord_id) & (carries_B & int(Carries.COORD) > 0)
-        kind_B = torch.where(is_coord_B, COORD, kind_B)
-        coords_B2 = torch.stack((model.decode_coords(hidden_BD).float(), values_B2[:, 1]), dim=1)
-        values_B2 = torch.where(is_coord_B[:, None], coords_B2, values_B2)
-    if wanted & Carries.SIZE:
-        is_size_B = (emitted_B == model.shape.size_id) & (carries_B & int(Carries.SIZE) > 0)
-        kind_B = torch.where(is_size_B, SIZE, kind_B)
-        values_B2 = torch.where(is_size_B[:, None], model.decode_sizes(hidden_BD).float(), values_B2)
-    return kind_B, values_B2
+def region_heads(model: DecoderModel, wanted: Carries, hidden_BD: Tensor) -> RegionHeads:
+    """Only the wanted ones run."""
+    return RegionHeads(
+        coord_id=model.shape.coord_id,
+        size_id=model.shape.size_id,
+        coords_B=model.decode_coords(hidden_BD).float() if wanted & Carries.COORD else None,
+        sizes_B2=model.decode_sizes(hidden_BD).float() if wanted & Carries.SIZE else None,
+    )
 
 
 def _add_logprobs(sampled: Sampled, host: list[HostRow], raw_BV: Tensor, emitted_B: Tensor) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kestrel.grammar import free_text
+from kestrel.kernels.commit_ids import advance, stop
 from kestrel.request import SamplingParams
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.grammar_tables import GrammarTables
@@ -31,13 +32,15 @@ def scores_and_ends(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
             penalised = sampling.has_penalties and row == 1
             said = (11, 12, 11) if penalised else ()
             table.apply_starts([RowStart(row, free_text(0), sampling, 9, prompt_ids=said[:1], generated_ids=said)])
-        state_B, spent_B = table.tensors.state[upload(ROWS, device)], torch.zeros(4, dtype=torch.int64, device=device)
+        rows_B = upload(ROWS, device)
+        state_B, spent_B = table.tensors.state[rows_B], torch.zeros(4, dtype=torch.int64, device=device)
         sampled_B = upload([7, 12, 5, 11], device)
         table.penalties.count(ROWS, sampled_B, sampled_B > 0)
         raw_BV = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
         scores_BV = table.logit_bias.apply(table.penalties.apply(raw_BV, ROWS), ROWS)
         scores_BV = table.endings.forbid(scores_BV, ROWS, state_B, spent_B)
-        step = table.endings.stop(table.grammars.advance(state_B, sampled_B, spent_B > 0), ROWS, state_B)
+        step = advance(state_B, sampled_B, spent_B > 0, table.grammars.tensors)
+        step = stop(step, rows_B, state_B, table.grammars.tensors, table.endings.tensors)
         return scores_BV.cpu(), step.ended_B.cpu()
 
 

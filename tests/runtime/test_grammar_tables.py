@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.grammar import END, Carries, Edge, Grammar, State
+from kestrel.kernels.best_ids import mask
+from kestrel.kernels.commit_ids import advance
+from kestrel.request import SamplingParams
+from kestrel.runtime import rows
+from kestrel.runtime.contract import RowStart
 from kestrel.runtime.grammar_tables import GrammarTables
 
 VOCAB = 12
@@ -41,7 +47,7 @@ def test_advance_equals_the_plain_machine(many: list[Grammar], data: st.DataObje
     sampled = [data.draw(ids) for _ in rows]
     spent = [data.draw(st.booleans()) for _ in rows]
     state_B = torch.tensor([bases[g] + s for g, s in rows])
-    moved = tables.advance(state_B, torch.tensor(sampled), torch.tensor(spent))
+    moved = advance(state_B, torch.tensor(sampled), torch.tensor(spent), tables.tensors)
     for b, (g, s) in enumerate(rows):
         state = many[g].states[s]
         symbol = state.when_spent if spent[b] and state.when_spent is not None else sampled[b]
@@ -60,7 +66,7 @@ def test_mask_leaves_exactly_what_a_state_allows(grammar: Grammar) -> None:
     tables = GrammarTables(VOCAB, CPU)
     base = tables.base_of(grammar)
     logits = torch.randn(len(grammar.states), VOCAB)
-    masked = tables.mask(logits, torch.arange(len(grammar.states)) + base)
+    masked = mask(logits, torch.arange(len(grammar.states)) + base, tables.tensors)
     for s, state in enumerate(grammar.states):
         for token_id in range(VOCAB):
             allowed = state.allowed is None or token_id in state.allowed
@@ -75,3 +81,16 @@ def test_equal_grammars_share_their_rows() -> None:
     make = lambda: Grammar("g", (State("s", Edge(0), ((0, Edge(END)),)),))  # noqa: E731
     assert tables.base_of(make()) == tables.base_of(make()) == 0
     assert tables.base_of(Grammar("other", make().states)) == 1
+
+
+def test_no_row_points_past_tables_that_became_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_KEPT_STATES", 100)
+    table = rows.RowTable(2, 1, 0, VOCAB, GrammarTables(VOCAB, CPU), CPU)
+    sizes = (90, 4, 4, 4)
+    for number, size in enumerate(sizes):
+        grammar = Grammar(f"g{number}", tuple(State("s", Edge(size - 1)) for _ in range(size)))
+        table.apply_starts([RowStart(0, grammar, SamplingParams(), 9)])
+        if size == sizes[0]:
+            table.tensors.state[table.spare_row] = size - 1  # where its own steps lead it
+    assert table.grammars.num_states == 2 * sizes[-1]
+    assert (table.tensors.state < len(table.grammars.tensors.phase_N)).all()

@@ -10,6 +10,7 @@ import torch
 
 from kestrel.bench.kernels.case import Case, Maker, distance
 from kestrel.bench.kernels.moe_cases import moe_cases
+from kestrel.bench.kernels.sampling_cases import sampling_cases
 from kestrel.bench.kernels.sizes import Sizes, full_sizes, small_sizes
 from kestrel.bench.kernels.text_cases import text_cases
 from kestrel.bench.kernels.timing import Ceilings, measure_ceilings, num_copies, seconds_per_call
@@ -56,7 +57,7 @@ class Checked:
 
 
 def all_cases(sizes: Sizes, ops: list[str] | None) -> list[Case]:
-    cases = [*vision_cases(sizes), *text_cases(sizes), *moe_cases(sizes)]
+    cases = [*vision_cases(sizes), *text_cases(sizes), *moe_cases(sizes), *sampling_cases(sizes)]
     known = sorted({case.op for case in cases})
     for op in ops or ():
         if op not in known:

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from kestrel.kernels.triton import (
+    best_ids,
     chunk_attention,
     crop_attention,
     fp8_rows,
@@ -14,6 +15,7 @@ from kestrel.kernels.triton import (
     moe_small,
     paged_attention,
     rotate_and_store,
+    row_inputs,
     small_linear,
     tau,
 )
@@ -76,3 +78,11 @@ def moe_grouped_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
     rows = [size for size in (16, 32, 64, 128) if 0.5 * pairs_per_expert <= size <= 2 * max(16.0, pairs_per_expert)]
     tried = product(rows or [128], ((64, 64), (64, 128), (128, 128), (128, 256)), ((64, 4, 4), (64, 8, 3), (128, 8, 3)))
     return tuple(moe_grouped.Tuning(size, *outputs, *rest) for size, outputs, rest in tried)
+
+
+def best_ids_tunings() -> tuple[Any, ...]:
+    return tuple(best_ids.Tuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
+
+
+def row_inputs_tunings() -> tuple[Any, ...]:
+    return tuple(row_inputs.Tuning(*tried) for tried in product((64, 128, 256), (1, 2, 4)))

@@ -7,7 +7,9 @@ from torch import Tensor
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Ops
+from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.chunk_attention import attend_chunks
+from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.layer_norm import add_layer_norm, layer_norm
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 from kestrel.kernels.triton.moe_small import moe_small
@@ -16,6 +18,7 @@ from kestrel.kernels.triton.patchify import patchify
 from kestrel.kernels.triton.resample import resample
 from kestrel.kernels.triton.rotate_and_store import rotate_and_store
 from kestrel.kernels.triton.route import route_top_k
+from kestrel.kernels.triton.row_inputs import row_inputs
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
 from kestrel.kernels.triton.tau import tau_factors
 
@@ -51,4 +54,7 @@ TRITON = Ops(
     resample=resample,
     patchify=patchify,
     tau_factors=tau_factors,
+    best_ids=best_ids,
+    commit_ids=commit_ids,
+    row_inputs=row_inputs,
 )

@@ -1,0 +1,122 @@
+"""What surrounds a decode step: reading the rows, the choice of ids, and what is noted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kestrel.bench.kernels.case import Case, Maker
+from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
+from kestrel.bench.kernels.tunings import best_ids_tunings, row_inputs_tunings
+from kestrel.bench.kernels.vision_cases import HALF_BYTES
+from kestrel.kernels import best_ids, commit_ids, row_inputs
+from kestrel.kernels.row_tables import END_STATE, NO_ID, EndingTensors, GrammarTensors, RegionHeads, RowState
+from kestrel.kernels.triton import best_ids as triton_best_ids
+from kestrel.kernels.triton import commit_ids as triton_commit_ids
+from kestrel.kernels.triton import row_inputs as triton_row_inputs
+
+NUM_STATES, LIST_WIDTH = 64, 8
+COORD_ID, SIZE_ID = 5, 6
+NEVER_SPENT = 1 << 30
+Tables: TypeAlias = tuple[RowState, GrammarTensors, EndingTensors | None]
+
+
+def sampling_cases(sizes: Sizes) -> Iterator[Case]:
+    for rows in sizes.decode_rows:
+        yield _inputs_case(sizes, rows)
+        yield _greedy_case(sizes.text.vocab_size, rows, has_endings=False)
+        yield _greedy_case(sizes.text.vocab_size, rows, has_endings=True)
+
+
+def _inputs_case(sizes: Sizes, rows: int) -> Case:
+    num_pages = -(-sizes.max_keys // PAGE_SIZE)
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        rows_B, positions_B = maker.order(rows), maker.integers(sizes.num_keys, rows)
+        return rows_B, positions_B, maker.integers(1000, rows, num_pages), _rows(maker, rows), PAGE_SIZE
+
+    return Case(
+        op="row_inputs",
+        size=f"{rows} rows of {num_pages} pages",
+        plain=row_inputs.row_inputs,
+        triton=triton_row_inputs.row_inputs,
+        make=make,
+        bytes_moved=2 * 8 * rows * num_pages,
+        flop=0,
+        tunings=row_inputs_tunings(),
+    )
+
+
+def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
+    def make(maker: Maker) -> tuple[Any, ...]:
+        logits, rows_B = maker.numbers(rows, vocab), maker.order(rows)
+        endings = _endings(maker, rows, vocab) if has_endings else None
+        coords, sizes = (maker.numbers(rows, *more, dtype=torch.float32) for more in ((), (2,)))
+        region = RegionHeads(COORD_ID, SIZE_ID, coords, sizes) if has_endings else RegionHeads(COORD_ID, SIZE_ID)
+        return logits, rows_B, (_rows(maker, rows), _free_text(maker, vocab), endings), region
+
+    return Case(
+        op="greedy_ids",
+        size=f"{rows}x{vocab}{', with wishes and values' if has_endings else ''}",
+        plain=_plain_greedy,
+        triton=_triton_greedy,
+        make=make,
+        bytes_moved=rows * vocab * HALF_BYTES,
+        flop=0,
+        tunings=best_ids_tunings(),
+    )
+
+
+def _plain_greedy(logits: Tensor, rows_B: Tensor, tables: Tables, region: RegionHeads) -> tuple[Tensor, Tensor]:
+    return commit_ids.commit_ids(best_ids.best_ids(logits, rows_B, *tables), rows_B, *tables, region)
+
+
+def _triton_greedy(
+    logits: Tensor,
+    rows_B: Tensor,
+    tables: Tables,
+    region: RegionHeads,
+    tuning: triton_best_ids.Tuning | None = None,
+) -> tuple[Tensor, Tensor]:
+    ranks_SBC = triton_best_ids.best_ids(logits, rows_B, *tables, tuning=tuning)
+    return triton_commit_ids.commit_ids(ranks_SBC, rows_B, *tables, region)
+
+
+def _rows(maker: Maker, rows: int) -> RowState:
+    def full(value: int) -> Tensor:
+        return torch.full((rows,), value, device=maker.device)
+
+    last_value = torch.zeros(rows, 2, device=maker.device)
+    return RowState(full(1), full(0), last_value, full(0), full(0), full(0), full(NEVER_SPENT), full(NEVER_SPENT))
+
+
+def _free_text(maker: Maker, vocab: int) -> GrammarTensors:
+    """A state in which id 0 ends, id 1 may not be sampled, and everything else goes on."""
+
+    def lists(width: int, fill: int, first: int | None = None) -> Tensor:
+        table = torch.full((NUM_STATES, width), fill, device=maker.device)
+        if first is not None:
+            table[:, 0] = first
+        return table
+
+    return GrammarTensors(
+        vocab_size=vocab,
+        allowed_NA=lists(LIST_WIDTH, vocab),
+        suppressed_NS=lists(LIST_WIDTH, vocab, first=1),
+        end_ids_NF=lists(LIST_WIDTH, vocab, first=0),
+        is_limited_N=lists(1, 0)[:, 0],
+        phase_N=lists(1, 0)[:, 0],
+        carries_N=lists(1, 3)[:, 0],
+        when_spent_N=lists(1, NO_ID)[:, 0],
+        edge_id_NE=lists(LIST_WIDTH, NO_ID, first=0),
+        edge_goto=lists(LIST_WIDTH + 1, 0, first=END_STATE),
+        edge_emit=lists(LIST_WIDTH + 1, NO_ID),
+    )
+
+
+def _endings(maker: Maker, rows: int, vocab: int) -> EndingTensors:
+    from_the_tenth = torch.full((rows,), 10, device=maker.device)
+    return EndingTensors(from_the_tenth, from_the_tenth.clone(), maker.integers(vocab, rows, 2 * LIST_WIDTH))

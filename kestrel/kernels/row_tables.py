@@ -1,0 +1,88 @@
+"""What the sampling step reads and writes on the device: rows, the rules of their grammars, wishes about their ends.
+
+R counts rows, N states of all grammars together. Ids are listed per state in rows of equal width, padded at their end
+with `vocab_size`, which is no id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+TEXT, COORD, SIZE = 0, 1, 2
+"""Kinds of a row's last token."""
+CARRIES_COORD, CARRIES_SIZE = 1, 2
+"""Bits of `GrammarTensors.carries_N`."""
+GOING_ON, STOPPED, OUT_OF_BUDGET, NOT_FINITE = 0, 1, 2, 3
+"""Whether and how a row ended."""
+NO_ID = -1
+END_STATE = -1
+"""Where an edge leads that finishes a row."""
+
+
+@dataclass(slots=True)
+class RowState:
+    """[R] each, int64, but `last_value`: [R, 2], fp32."""
+
+    last_id: Tensor
+    last_kind: Tensor
+    last_value: Tensor
+    state: Tensor
+    spent: Tensor
+    """Tokens of the present phase."""
+    generated: Tensor
+    budget: Tensor
+    """Of each phase."""
+    max_total: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTensors:
+    """All int64 and contiguous. E edges by id, and one column more for any other id."""
+
+    vocab_size: int
+    allowed_NA: Tensor
+    """What may be sampled where `is_limited`; everything elsewhere."""
+    suppressed_NS: Tensor
+    end_ids_NF: Tensor
+    """Ids whose own edge finishes a row."""
+    is_limited_N: Tensor
+    phase_N: Tensor
+    carries_N: Tensor
+    when_spent_N: Tensor
+    """The id that is taken, whatever was sampled, when the phase is spent; NO_ID where the row then ends."""
+    edge_id_NE: Tensor
+    """Padded with NO_ID."""
+    edge_goto: Tensor
+    """[N, E + 1]: a state, or END_STATE."""
+    edge_emit: Tensor
+    """[N, E + 1]: the id to emit, NO_ID for the sampled one."""
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        return (
+            self.allowed_NA, self.suppressed_NS, self.end_ids_NF, self.is_limited_N, self.phase_N, self.carries_N,
+            self.when_spent_N, self.edge_id_NE, self.edge_goto, self.edge_emit,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EndingTensors:
+    """Wishes of each row; one without any has zeros and no ids."""
+
+    ends_from_R: Tensor
+    """Tokens of a phase before which no id of the grammar's own may end the row."""
+    stops_from_R: Tensor
+    """The same for its stop ids, which count in states that an id of the grammar's own could end."""
+    stop_ids_RS: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RegionHeads:
+    """What the region heads read from each entry's hidden state; None: no row can use it."""
+
+    coord_id: int
+    size_id: int
+    coords_B: Tensor | None = None
+    sizes_B2: Tensor | None = None

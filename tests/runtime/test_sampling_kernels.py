@@ -1,0 +1,77 @@
+"""Fixed decode steps whose ends and beginnings are Triton kernels give what the usual step gives."""
+
+from __future__ import annotations
+
+from tests.kernels.triton_mode import devices  # isort: skip - before any kernel
+
+import copy
+from dataclasses import replace
+
+import torch
+
+from kestrel.cache import CacheManager
+from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.triton.best_ids import best_ids
+from kestrel.kernels.triton.commit_ids import commit_ids
+from kestrel.kernels.triton.row_inputs import row_inputs
+from kestrel.models.contract import DecoderModel
+from kestrel.moondream.model import MoondreamModel
+from kestrel.request import SamplingParams
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.executor import Executor, FastSteps
+from kestrel.runtime.fixed_decode import FixedDecode
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.rows import RowTable
+from kestrel.scheduler import GenerationScheduler
+from tests.moondream.goldens import golden
+from tests.moondream.grammars import text_grammar
+from tests.runtime.paged import Case, Paged, RecordingDecoder, paged
+from tests.runtime.test_paged_equality import all_skills
+
+OPS = replace(PLAIN, best_ids=best_ids, commit_ids=commit_ids, row_inputs=row_inputs)
+
+
+def model_on(device: str) -> MoondreamModel:
+    return copy.deepcopy(golden("md2").model).to(device)
+
+
+def engine(device: str) -> Paged:
+    decoder = RecordingDecoder(model_on(device))
+    limits = RuntimeLimits(
+        max_batch_size=16,
+        max_seq_length=decoder.shape.max_context,
+        num_pages=900,
+        page_size=16,
+        max_prefill_tokens=2048,
+        steps_in_flight=0,
+    )
+
+    def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
+        return FastSteps(FixedDecode(model, kv, table, OPS, (1, 3, 8, 16)))
+
+    with torch.inference_mode():
+        runtime = Executor(decoder, limits, make_fast_steps=make)
+    return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
+
+
+@devices
+def test_every_skill_equals_the_usual_step(device: str) -> None:
+    cases = all_skills(golden("md2"), "a", "small")
+    assert engine(device).run(*cases) == paged(model_on(device)).run(*cases)
+
+
+@devices
+def test_draws_and_wishes_about_the_end_are_those_of_the_usual_step(device: str) -> None:
+    g = golden("md2")
+    items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
+    wishes = {
+        "drawn": SamplingParams(max_new_tokens=8, temperature=1.5, seed=5),
+        "greedy": SamplingParams(max_new_tokens=8),
+        "long": SamplingParams(max_new_tokens=8, min_tokens=8, ignore_eos=True),
+        "stops": SamplingParams(max_new_tokens=8, stop_token_ids=tuple(range(60, 90))),
+    }
+    cases = [Case(name, items, text_grammar(g.config), 8, {}, how) for name, how in wishes.items()]
+    together = engine(device)
+    usual = paged(model_on(device))
+    assert together.run(*cases[1:]) == usual.run(*cases[1:])
+    assert together.run(*cases) == usual.run(*cases)
