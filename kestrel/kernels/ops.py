@@ -14,8 +14,10 @@ from torch import Tensor
 
 from kestrel.kernels.chunk_attention import attend_chunks
 from kestrel.kernels.crop_attention import attend_crops
+from kestrel.kernels.fp8_linear import fp8_linear
+from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.gelu_linear import gelu_linear
-from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
+from kestrel.kernels.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
 from kestrel.kernels.moe_mlp import moe_mlp
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.rotate_and_store import rotate_and_store
@@ -24,6 +26,7 @@ from kestrel.kernels.tau import stacked_tau_factors
 
 Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+TripleOp: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class Ops:
     attend_crops: Op
     moe_mlp: Op
     tau_factors: PairOp
+    layer_norm_to_fp8: PairOp
+    add_layer_norm_to_fp8: TripleOp
+    rows_to_fp8: PairOp
+    gelu_to_fp8: PairOp
+    fp8_linear: Op
 
 
 PLAIN = Ops(
@@ -56,4 +64,9 @@ PLAIN = Ops(
     attend_crops=attend_crops,
     moe_mlp=moe_mlp,
     tau_factors=stacked_tau_factors,
+    layer_norm_to_fp8=layer_norm_to_fp8,
+    add_layer_norm_to_fp8=add_layer_norm_to_fp8,
+    rows_to_fp8=rows_to_fp8,
+    gelu_to_fp8=gelu_to_fp8,
+    fp8_linear=fp8_linear,
 )

@@ -5,7 +5,8 @@ positions 0..n-1 live in the slots given for it. q: [.., heads, head_dim]; heads
 out = softmax(q·kᵀ / sqrt(head_dim) + mask) · v, mask per query: position ≤ own position, or everything given when the
 queries are one bidirectional block.
 
-Caches of float8 hold k / k_scale and v / v_scale, one scale each for a whole layer.
+Caches of float8 hold k / k_scale and v / v_scale, one scale each for a whole layer; functions that take no scales read
+and write them with scales of one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def attend_segment(
     """Queries of one row, over the row's first K positions. `is_causal` needs Q = K; otherwise give the mask."""
     assert q_QHD.ndim == 3
     assert kv_slots_K.ndim == 1
-    k_KHD, v_KHD = k_cache[kv_slots_K], v_cache[kv_slots_K]
+    k_KHD, v_KHD = (widened(cache, kv_slots_K, 1.0, q_QHD.dtype) for cache in (k_cache, v_cache))
     out_HQD = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
         k_KHD.transpose(0, 1)[None],
@@ -45,8 +46,8 @@ def attend_padded(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_NK:
     """Queries of several rows, padded to the same number; `mask_NQK` is true where a query sees a position."""
     assert q_NQHD.ndim == 4
     assert mask_NQK.shape == (*q_NQHD.shape[:2], kv_slots_NK.shape[1])
-    k_NHKD = k_cache[kv_slots_NK].transpose(1, 2)
-    v_NHKD = v_cache[kv_slots_NK].transpose(1, 2)
+    k_NHKD = widened(k_cache, kv_slots_NK, 1.0, q_NQHD.dtype).transpose(1, 2)
+    v_NHKD = widened(v_cache, kv_slots_NK, 1.0, q_NQHD.dtype).transpose(1, 2)
     out_NHQD = F.scaled_dot_product_attention(
         q_NQHD.transpose(1, 2),
         k_NHKD,
@@ -61,8 +62,8 @@ def attend_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_BK: 
     """One query per row; `mask_BK` is true where a row has a position."""
     assert q_BHD.ndim == 3
     assert kv_slots_BK.shape == mask_BK.shape
-    k_BHKD = k_cache[kv_slots_BK].transpose(1, 2)
-    v_BHKD = v_cache[kv_slots_BK].transpose(1, 2)
+    k_BHKD = widened(k_cache, kv_slots_BK, 1.0, q_BHD.dtype).transpose(1, 2)
+    v_BHKD = widened(v_cache, kv_slots_BK, 1.0, q_BHD.dtype).transpose(1, 2)
     out_BH1D = F.scaled_dot_product_attention(
         q_BHD[:, :, None],
         k_BHKD,

@@ -1,21 +1,31 @@
-"""`FusedVision.encode_crops` as CUDA graphs, one per number of crops."""
+"""The encoding of crops as CUDA graphs, one per number of crops."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kestrel.moondream.fused_vision import FusedVision
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 
 EXACT_UP_TO, STEP = 16, 4
 """More crops than this are filled up to the next multiple of the step with whatever the buffer holds."""
 
 
+class CropEncoder(Protocol):
+    """Encodes crops with nothing for the host to decide."""
+
+    def encode_crops(self, patches_NPC: Tensor) -> Tensor: ...
+
+    def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
+        """Patches and features of so many crops."""
+        ...
+
+
 class VisionGraphs:
-    def __init__(self, vision: FusedVision, max_crops: int, pool: GraphPool) -> None:
+    def __init__(self, vision: CropEncoder, max_crops: int, pool: GraphPool) -> None:
         self._vision = vision
         self._pool = pool
         self._max_crops = size_for(max_crops)
