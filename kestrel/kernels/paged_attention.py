@@ -20,7 +20,8 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, slots_T: Tensor, k_THD: Tensor, v
     """Put new keys and values into their slots."""
     for cache, x_THD in ((k_cache, k_THD), (v_cache, v_THD)):
         limit = torch.finfo(cache.dtype).max
-        fitting_THD = x_THD.clamp(-limit, limit) if cache.dtype.itemsize == 1 else x_THD
+        must_fit = cache.dtype.itemsize == 1 and x_THD.dtype != cache.dtype
+        fitting_THD = x_THD.clamp(-limit, limit) if must_fit else x_THD
         _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(fitting_THD.to(cache.dtype)))
 
 

@@ -14,7 +14,6 @@ from typing import Protocol, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from kestrel.kernels.moe_mlp import route_top_k
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import StepAttention
 from kestrel.moondream.fp8_weights import Fp8Experts, Fp8Matrix, Fp8Rows, taken
@@ -69,9 +68,7 @@ class Fp8DenseBlock:
         run = self._few if len(x_TD) <= self._ops.max_small_rows else self._many
         return run(x_TD, deltas, positions_T, attend)
 
-    def _few(
-        self, x_TD: Tensor, deltas: Deltas, positions_T: Tensor, attend: StepAttention
-    ) -> tuple[Tensor, Deltas]:
+    def _few(self, x_TD: Tensor, deltas: Deltas, positions_T: Tensor, attend: StepAttention) -> tuple[Tensor, Deltas]:
         ops, qkv_dim = self._ops, self._qkv_dim
         x_TD, y_TD = self._norm.of_sum(x_TD, *deltas) if deltas else (x_TD, self._norm(x_TD))
         wide_TF = ops.small_linear(
@@ -85,9 +82,7 @@ class Fp8DenseBlock:
         )
         return x_TD, ()
 
-    def _many(
-        self, x_TD: Tensor, deltas: Deltas, positions_T: Tensor, attend: StepAttention
-    ) -> tuple[Tensor, Deltas]:
+    def _many(self, x_TD: Tensor, deltas: Deltas, positions_T: Tensor, attend: StepAttention) -> tuple[Tensor, Deltas]:
         ops, dtype, qkv_dim, mixed_dim = self._ops, x_TD.dtype, self._qkv_dim, self._mixed_dim
         x_TD, y = self._norm_to_fp8.of_sum(x_TD, *deltas) if deltas else (x_TD, self._norm_to_fp8(x_TD))
         qkv_TF = self._in.rows(slice(qkv_dim)).times(y, self._in_bias_F[:qkv_dim], dtype, ops)

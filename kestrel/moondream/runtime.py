@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from kestrel.errors import ConfigError
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
-from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.kernels.ops import Ops
 from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, StepAttention
-from kestrel.moondream.fused_text import FusedText
-from kestrel.moondream.fused_vision import FusedVision
+from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
+from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
@@ -31,11 +31,7 @@ from kestrel.runtime.memory import plan_pages
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 
-
-@dataclass(frozen=True, slots=True)
-class FusedForward:
-    text: FusedText
-    vision: FusedVision
+logger = logging.getLogger("kestrel.runtime")
 
 
 class MoondreamDecoder:
@@ -44,7 +40,7 @@ class MoondreamDecoder:
     def __init__(self, model: MoondreamModel) -> None:
         text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
         self._model = model
-        self._fused: FusedForward | None = None
+        self._forward: PlainForward | FusedForward | QuantisedForward = PlainForward(model)
         self._vision_graphs: VisionGraphs | None = None
         self._tiling = TilingParams(
             crop_size=vision.crop_size,
@@ -100,12 +96,16 @@ class MoondreamDecoder:
 
     def fuse(self, ops: Ops) -> None:
         """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
-        self._fused = FusedForward(FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
+        self._forward = FusedForward(self._model, ops)
+
+    def quantise(self, quantization: str, ops: Ops) -> None:
+        """From now on run on quantised weights, which take the place of the model's own."""
+        self._forward = QuantisedForward.of(quantization, self._model, ops)
 
     def capture_vision(self, max_crops: int, pool: GraphPool) -> None:
         """From now on encode up to so many crops by replaying graphs."""
-        assert self._fused is not None
-        self._vision_graphs = VisionGraphs(self._fused.vision, max_crops, pool)
+        assert not isinstance(self._forward, PlainForward)
+        self._vision_graphs = VisionGraphs(self._forward.vision, max_crops, pool)
 
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         features_NPD = self._encode_crops([image.patches_NPC for image in images])
@@ -115,20 +115,16 @@ class MoondreamDecoder:
     def _encode_crops(self, patches: list[Tensor]) -> Tensor:
         if self._vision_graphs is not None:
             return self._vision_graphs.encode_crops(patches)
-        vision = self._model.vision if self._fused is None else self._fused.vision
-        return vision.encode_crops(torch.cat(patches))
+        return self._forward.vision.encode_crops(torch.cat(patches))
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
-        if self._fused is not None and adapt is None:
-            return self._fused.text.forward(x_TD, positions_T, attend)
-        return self._model.text(x_TD, positions_T, attend, adapt)
+        return self._forward.text(x_TD, positions_T, attend, adapt)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        text = self._model.text if self._fused is None else self._fused.text
-        return text.logits(hidden_ND)
+        return self._forward.logits(hidden_ND)
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
         logits_NC = self._model.region.decode_coord(hidden_ND)
@@ -151,21 +147,22 @@ class MoondreamRuntime(Executor):
     ) -> None:
         """`make_decoder` may give one that also observes what it is asked."""
         decoder = make_decoder(model)
+        path = choose_fast_path(config, Abilities.of(decoder.device), decoder.dtype, with_adapters)
+        if path.note is not None:
+            logger.log(logging.WARNING if decoder.device.type == "cuda" else logging.INFO, "%s", path.note)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
-        slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
-        is_gpu = decoder.device.type == "cuda"
-        ops = gpu_ops() if is_gpu else PLAIN
-        limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
+        # Slots and matrices first: the KV cache is planned from what they leave.
+        slots = self._make_slots(config) if with_adapters else None
+        put_on_path(decoder, path)
+        limits = runtime_limits(decoder, config, path.kv_dtype, 0 if slots is None else slots.num_slots)
         num_crops = batch_crops(config, decoder.device)
         graphs: MakeFastSteps | None = None
-        if is_gpu:
-            decoder.fuse(ops)
-        if is_gpu and config.enable_cuda_graphs:
+        if path.is_fused and config.enable_cuda_graphs:
             pool = GraphPool(decoder.device)
             decoder.capture_vision(num_crops, pool)
-            graphs = captured_steps(limits, ops, pool)
-        super().__init__(decoder, limits, slots, num_crops, graphs, ops)
+            graphs = captured_steps(limits, path.ops, pool)
+        super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
@@ -174,11 +171,13 @@ class MoondreamRuntime(Executor):
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
 
 
-def gpu_ops() -> Ops:
-    # Here and not above: Triton comes with CUDA builds of torch only.
-    from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415
-
-    return TRITON
+def put_on_path(decoder: MoondreamDecoder, path: FastPath) -> None:
+    if path.quantization != "none":
+        decoder.quantise(path.quantization, path.ops)
+    elif path.is_fused:
+        decoder.fuse(path.ops)
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned
 
 
 def captured_steps(limits: RuntimeLimits, ops: Ops, pool: GraphPool) -> MakeFastSteps:
@@ -200,7 +199,9 @@ def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
     return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
 
 
-def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter_slots: int = 0) -> RuntimeLimits:
+def runtime_limits(
+    decoder: MoondreamDecoder, config: RuntimeConfig, kv_dtype: torch.dtype, num_adapter_slots: int = 0
+) -> RuntimeLimits:
     shape = decoder.shape
     max_seq_length = config.max_seq_length or shape.max_context
     if max_seq_length > shape.max_context:
@@ -210,7 +211,7 @@ def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter
     return RuntimeLimits(
         max_batch_size=config.max_batch_size,
         max_seq_length=max_seq_length,
-        num_pages=plan_pages(config, shape, decoder.device, decoder.dtype),
+        num_pages=plan_pages(config, shape, decoder.device, kv_dtype),
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,
         steps_in_flight=1 if decoder.device.type == "cuda" else 0,

@@ -85,8 +85,11 @@ class Executor:
         vision_batch_crops: int = 1,
         make_fast_steps: MakeFastSteps | None = None,
         ops: Ops = PLAIN,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled."""
+        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled. Without `kv_dtype` keys and
+        values are kept in the model's dtype.
+        """
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
         self._ops = ops
@@ -94,7 +97,7 @@ class Executor:
         self._pictures = PictureEncoder(model, vision_batch_crops)
         self._limits = limits
         device = model.device
-        self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
+        self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, kv_dtype or model.dtype, device)
         self._table = RowTable(
             num_rows=limits.max_batch_size,
             max_pages_per_row=-(-limits.max_positions // limits.page_size),

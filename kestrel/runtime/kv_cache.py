@@ -39,7 +39,9 @@ class PagedKVCache:
         if not copies:
             return
         pages = upload([(copy.source, copy.target) for copy in copies], self._k.device)
-        for cache in (self._k, self._v):
+        for numbers in (self._k, self._v):
+            # float8 as bytes, which can be indexed on every device.
+            cache = numbers.view(torch.uint8) if numbers.dtype.itemsize == 1 else numbers
             by_page = cache.view(cache.shape[0], self.num_pages + 1, self.page_size, *cache.shape[2:])
             by_page[:, pages[:, 1]] = by_page[:, pages[:, 0]]
 

@@ -90,9 +90,13 @@ def paged(
     prefix_cache: bool = True,
     in_fixed_sizes: bool = False,
     is_fused: bool = False,
+    quantization: str | None = None,
+    kv_dtype: torch.dtype | None = None,
     **changes: int,
 ) -> Paged:
-    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations."""
+    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations;
+    `quantization`: in such operations on quantised weights.
+    """
     page_size = changes.get("page_size", 16)
     numbers = {
         "max_batch_size": 16,
@@ -103,10 +107,13 @@ def paged(
         "steps_in_flight": 0,
     }
     limits = RuntimeLimits(**(numbers | changes))
-    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused else model)
-    if is_fused:
+    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model)
+    if quantization:
+        decoder.quantise(quantization, PLAIN)
+    elif is_fused:
         decoder.fuse(PLAIN)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fast_steps=fixed_decode if in_fixed_sizes else None)
+        make_fast_steps = fixed_decode if in_fixed_sizes else None
+        runtime = Executor(decoder, limits, make_fast_steps=make_fast_steps, kv_dtype=kv_dtype)
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)
