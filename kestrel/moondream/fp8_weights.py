@@ -70,7 +70,7 @@ class Fp8Experts:
         return cls(fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED)
 
 
-def taken(parameter: nn.Parameter) -> Tensor:
+def taken(parameter: Tensor) -> Tensor:
     """The numbers of a parameter, which has none afterwards: once nobody holds them, their memory is free."""
     weight = parameter.data
     if weight.numel() == 0:

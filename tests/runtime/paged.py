@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel.cache import CacheManager
 from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
-from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
@@ -92,6 +92,7 @@ def paged(
     is_fused: bool = False,
     quantization: str | None = None,
     kv_dtype: torch.dtype | None = None,
+    ops: Ops = PLAIN,
     **changes: int,
 ) -> Paged:
     """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations;
@@ -109,11 +110,11 @@ def paged(
     limits = RuntimeLimits(**(numbers | changes))
     decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model)
     if quantization:
-        decoder.quantise(quantization, PLAIN)
+        decoder.quantise(quantization, ops)
     elif is_fused:
-        decoder.fuse(PLAIN)
+        decoder.fuse(ops)
     with torch.inference_mode():
         make_fast_steps = fixed_decode if in_fixed_sizes else None
-        runtime = Executor(decoder, limits, make_fast_steps=make_fast_steps, kv_dtype=kv_dtype)
+        runtime = Executor(decoder, limits, make_fast_steps=make_fast_steps, ops=ops, kv_dtype=kv_dtype)
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)
