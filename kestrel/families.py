@@ -67,7 +67,7 @@ def ready_from(
     """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
     match loaded:
         case LoadedMoondream():
-            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder)
+            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder, loaded.kv_scales)
             constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,

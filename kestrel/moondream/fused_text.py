@@ -51,9 +51,9 @@ class FusedAttention:
         """`out_TD` may lie where the values were: they are stored by then."""
         ops = self._ops
         tau = None if self._tau is None else ops.tau_factors(qkv_TF, *self._tau, positions_T)
-        caches = attend.cache(self._layer)
+        caches, (k_scale, v_scale) = attend.cache(self._layer), attend.scales(self._layer)
         q_THD = ops.rotate_and_store(
-            qkv_TF, *self._counts, *self._tables, positions_T, attend.slots_T, *caches, tau=tau
+            qkv_TF, *self._counts, *self._tables, positions_T, attend.slots_T, *caches, tau, k_scale, v_scale
         )
         attend.attend_stored(self._layer, q_THD, out_TD.unflatten(1, (-1, self._head_dim)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
 from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.quantised_weights import KvScale
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.moondream.vision_graphs import VisionGraphs
 from kestrel.runtime.adapter_slots import AdapterSlots
@@ -31,6 +33,7 @@ from kestrel.runtime.memory import plan_pages
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 
+NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
 logger = logging.getLogger("kestrel.runtime")
 
 
@@ -144,8 +147,9 @@ class MoondreamRuntime(Executor):
         config: RuntimeConfig,
         with_adapters: bool = False,
         make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+        kv_scales: Mapping[int, KvScale] = NO_SCALES,
     ) -> None:
-        """`make_decoder` may give one that also observes what it is asked."""
+        """`make_decoder` may give one that also observes what it is asked. `kv_scales`: those of the checkpoint."""
         decoder = make_decoder(model)
         path = choose_fast_path(config, Abilities.of(decoder.device), decoder.dtype, with_adapters)
         if path.note is not None:
@@ -162,7 +166,8 @@ class MoondreamRuntime(Executor):
             pool = GraphPool(decoder.device)
             decoder.capture_vision(num_crops, pool)
             graphs = captured_steps(limits, path.ops, pool)
-        super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype)
+        scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
+        super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype, scales)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
@@ -178,6 +183,19 @@ def put_on_path(decoder: MoondreamDecoder, path: FastPath) -> None:
         decoder.fuse(path.ops)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned
+
+
+def cache_scales(found: Mapping[int, KvScale], kv_dtype: torch.dtype, num_layers: int) -> list[tuple[float, float]]:
+    """Scales of every layer for a float8 cache; none for another cache, or when the checkpoint has none."""
+    if not found or kv_dtype.itemsize > 1:
+        return []
+    missing = [layer for layer in range(num_layers) if layer not in found]
+    if missing:
+        raise ConfigError(
+            "kv_cache_dtype",
+            f"'fp8' needs the scales of all layers or of none, and the checkpoint lacks those of {missing}; use auto",
+        )
+    return [(found[layer].k, found[layer].v) for layer in range(num_layers)]
 
 
 def captured_steps(limits: RuntimeLimits, ops: Ops, pool: GraphPool) -> MakeFastSteps:

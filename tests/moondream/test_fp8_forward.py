@@ -23,7 +23,8 @@ from kestrel.moondream.fp8_vision import Fp8Vision
 from kestrel.moondream.fp8_weights import Fp8Experts
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.moe import MoeMlp
-from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.moondream.quantised_weights import KvScale
+from kestrel.moondream.runtime import MoondreamDecoder, cache_scales
 from kestrel.runtime.contract import PageCopy
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.step_attention import ChunkAttention, StoredChunks
@@ -180,6 +181,28 @@ def test_keys_and_values_in_float8_cost_little(family: str, largest: float, choi
     print(f"\n{family} {choices}: {close}")
     assert 1e-3 < close.relative_rms < largest
     assert close.agreement >= 0.9
+
+
+@pytest.mark.parametrize("choices", [{"is_fused": True}, {"is_fused": True, "in_fixed_sizes": True}, {}])
+def test_scales_of_the_cache_are_divided_by_and_multiplied_with(choices: dict[str, bool]) -> None:
+    g = golden("md2")
+    names = text_cases(g)
+    plain = all_logits(paged(g.model, kv_dtype=FP8, **choices), "md2", names)
+    # A power of two moves no number from one float8 to another, unless it is too small or too large for the type.
+    doubled = [(2.0, 0.5)] * 3
+    same = all_logits(paged(g.model, kv_dtype=FP8, kv_scales=doubled, **choices), "md2", names)
+    assert relative(same, plain) < 5e-3
+    # What does not fit is cut off.
+    tiny = [(2.0**-12, 1.0)] * 3
+    assert relative(all_logits(paged(g.model, kv_dtype=FP8, kv_scales=tiny, **choices), "md2", names), plain) > 0.05
+
+
+def test_a_checkpoint_has_scales_for_every_layer_or_for_none() -> None:
+    scales = {0: KvScale(0.5, 0.25), 1: KvScale(1.0, 2.0)}
+    assert cache_scales(scales, FP8, 2) == [(0.5, 0.25), (1.0, 2.0)]
+    assert cache_scales(scales, torch.bfloat16, 3) == cache_scales({}, FP8, 3) == []
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: .* lacks those of \[2\]; use auto"):
+        cache_scales(scales, FP8, 3)
 
 
 def test_weights_and_cache_in_float8_go_together() -> None:

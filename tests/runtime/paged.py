@@ -92,6 +92,7 @@ def paged(
     is_fused: bool = False,
     quantization: str | None = None,
     kv_dtype: torch.dtype | None = None,
+    kv_scales: Sequence[tuple[float, float]] = (),
     ops: Ops = PLAIN,
     **changes: int,
 ) -> Paged:
@@ -115,6 +116,8 @@ def paged(
         decoder.fuse(ops)
     with torch.inference_mode():
         make_fast_steps = fixed_decode if in_fixed_sizes else None
-        runtime = Executor(decoder, limits, make_fast_steps=make_fast_steps, ops=ops, kv_dtype=kv_dtype)
+        runtime = Executor(
+            decoder, limits, make_fast_steps=make_fast_steps, ops=ops, kv_dtype=kv_dtype, kv_scales=kv_scales
+        )
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)
