@@ -13,6 +13,9 @@ from kestrel.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+QUANTIZATIONS = ("none", "fp8", "fp8-experts")
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8")
+ATTENTION_BACKENDS = ("auto", "triton", "sdpa", "flashinfer")
 
 
 def _doc(text: str, **extra: Any) -> dict[str, Any]:
@@ -38,6 +41,24 @@ class RuntimeConfig:
     device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
     dtype: Any = field(
         default="auto", metadata=_doc("auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
+    )
+    quantization: str = field(
+        default="none",
+        metadata=_doc(
+            "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
+            "float8 needs a GPU of compute capability 8.9 and excludes adapters."
+        ),
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata=_doc("Numbers of the KV cache: auto (the model's dtype), bf16, or fp8 (half the memory; GPU only)."),
+    )
+    attention_backend: str = field(
+        default="auto",
+        metadata=_doc(
+            "auto, triton or sdpa. auto: Triton kernels on a GPU that can run them, else torch's own attention (sdpa), "
+            "which runs without fused operations and CUDA graphs. flashinfer is not available yet."
+        ),
     )
     max_batch_size: int = field(default=16, metadata=_doc("Sequences that run at the same time."))
     max_seq_length: int | None = field(
@@ -115,6 +136,8 @@ class RuntimeConfig:
         _check_numbers(self)
         _check_device(self.device)
         normalise_dtype(self.dtype)
+        _check_choices(self)
+        _check_quantization(self)
         if self.compile:
             raise ConfigError("compile", "torch.compile is not available in this version; leave it out")
 
@@ -127,6 +150,11 @@ class RuntimeConfig:
     @property
     def dtype_name(self) -> str:
         return normalise_dtype(self.dtype)
+
+    @property
+    def kv_cache_dtype_name(self) -> str:
+        """ "auto", "bfloat16" or "fp8"."""
+        return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
     @property
     def refiner_file(self) -> Path | None:
@@ -157,6 +185,43 @@ def normalise_dtype(value: Any) -> str:
     if name not in DTYPES:
         raise ConfigError("dtype", f"{shown(value)} is not supported; use one of: {', '.join(DTYPES)}")
     return name
+
+
+def _check_choices(config: RuntimeConfig) -> None:
+    for name, known in (
+        ("quantization", QUANTIZATIONS),
+        ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ("attention_backend", ATTENTION_BACKENDS),
+    ):
+        value = getattr(config, name)
+        if not isinstance(value, str) or value not in known:
+            raise ConfigError(name, f"{shown(value)} is not supported; use one of: {', '.join(known)}")
+    if config.attention_backend == "flashinfer":
+        raise ConfigError("attention_backend", "flashinfer is not available in this version; use auto")
+
+
+def _check_quantization(config: RuntimeConfig) -> None:
+    if config.quantization == "none":
+        return
+    for name in ("adapter_dir", "adapter_url_template"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                "quantization",
+                f"{config.quantization!r} cannot be combined with {name}: adapters need the weights that quantization "
+                f"gives up; leave one of the two out",
+            )
+    if config.quantization == "fp8" and config.refiner_path is not None:
+        raise ConfigError(
+            "quantization",
+            "'fp8' cannot be combined with refiner_path: the refiner needs the vision weights that it gives up; "
+            "use fp8-experts or none, or leave refiner_path out",
+        )
+    if config.attention_backend == "sdpa":
+        raise ConfigError(
+            "quantization",
+            f"{config.quantization!r} runs on Triton kernels, which attention_backend='sdpa' forbids; "
+            "leave one of the two out",
+        )
 
 
 def _check_sources(config: RuntimeConfig) -> None:

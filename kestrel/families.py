@@ -22,6 +22,7 @@ from kestrel.models.hub import fetch_file, fetch_weights
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
+from kestrel.moondream.fast_path import Abilities, choose_fast_path
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.refiner import load_outline_refiner
@@ -52,7 +53,9 @@ class ReadyModel:
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
     """From a configuration to a model that can run: find, load, plan its memory."""
     device = choose_device(config)
-    return ready_from(load(resolve(config), device, choose_dtype(config, device), progress), config, with_adapters)
+    dtype = choose_dtype(config, device)
+    choose_fast_path(config, Abilities.of(device), dtype, with_adapters)  # a refusal comes before the download
+    return ready_from(load(resolve(config), device, dtype, progress), config, with_adapters)
 
 
 def ready_from(
@@ -64,7 +67,7 @@ def ready_from(
     """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
     match loaded:
         case LoadedMoondream():
-            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder)
+            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder, loaded.kv_scales)
             constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,

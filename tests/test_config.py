@@ -25,6 +25,13 @@ from kestrel.errors import ConfigError
         ("device", None),
         ("dtype", "int4"),
         ("dtype", torch.int32),
+        ("quantization", "int4"),
+        ("quantization", None),
+        ("quantization", True),
+        ("kv_cache_dtype", "int8"),
+        ("kv_cache_dtype", torch.bfloat16),
+        ("attention_backend", "cudnn"),
+        ("attention_backend", "flashinfer"),
         ("max_batch_size", 0),
         ("max_batch_size", 2.0),
         ("max_batch_size", True),
@@ -85,6 +92,31 @@ def test_templates_of_adapter_urls_have_an_id_or_a_fine_tune_in_their_path() -> 
 )
 def test_dtypes_have_many_spellings(given: Any, name: str) -> None:
     assert RuntimeConfig(dtype=given).dtype_name == name
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-experts"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("adapter_dir", "/adapters"),
+        ("adapter_url_template", "https://example.org/{id}"),
+        ("attention_backend", "sdpa"),
+    ],
+)
+def test_quantization_names_what_it_cannot_be_combined_with(quantization: str, field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^quantization: '{quantization}' .*{field}.* leave one of the two out"):
+        RuntimeConfig(quantization=quantization, **{field: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_refiner_needs_the_vision_weights_that_fp8_gives_up() -> None:
+    with pytest.raises(ConfigError, match=r"^quantization: .*refiner_path.* use fp8-experts or none"):
+        RuntimeConfig(quantization="fp8", refiner_path="/refiner")
+    assert RuntimeConfig(quantization="fp8-experts", refiner_path="/refiner").refiner_path == "/refiner"
+
+
+@pytest.mark.parametrize(("given", "name"), [("auto", "auto"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")])
+def test_dtypes_of_the_cache_have_two_spellings(given: str, name: str) -> None:
+    assert RuntimeConfig(kv_cache_dtype=given).kv_cache_dtype_name == name
 
 
 def test_a_config_cannot_be_changed() -> None:

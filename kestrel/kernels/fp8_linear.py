@@ -3,7 +3,8 @@
     y = (x_scale · x_fp8) · (weight_scale · weight_fp8)ᵀ + bias
 
 Sums are fp32, and only y is rounded, to `out_dtype`. Both versions take the same arguments; the fast one needs widths
-that are multiples of 16, a bias of bfloat16 and results of bfloat16, as the product of the GPU's library does.
+that are multiples of 16, a bias of bfloat16 and results of bfloat16, as the product of the GPU's library does. Rows of
+the weights may lie apart, as some columns of a wider matrix do.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def scaled_mm_linear(
     _check(x_fp8_TD, x_scale_T1, weight_fp8_FD, weight_scale_F, bias_F)
     assert out_dtype is torch.bfloat16
     assert bias_F is None or bias_F.dtype is torch.bfloat16
-    assert all(width % WIDTH_MULTIPLE == 0 for width in weight_fp8_FD.shape)
+    assert all(width % WIDTH_MULTIPLE == 0 for width in (*weight_fp8_FD.shape, weight_fp8_FD.stride(0)))
     if x_fp8_TD.shape[0] == 0:
         return torch.empty(0, weight_fp8_FD.shape[0], dtype=out_dtype, device=x_fp8_TD.device)
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -68,7 +69,7 @@ def _check(
     (num_rows, num_in), num_out = x_fp8_TD.shape, weight_fp8_FD.shape[0]
     assert x_fp8_TD.dtype is weight_fp8_FD.dtype is torch.float8_e4m3fn
     assert x_fp8_TD.is_contiguous()
-    assert weight_fp8_FD.is_contiguous()
+    assert weight_fp8_FD.stride(1) == 1
     assert weight_fp8_FD.shape == (num_out, num_in)
     assert x_scale_T1.shape == (num_rows, 1)
     assert weight_scale_F.shape == (num_out,)

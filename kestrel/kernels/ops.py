@@ -16,8 +16,10 @@ from kestrel.kernels.best_ids import best_ids
 from kestrel.kernels.chunk_attention import attend_chunks
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.crop_attention import attend_crops
+from kestrel.kernels.fp8_linear import fp8_linear
+from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.gelu_linear import gelu_linear
-from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
+from kestrel.kernels.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
 from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
@@ -29,6 +31,7 @@ from kestrel.kernels.tau import stacked_tau_factors
 
 Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+TripleOp: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class Ops:
     best_ids: Op
     commit_ids: PairOp
     row_inputs: Callable[..., RowInputs]
+    layer_norm_to_fp8: PairOp
+    add_layer_norm_to_fp8: TripleOp
+    rows_to_fp8: PairOp
+    gelu_to_fp8: PairOp
+    fp8_linear: Op
 
 
 PLAIN = Ops(
@@ -73,4 +81,9 @@ PLAIN = Ops(
     best_ids=best_ids,
     commit_ids=commit_ids,
     row_inputs=row_inputs,
+    layer_norm_to_fp8=layer_norm_to_fp8,
+    add_layer_norm_to_fp8=add_layer_norm_to_fp8,
+    rows_to_fp8=rows_to_fp8,
+    gelu_to_fp8=gelu_to_fp8,
+    fp8_linear=fp8_linear,
 )

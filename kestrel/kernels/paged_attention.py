@@ -15,21 +15,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-    """Put new keys and values into their slots."""
-    for cache, x_THD in ((k_cache, k_THD), (v_cache, v_THD)):
-        limit = torch.finfo(cache.dtype).max
-        fitting_THD = x_THD.clamp(-limit, limit) if cache.dtype.itemsize == 1 else x_THD
-        _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(fitting_THD.to(cache.dtype)))
+def write_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots_T: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Put new keys and values into their slots; float8 limited to what the type can hold."""
+    for cache, x_THD, scale in ((k_cache, k_THD, k_scale), (v_cache, v_THD, v_scale)):
+        _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(_for_cache(x_THD, cache.dtype, scale)))
+
+
+def _for_cache(x_THD: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    if dtype.itemsize > 1:
+        return x_THD.to(dtype)
+    limit = torch.finfo(dtype).max
+    return (x_THD.float() / scale).clamp(-limit, limit).to(dtype)
 
 
 def attend_segment(
-    q_QHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_K: Tensor, mask_QK: Tensor | None, is_causal: bool
+    q_QHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slots_K: Tensor,
+    mask_QK: Tensor | None,
+    is_causal: bool,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Queries of one row, over the row's first K positions. `is_causal` needs Q = K; otherwise give the mask."""
     assert q_QHD.ndim == 3
     assert kv_slots_K.ndim == 1
-    k_KHD, v_KHD = k_cache[kv_slots_K], v_cache[kv_slots_K]
+    k_KHD = widened(k_cache, kv_slots_K, k_scale, q_QHD.dtype)
+    v_KHD = widened(v_cache, kv_slots_K, v_scale, q_QHD.dtype)
     out_HQD = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
         k_KHD.transpose(0, 1)[None],
@@ -41,12 +62,20 @@ def attend_segment(
     return out_HQD.transpose(0, 1)
 
 
-def attend_padded(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_NK: Tensor, mask_NQK: Tensor) -> Tensor:
+def attend_padded(
+    q_NQHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slots_NK: Tensor,
+    mask_NQK: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
     """Queries of several rows, padded to the same number; `mask_NQK` is true where a query sees a position."""
     assert q_NQHD.ndim == 4
     assert mask_NQK.shape == (*q_NQHD.shape[:2], kv_slots_NK.shape[1])
-    k_NHKD = k_cache[kv_slots_NK].transpose(1, 2)
-    v_NHKD = v_cache[kv_slots_NK].transpose(1, 2)
+    k_NHKD = widened(k_cache, kv_slots_NK, k_scale, q_NQHD.dtype).transpose(1, 2)
+    v_NHKD = widened(v_cache, kv_slots_NK, v_scale, q_NQHD.dtype).transpose(1, 2)
     out_NHQD = F.scaled_dot_product_attention(
         q_NQHD.transpose(1, 2),
         k_NHKD,
@@ -57,12 +86,20 @@ def attend_padded(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_NK:
     return out_NHQD.transpose(1, 2)
 
 
-def attend_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots_BK: Tensor, mask_BK: Tensor) -> Tensor:
+def attend_decode(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_slots_BK: Tensor,
+    mask_BK: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
     """One query per row; `mask_BK` is true where a row has a position."""
     assert q_BHD.ndim == 3
     assert kv_slots_BK.shape == mask_BK.shape
-    k_BHKD = k_cache[kv_slots_BK].transpose(1, 2)
-    v_BHKD = v_cache[kv_slots_BK].transpose(1, 2)
+    k_BHKD = widened(k_cache, kv_slots_BK, k_scale, q_BHD.dtype).transpose(1, 2)
+    v_BHKD = widened(v_cache, kv_slots_BK, v_scale, q_BHD.dtype).transpose(1, 2)
     out_BH1D = F.scaled_dot_product_attention(
         q_BHD[:, :, None],
         k_BHKD,

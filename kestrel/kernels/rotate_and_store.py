@@ -10,10 +10,8 @@ limited to what the type can hold.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kestrel.kernels.fp8_rows import LARGEST_FP8
 from kestrel.kernels.paged_attention import write_kv
 from kestrel.kernels.rope import apply_rope
 from kestrel.kernels.tau import scale_heads
@@ -43,17 +41,5 @@ def rotate_and_store(
     cos_TR, sin_TR = cos_table[positions_T], sin_table[positions_T]
     q_THD, k_THD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_THD, cos_TR, sin_TR)
     stored = slots_T >= 0
-    write_kv(
-        k_cache,
-        v_cache,
-        slots_T[stored],
-        _for_cache(k_THD[stored], k_cache.dtype, k_scale),
-        _for_cache(v_THD[stored], v_cache.dtype, v_scale),
-    )
+    write_kv(k_cache, v_cache, slots_T[stored], k_THD[stored], v_THD[stored], k_scale, v_scale)
     return q_THD.contiguous()
-
-
-def _for_cache(x_THD: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    if dtype != torch.float8_e4m3fn:
-        return x_THD
-    return (x_THD.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(dtype)

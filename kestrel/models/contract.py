@@ -49,6 +49,10 @@ class StepAttention(Attend, Protocol):
         """Keys and values by slot."""
         ...
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        """What the numbers of that cache, keys and values, are to be multiplied by; ones unless it is float8."""
+        ...
+
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         """What the new positions see, once theirs are stored. Rows of both may lie apart."""
         ...

@@ -9,7 +9,8 @@ The fused matrices take the place of the model's own, which become views of them
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +50,9 @@ class FusedAttention:
         """`out_TD` may lie where the values were: they are stored by then."""
         ops = self._ops
         tau = None if self._tau is None else ops.tau_factors(qkv_TF, *self._tau, positions_T)
-        caches = attend.cache(self._layer)
+        caches, (k_scale, v_scale) = attend.cache(self._layer), attend.scales(self._layer)
         q_THD = ops.rotate_and_store(
-            qkv_TF, *self._counts, *self._tables, positions_T, attend.slots_T, *caches, tau=tau
+            qkv_TF, *self._counts, *self._tables, positions_T, attend.slots_T, *caches, tau, k_scale, v_scale
         )
         attend.attend_stored(self._layer, q_THD, out_TD.unflatten(1, (-1, self._head_dim)))
 
@@ -114,14 +115,19 @@ class FusedMoeBlock:
         self, x_TD: Tensor, y_TD: Tensor, positions_T: Tensor, attend: StepAttention, next_norm: Norm
     ) -> tuple[Tensor, Tensor]:
         """(residual stream after the block, its norm for the next one)."""
-        qkv_TF = self._linear(y_TD, self._qkv)
-        mixed_TD = x_TD.new_empty(len(x_TD), self._proj.in_features)
-        self._attend(qkv_TF, positions_T, attend, mixed_TD)
-        return next_norm.of_sum(x_TD, self._linear(mixed_TD, self._proj), self._expert_mlp(y_TD))
+        return next_norm.of_sum(x_TD, *self.deltas(y_TD, positions_T, attend))
 
-    def _expert_mlp(self, y_TD: Tensor) -> Tensor:
+    def deltas(self, y_TD: Tensor, positions_T: Tensor, attend: StepAttention) -> tuple[Tensor, Tensor]:
+        """What attention and what the experts add to the residual stream."""
+        qkv_TF = self._linear(y_TD, self._qkv)
+        mixed_TD = y_TD.new_empty(len(y_TD), self._proj.in_features)
+        self._attend(qkv_TF, positions_T, attend, mixed_TD)
         experts = self._experts
         weights_TK, ids_TK = self._ops.route_top_k(self._linear(y_TD, experts.router), experts.experts_per_token)
+        return self._linear(mixed_TD, self._proj), self._run_experts(y_TD, weights_TK, ids_TK)
+
+    def _run_experts(self, y_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        experts = self._experts
         return self._ops.moe_mlp(y_TD, weights_TK, ids_TK, experts.fc1.weight.data, experts.fc2.weight.data)
 
     def _linear(self, x_TD: Tensor, linear: nn.Linear) -> Tensor:
@@ -129,20 +135,43 @@ class FusedMoeBlock:
         return apply(x_TD, linear.weight.data, linear.bias.data)
 
 
+class FusedBlock(Protocol):
+    def __call__(
+        self, x_TD: Tensor, y_TD: Tensor, positions_T: Tensor, attend: StepAttention, next_norm: Norm
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+MakeBlock: TypeAlias = Callable[[TextBlock, tuple[Tensor, Tensor], Ops], FusedBlock]
+
+
+def fused_block(block: TextBlock, tables: tuple[Tensor, Tensor], ops: Ops) -> FusedBlock:
+    return (FusedMoeBlock if isinstance(block.mlp, MoeMlp) else FusedDenseBlock)(block, tables, ops)
+
+
+class Head:
+    """From the residual stream to logits."""
+
+    def __init__(self, text: TextModel, ops: Ops) -> None:
+        self._ops = ops
+        self._norm = Norm(text.post_ln, ops)
+        self._linear = text.lm_head
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        y_TD = self._norm(hidden_TD.contiguous())
+        apply = self._ops.small_linear if len(y_TD) <= self._ops.max_small_rows else functional.linear
+        return apply(y_TD, self._linear.weight.data, self._linear.bias.data)
+
+
 class FusedText:
     """`forward` and `logits` of a text model without adapters."""
 
-    def __init__(self, text: TextModel, ops: Ops) -> None:
+    def __init__(self, text: TextModel, ops: Ops, make_block: MakeBlock = fused_block) -> None:
         tables = (text.rope.cos, text.rope.sin)
         blocks = cast("list[TextBlock]", list(text.blocks))
-        self._ops = ops
         self._norms = [Norm(block.ln, ops) for block in blocks]
-        self._blocks = [
-            (FusedMoeBlock if isinstance(block.mlp, MoeMlp) else FusedDenseBlock)(block, tables, ops)
-            for block in blocks
-        ]
+        self._blocks = [make_block(block, tables, ops) for block in blocks]
         self._post_norm = Norm(text.post_ln, ops)
-        self._head = text.lm_head
+        self._head = Head(text, ops)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention) -> Tensor:
         """The residual stream after the last block, not normalised."""
@@ -152,9 +181,7 @@ class FusedText:
         return x_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        y_TD = self._post_norm(hidden_TD.contiguous())
-        apply = self._ops.small_linear if len(y_TD) <= self._ops.max_small_rows else functional.linear
-        return apply(y_TD, self._head.weight.data, self._head.bias.data)
+        return self._head(hidden_TD)
 
 
 def _rows_joined(first: nn.Linear, second: nn.Linear) -> tuple[Tensor, Tensor]:

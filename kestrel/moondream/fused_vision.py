@@ -18,22 +18,17 @@ ALIGNMENT = 8
 """A product over a number of columns that is no multiple of this falls to a slow kernel."""
 
 
-class FusedVision:
-    def __init__(self, vision: VisionModel, ops: Ops) -> None:
+class PatchEmbedding:
+    def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
-        self._ops = ops
         self._missing_columns = -vision.patch_emb.in_features % ALIGNMENT
-        self._patch_weight_DC = functional.pad(vision.patch_emb.weight.data, (0, self._missing_columns))
+        self._weight_DC = functional.pad(vision.patch_emb.weight.data, (0, self._missing_columns))
 
-    def encode_crops(self, patches_NPC: Tensor) -> Tensor:
-        """[N, grid², 3·patch²] normalised pixels to [N, grid², enc_dim]."""
-        vision, num_crops = self._vision, len(patches_NPC)
-        x_TD = self._embed_patches(patches_NPC).flatten(0, 1)
-        blocks = cast("list[VisionBlock]", list(vision.blocks))
-        y_TD = self._ops.layer_norm(x_TD, *_parameters(blocks[0].ln1))
-        for block, next_norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), vision.post_ln], strict=True):
-            x_TD, y_TD = self._block(block, x_TD, y_TD, num_crops, next_norm)
-        return y_TD.unflatten(0, (num_crops, -1))
+    def __call__(self, patches_NPC: Tensor) -> Tensor:
+        """[N · grid², enc_dim]."""
+        padded_NPC = functional.pad(patches_NPC, (0, self._missing_columns))
+        x_NPD = functional.linear(padded_NPC, self._weight_DC, self._vision.patch_emb.bias) + self._vision.pos_emb
+        return x_NPD.flatten(0, 1)
 
     def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
         """Patches and features of so many crops."""
@@ -44,6 +39,27 @@ class FusedVision:
             make(num_crops, num_patches, patch_emb.out_features),
         )
 
+
+class FusedVision:
+    def __init__(self, vision: VisionModel, ops: Ops) -> None:
+        self._vision = vision
+        self._ops = ops
+        self._embed = PatchEmbedding(vision)
+
+    def encode_crops(self, patches_NPC: Tensor) -> Tensor:
+        """[N, grid², 3·patch²] normalised pixels to [N, grid², enc_dim]."""
+        vision, num_crops = self._vision, len(patches_NPC)
+        x_TD = self._embed(patches_NPC)
+        blocks = cast("list[VisionBlock]", list(vision.blocks))
+        y_TD = self._ops.layer_norm(x_TD, *norm_parameters(blocks[0].ln1))
+        for block, next_norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), vision.post_ln], strict=True):
+            x_TD, y_TD = self._block(block, x_TD, y_TD, num_crops, next_norm)
+        return y_TD.unflatten(0, (num_crops, -1))
+
+    def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
+        """Patches and features of so many crops."""
+        return self._embed.new_buffers(num_crops)
+
     def _block(
         self, block: VisionBlock, x_TD: Tensor, y_TD: Tensor, num_crops: int, next_norm: nn.LayerNorm
     ) -> tuple[Tensor, Tensor]:
@@ -51,15 +67,10 @@ class FusedVision:
         ops, attention, mlp = self._ops, block.attn, block.mlp
         qkv_NPC = attention.qkv(y_TD).unflatten(0, (num_crops, -1))
         mixed_TD = attention.proj(ops.attend_crops(qkv_NPC, attention.n_heads).flatten(0, 1))
-        x_TD, y_TD = ops.add_layer_norm(x_TD, mixed_TD, None, *_parameters(block.ln2))
+        x_TD, y_TD = ops.add_layer_norm(x_TD, mixed_TD, None, *norm_parameters(block.ln2))
         hidden_TF = ops.gelu_linear(y_TD, mlp.fc1.weight, mlp.fc1.bias)
-        return ops.add_layer_norm(x_TD, mlp.fc2(hidden_TF), None, *_parameters(next_norm))
-
-    def _embed_patches(self, patches_NPC: Tensor) -> Tensor:
-        patch_emb = self._vision.patch_emb
-        padded_NPC = functional.pad(patches_NPC, (0, self._missing_columns))
-        return functional.linear(padded_NPC, self._patch_weight_DC, patch_emb.bias) + self._vision.pos_emb
+        return ops.add_layer_norm(x_TD, mlp.fc2(hidden_TF), None, *norm_parameters(next_norm))
 
 
-def _parameters(norm: nn.LayerNorm) -> tuple[Tensor, Tensor, float]:
+def norm_parameters(norm: nn.LayerNorm) -> tuple[Tensor, Tensor, float]:
     return norm.weight, norm.bias, norm.eps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,12 +14,13 @@ from kestrel.errors import ConfigError
 from kestrel.images.crops import cut_patches, image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
-from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.kernels.ops import Ops
 from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, StepAttention
-from kestrel.moondream.fused_text import FusedText
-from kestrel.moondream.fused_vision import FusedVision
+from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
+from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.quantised_weights import KvScale
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.moondream.vision_graphs import VisionGraphs
 from kestrel.runtime.adapter_slots import AdapterSlots
@@ -31,12 +33,8 @@ from kestrel.runtime.memory import plan_pages
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 
-
-@dataclass(frozen=True, slots=True)
-class FusedForward:
-    ops: Ops
-    text: FusedText
-    vision: FusedVision
+NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
+logger = logging.getLogger("kestrel.runtime")
 
 
 class MoondreamDecoder:
@@ -45,7 +43,8 @@ class MoondreamDecoder:
     def __init__(self, model: MoondreamModel) -> None:
         text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
         self._model = model
-        self._fused: FusedForward | None = None
+        self._ops: Ops | None = None
+        self._forward: PlainForward | FusedForward | QuantisedForward = PlainForward(model)
         self._vision_graphs: VisionGraphs | None = None
         self._tiling = TilingParams(
             crop_size=vision.crop_size,
@@ -97,18 +96,24 @@ class MoondreamDecoder:
 
     def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
         """Resized, cropped and normalised: [crops, grid², 3·patch²]."""
-        if self._fused is not None:
-            return cut_patches(pixels_HWC, plan, self.dtype, self._fused.ops)
+        if self._ops is not None:
+            return cut_patches(pixels_HWC, plan, self.dtype, self._ops)
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
     def fuse(self, ops: Ops) -> None:
         """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
-        self._fused = FusedForward(ops, FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
+        self._ops = ops
+        self._forward = FusedForward(self._model, ops)
+
+    def quantise(self, quantization: str, ops: Ops) -> None:
+        """From now on run on quantised weights, which take the place of the model's own."""
+        self._ops = ops
+        self._forward = QuantisedForward.of(quantization, self._model, ops)
 
     def capture_vision(self, max_crops: int, pool: GraphPool) -> None:
         """From now on encode up to so many crops by replaying graphs."""
-        assert self._fused is not None
-        self._vision_graphs = VisionGraphs(self._fused.vision, max_crops, pool)
+        assert not isinstance(self._forward, PlainForward)
+        self._vision_graphs = VisionGraphs(self._forward.vision, max_crops, pool)
 
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         features_NPD = self._encode_crops([image.patches_NPC for image in images])
@@ -118,20 +123,16 @@ class MoondreamDecoder:
     def _encode_crops(self, patches: list[Tensor]) -> Tensor:
         if self._vision_graphs is not None:
             return self._vision_graphs.encode_crops(patches)
-        vision = self._model.vision if self._fused is None else self._fused.vision
-        return vision.encode_crops(torch.cat(patches))
+        return self._forward.vision.encode_crops(torch.cat(patches))
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
-        if self._fused is not None and adapt is None:
-            return self._fused.text.forward(x_TD, positions_T, attend)
-        return self._model.text(x_TD, positions_T, attend, adapt)
+        return self._forward.text(x_TD, positions_T, attend, adapt)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        text = self._model.text if self._fused is None else self._fused.text
-        return text.logits(hidden_ND)
+        return self._forward.logits(hidden_ND)
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
         logits_NC = self._model.region.decode_coord(hidden_ND)
@@ -151,24 +152,27 @@ class MoondreamRuntime(Executor):
         config: RuntimeConfig,
         with_adapters: bool = False,
         make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+        kv_scales: Mapping[int, KvScale] = NO_SCALES,
     ) -> None:
-        """`make_decoder` may give one that also observes what it is asked."""
+        """`make_decoder` may give one that also observes what it is asked. `kv_scales`: those of the checkpoint."""
         decoder = make_decoder(model)
+        path = choose_fast_path(config, Abilities.of(decoder.device), decoder.dtype, with_adapters)
+        if path.note is not None:
+            logger.log(logging.WARNING if decoder.device.type == "cuda" else logging.INFO, "%s", path.note)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
-        slots = self._make_slots(config) if with_adapters else None  # first: the KV cache is planned from what is left
-        is_gpu = decoder.device.type == "cuda"
-        ops = gpu_ops() if is_gpu else PLAIN
-        limits = runtime_limits(decoder, config, 0 if slots is None else slots.num_slots)
+        # Slots and matrices first: the KV cache is planned from what they leave.
+        slots = self._make_slots(config) if with_adapters else None
+        put_on_path(decoder, path)
+        limits = runtime_limits(decoder, config, path.kv_dtype, 0 if slots is None else slots.num_slots)
         num_crops = batch_crops(config, decoder.device)
         graphs: MakeFastSteps | None = None
-        if is_gpu:
-            decoder.fuse(ops)
-        if is_gpu and config.enable_cuda_graphs:
+        if path.is_fused and config.enable_cuda_graphs:
             # Apart from each other, since pictures are encoded beside the rest of a step.
             decoder.capture_vision(num_crops, GraphPool(decoder.device))
-            graphs = captured_steps(limits, ops, GraphPool(decoder.device, is_urgent=True))
-        super().__init__(decoder, limits, slots, num_crops, graphs, ops)
+            graphs = captured_steps(limits, path.ops, GraphPool(decoder.device, is_urgent=True))
+        scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
+        super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype, scales)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
@@ -177,11 +181,26 @@ class MoondreamRuntime(Executor):
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
 
 
-def gpu_ops() -> Ops:
-    # Here and not above: Triton comes with CUDA builds of torch only.
-    from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415
+def put_on_path(decoder: MoondreamDecoder, path: FastPath) -> None:
+    if path.quantization != "none":
+        decoder.quantise(path.quantization, path.ops)
+    elif path.is_fused:
+        decoder.fuse(path.ops)
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned
 
-    return TRITON
+
+def cache_scales(found: Mapping[int, KvScale], kv_dtype: torch.dtype, num_layers: int) -> list[tuple[float, float]]:
+    """Scales of every layer for a float8 cache; none for another cache, or when the checkpoint has none."""
+    if not found or kv_dtype.itemsize > 1:
+        return []
+    missing = [layer for layer in range(num_layers) if layer not in found]
+    if missing:
+        raise ConfigError(
+            "kv_cache_dtype",
+            f"'fp8' needs the scales of all layers or of none, and the checkpoint lacks those of {missing}; use auto",
+        )
+    return [(found[layer].k, found[layer].v) for layer in range(num_layers)]
 
 
 def captured_steps(limits: RuntimeLimits, ops: Ops, pool: GraphPool) -> MakeFastSteps:
@@ -203,7 +222,9 @@ def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
     return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
 
 
-def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter_slots: int = 0) -> RuntimeLimits:
+def runtime_limits(
+    decoder: MoondreamDecoder, config: RuntimeConfig, kv_dtype: torch.dtype, num_adapter_slots: int = 0
+) -> RuntimeLimits:
     shape = decoder.shape
     max_seq_length = config.max_seq_length or shape.max_context
     if max_seq_length > shape.max_context:
@@ -213,7 +234,7 @@ def runtime_limits(decoder: MoondreamDecoder, config: RuntimeConfig, num_adapter
     return RuntimeLimits(
         max_batch_size=config.max_batch_size,
         max_seq_length=max_seq_length,
-        num_pages=plan_pages(config, shape, decoder.device, decoder.dtype),
+        num_pages=plan_pages(config, shape, decoder.device, kv_dtype),
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,
         steps_in_flight=1 if decoder.device.type == "cuda" else 0,

@@ -1,18 +1,28 @@
-"""`FusedVision.encode_crops` as CUDA graphs, one per number of crops: filling up to a coarser size would cost more."""
+"""The encoding of crops as CUDA graphs, one per number of crops: filling up to a coarser size would cost more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kestrel.moondream.fused_vision import FusedVision
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 
 
+class CropEncoder(Protocol):
+    """Encodes crops with nothing for the host to decide."""
+
+    def encode_crops(self, patches_NPC: Tensor) -> Tensor: ...
+
+    def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
+        """Patches and features of so many crops."""
+        ...
+
+
 class VisionGraphs:
-    def __init__(self, vision: FusedVision, max_crops: int, pool: GraphPool) -> None:
+    def __init__(self, vision: CropEncoder, max_crops: int, pool: GraphPool) -> None:
         self._vision = vision
         self._pool = pool
         self._max_crops = max_crops

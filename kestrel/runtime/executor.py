@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -87,8 +87,12 @@ class Executor:
         vision_batch_crops: int = 1,
         make_fast_steps: MakeFastSteps | None = None,
         ops: Ops = PLAIN,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled."""
+        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled. Without `kv_dtype` keys and
+        values are kept in the model's dtype; `kv_scales` are those of a float8 cache by layer.
+        """
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
         self._ops = ops
@@ -97,7 +101,9 @@ class Executor:
         self._limits = limits
         device = model.device
         self._beside = SideStream(device)
-        self._kv = PagedKVCache(model.shape, limits.num_pages, limits.page_size, model.dtype, device)
+        self._kv = PagedKVCache(
+            model.shape, limits.num_pages, limits.page_size, kv_dtype or model.dtype, device, kv_scales
+        )
         self._table = RowTable(
             num_rows=limits.max_batch_size,
             max_pages_per_row=-(-limits.max_positions // limits.page_size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,9 +21,18 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, shape: DecoderShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: DecoderShape,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[tuple[float, float]] = (),
     ) -> None:
+        """`scales` of keys and values by layer are for float8; without them numbers are kept as they are."""
+        assert not scales or (dtype.itemsize == 1 and len(scales) == shape.num_layers)
         self.num_pages = num_pages
+        self._scales = scales or [(1.0, 1.0)] * shape.num_layers
         self.page_size = page_size
         size = (shape.num_layers, (num_pages + 1) * page_size, shape.num_kv_heads, shape.head_dim)
         self._k = _zeros(size, dtype, device)
@@ -35,11 +45,17 @@ class PagedKVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._k[index], self._v[index]
 
+    def scales(self, index: int) -> tuple[float, float]:
+        """Stored keys and values times these are the keys and values of the layer."""
+        return self._scales[index]
+
     def copy_pages(self, copies: list[PageCopy]) -> None:
         if not copies:
             return
         pages = upload([(copy.source, copy.target) for copy in copies], self._k.device)
-        for cache in (self._k, self._v):
+        for numbers in (self._k, self._v):
+            # float8 as bytes, which can be indexed on every device.
+            cache = numbers.view(torch.uint8) if numbers.dtype.itemsize == 1 else numbers
             by_page = cache.view(cache.shape[0], self.num_pages + 1, self.page_size, *cache.shape[2:])
             by_page[:, pages[:, 1]] = by_page[:, pages[:, 0]]
 

@@ -19,10 +19,10 @@ CACHED_CONTEXTS_PER_ROW = 4
 """Planned pages beyond what running sequences can use, kept for the prefix cache: this many contexts per row."""
 
 
-def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
+def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device, kv_dtype: torch.dtype) -> int:
     """Pages to allocate: as configured, or as many as are useful and fit the allowed share of the free memory."""
     least = -(-(shape.num_image_positions + MIN_TEXT_POSITIONS) // config.page_size)
-    page_bytes = bytes_per_page(shape, config.page_size, dtype)
+    page_bytes = bytes_per_page(shape, config.page_size, kv_dtype)
     if config.kv_cache_pages is not None:
         if config.kv_cache_pages < least:
             raise ConfigError(

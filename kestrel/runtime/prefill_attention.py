@@ -37,6 +37,8 @@ class LayerInputs:
     v_THD: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    k_scale: float
+    v_scale: float
 
 
 class AttentionGroup(Protocol):
@@ -113,8 +115,9 @@ class OneChunk:
     def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
         q_QHD = layer.q_THD[self.first : self.last]
         out_THD[self.first : self.last] = attend_segment(
-            q_QHD, layer.k_cache, layer.v_cache, self.kv_slots_K, self.mask_QK, self.is_causal
-        )
+            q_QHD, layer.k_cache, layer.v_cache, self.kv_slots_K, self.mask_QK, self.is_causal,
+            layer.k_scale, layer.v_scale,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,9 @@ class ShortTexts:
 
     def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
         q_NQHD = layer.q_THD[self.at_NQ]
-        out_NQHD = attend_padded(q_NQHD, layer.k_cache, layer.v_cache, self.kv_slots_NK, self.mask_NQK)
+        out_NQHD = attend_padded(
+            q_NQHD, layer.k_cache, layer.v_cache, self.kv_slots_NK, self.mask_NQK, layer.k_scale, layer.v_scale
+        )
         out_THD[self.at_NQ] = out_NQHD
 
 

@@ -30,7 +30,7 @@ class RowAttention:
     num_keys_B: Tensor
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        write_kv(*self.cache(layer), self.slots_T, k_THD, v_THD)
+        write_kv(*self.cache(layer), self.slots_T, k_THD, v_THD, *self.scales(layer))
         out_THD = torch.empty_like(q_THD)
         self.attend_stored(layer, q_THD, out_THD)
         return out_THD
@@ -38,10 +38,14 @@ class RowAttention:
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.kv.layer(layer)
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        return self.kv.scales(layer)
+
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         self.ops.attend_rows(
-            q_THD, *self.cache(layer), self.pages_BP, self.num_keys_B, self.kv.page_size, out_BHD=out_THD
-        )
+            q_THD, *self.cache(layer), self.pages_BP, self.num_keys_B, self.kv.page_size, *self.scales(layer),
+            out_BHD=out_THD,
+        )  # fmt: skip
 
 
 class ChunkNumbers(NamedTuple):
@@ -110,7 +114,7 @@ class ChunkAttention:
         return cls(kv, ops, slots_of(table, kv.page_size, rows_T, positions_T), chunks)
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        write_kv(*self.cache(layer), self.slots_T, k_THD, v_THD)
+        write_kv(*self.cache(layer), self.slots_T, k_THD, v_THD, *self.scales(layer))
         out_THD = torch.zeros_like(q_THD)
         self.attend_stored(layer, q_THD, out_THD)
         return out_THD
@@ -118,11 +122,14 @@ class ChunkAttention:
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.kv.layer(layer)
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        return self.kv.scales(layer)
+
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         for chunks in self.chunks:
             self.ops.attend_chunks(
                 q_THD, *self.cache(layer), chunks.pages_CP, chunks.first_C, chunks.count_C, chunks.start_C,
-                chunks.sees_all_C, self.kv.page_size, chunks.max_count, out_THD=out_THD,
+                chunks.sees_all_C, self.kv.page_size, chunks.max_count, *self.scales(layer), out_THD=out_THD,
             )  # fmt: skip
 
 
@@ -156,17 +163,21 @@ class FlatAttention:
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._kv.layer(layer)
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        return self._kv.scales(layer)
+
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         k_cache, v_cache = self._kv.layer(layer)
-        write_kv(k_cache, v_cache, self._slots_T, k_THD, v_THD)
+        scales = self.scales(layer)
+        write_kv(k_cache, v_cache, self._slots_T, k_THD, v_THD, *scales)
         out_THD = torch.empty_like(q_THD)
-        layer_inputs = LayerInputs(q_THD, k_THD, v_THD, k_cache, v_cache)
+        layer_inputs = LayerInputs(q_THD, k_THD, v_THD, k_cache, v_cache, *scales)
         for group in self._groups:
             group.attend(layer_inputs, out_THD)
         if self._decode:
             slots_BK, mask_BK = self._decode_keys
             q_BHD = q_THD[self._first_decode :]
-            out_THD[self._first_decode :] = attend_decode(q_BHD, k_cache, v_cache, slots_BK, mask_BK)
+            out_THD[self._first_decode :] = attend_decode(q_BHD, k_cache, v_cache, slots_BK, mask_BK, *scales)
         return out_THD
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:

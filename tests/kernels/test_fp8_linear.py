@@ -77,6 +77,25 @@ def test_the_fast_product_on_the_gpu_is_that_of_the_numbers_made_wide(shape: tup
     matches_the_plain_version(shape, "cuda")
 
 
+def takes_columns_of_a_wider_matrix(device: str) -> None:
+    x, x_scale, wide, scale, bias = quantised((40, 64, 96), device)
+    for columns in (slice(32), slice(32, None)):
+        part, rows = wide[:, columns], x[:, columns].contiguous()
+        got = scaled_mm_linear(rows, x_scale, part, scale, bias, torch.bfloat16)
+        expected = fp8_linear(rows, x_scale, part.contiguous(), scale, bias, torch.float32)
+        torch.testing.assert_close(got.float(), expected, rtol=2.0**-7, atol=2e-3 * float(expected.abs().amax()))
+
+
+@pytest.mark.skipif(not multiplies_scaled_rows("cpu"), reason="this torch scales rows only on a GPU")
+def test_weights_may_be_columns_of_a_wider_matrix() -> None:
+    takes_columns_of_a_wider_matrix("cpu")
+
+
+@pytest.mark.gpu
+def test_weights_may_be_columns_of_a_wider_matrix_on_the_gpu() -> None:
+    takes_columns_of_a_wider_matrix("cuda")
+
+
 @pytest.mark.parametrize("shape", [(4, 40, 32), (4, 32, 40)])
 def test_the_fast_product_refuses_widths_that_are_no_multiples_of_16(shape: tuple[int, int, int]) -> None:
     with pytest.raises(AssertionError):

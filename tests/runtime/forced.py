@@ -11,7 +11,7 @@ from kestrel.grammar import Edge, Grammar, State
 from kestrel.moondream.model import MoondreamModel
 from kestrel.tokens import text_tokens
 from tests.moondream.goldens import Golden, pixels, tensors
-from tests.runtime.paged import Case, paged
+from tests.runtime.paged import Case, Paged, paged
 
 
 def forced_grammar(ids: list[int]) -> Grammar:
@@ -48,10 +48,13 @@ class Closeness:
     """Root mean square of the differences over that of the golden logits."""
 
 
-def compare_with_golden(g: Golden, family: str, model: MoondreamModel) -> Closeness:
-    """Over every step of all text cases."""
+def compare_with_golden(g: Golden, family: str, model: MoondreamModel, **choices: Any) -> Closeness:
+    """Over every step of all text cases; `choices` are those of `paged`."""
+    return compare_engine(g, family, paged(model, **choices))
+
+
+def compare_engine(g: Golden, family: str, engine: Paged) -> Closeness:
     ours, golden = [], []
-    engine = paged(model)
     for name in text_cases(g):
         engine.decoder.logits_seen.clear()
         engine.run(case_of(g, name))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel.cache import CacheManager
 from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
-from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
@@ -90,9 +90,15 @@ def paged(
     prefix_cache: bool = True,
     in_fixed_sizes: bool = False,
     is_fused: bool = False,
+    quantization: str | None = None,
+    kv_dtype: torch.dtype | None = None,
+    kv_scales: Sequence[tuple[float, float]] = (),
+    ops: Ops = PLAIN,
     **changes: int,
 ) -> Paged:
-    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations."""
+    """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations;
+    `quantization`: in such operations on quantised weights.
+    """
     page_size = changes.get("page_size", 16)
     numbers = {
         "max_batch_size": 16,
@@ -103,10 +109,15 @@ def paged(
         "steps_in_flight": 0,
     }
     limits = RuntimeLimits(**(numbers | changes))
-    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused else model)
-    if is_fused:
-        decoder.fuse(PLAIN)
+    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model)
+    if quantization:
+        decoder.quantise(quantization, ops)
+    elif is_fused:
+        decoder.fuse(ops)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fast_steps=fixed_decode if in_fixed_sizes else None)
+        make_fast_steps = fixed_decode if in_fixed_sizes else None
+        runtime = Executor(
+            decoder, limits, make_fast_steps=make_fast_steps, ops=ops, kv_dtype=kv_dtype, kv_scales=kv_scales
+        )
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from kestrel.kernels.crop_attention import attend_crops
+from kestrel.kernels.fp8_linear import scaled_mm_linear
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Ops
 from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
-from kestrel.kernels.triton.layer_norm import add_layer_norm, layer_norm
+from kestrel.kernels.triton.fp8_rows import gelu_to_fp8, rows_to_fp8
+from kestrel.kernels.triton.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
@@ -57,4 +59,9 @@ TRITON = Ops(
     best_ids=best_ids,
     commit_ids=commit_ids,
     row_inputs=row_inputs,
+    layer_norm_to_fp8=layer_norm_to_fp8,
+    add_layer_norm_to_fp8=add_layer_norm_to_fp8,
+    rows_to_fp8=rows_to_fp8,
+    gelu_to_fp8=gelu_to_fp8,
+    fp8_linear=scaled_mm_linear,
 )

@@ -1,0 +1,64 @@
+"""A plain model that computes with the numbers float8 would hold: what the float8 paths must give.
+
+Weights are rounded once, in place; the rows that go into a matrix are rounded by a hook, where there are many of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.moe import MoeMlp
+from kestrel.moondream.text import TextBlock
+from kestrel.moondream.vision import VisionBlock
+
+FEW_ROWS = 16
+"""The plain operations call so many rows few; then text rows are not rounded."""
+
+
+def rounded(x: Tensor, dim: int = -1) -> Tensor:
+    """Each row as multiples of its largest number over 448, rounded to float8 and back."""
+    scale = x.abs().amax(dim=dim, keepdim=True) / 448.0
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def fake_fp8(model: MoondreamModel) -> MoondreamModel:
+    """As `quantization="fp8"`."""
+    fake = fake_fp8_experts(model)
+    for vision_block in cast("list[VisionBlock]", list(fake.vision.blocks)):
+        for linear in (vision_block.attn.qkv, vision_block.attn.proj, vision_block.mlp.fc1, vision_block.mlp.fc2):
+            linear.weight.data = rounded(linear.weight.data)
+            linear.register_forward_pre_hook(_round_all_rows)
+    for block in cast("list[TextBlock]", list(fake.text.blocks)):
+        if isinstance(block.mlp, MoeMlp):
+            continue
+        qkv, proj, fc1, fc2 = block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2
+        qkv.weight.data, fc1.weight.data = rounded(qkv.weight.data), rounded(fc1.weight.data)
+        # The two matrices whose results are added up share a scale per output.
+        joined = rounded(torch.cat((proj.weight.data, fc2.weight.data), dim=1))
+        proj.weight.data, fc2.weight.data = joined.split([proj.in_features, fc2.in_features], dim=1)
+        for linear in (qkv, proj, fc1, fc2):
+            linear.register_forward_pre_hook(_round_many_rows)
+    return fake
+
+
+def fake_fp8_experts(model: MoondreamModel) -> MoondreamModel:
+    """As `quantization="fp8-experts"`."""
+    fake = copy.deepcopy(model)
+    for block in cast("list[TextBlock]", list(fake.text.blocks)):
+        if isinstance(block.mlp, MoeMlp):
+            for matrices in (block.mlp.fc1, block.mlp.fc2):
+                matrices.weight.data = rounded(matrices.weight.data)
+    return fake
+
+
+def _round_all_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+    return (rounded(inputs[0]),)
+
+
+def _round_many_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+    return (rounded(inputs[0]) if len(inputs[0]) > FEW_ROWS else inputs[0],)
