@@ -4,7 +4,7 @@ A kernel that takes part calls `wait_for_inputs` before it reads what another ke
 anything; weights may be read earlier. It is launched with `**dependent()`.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from functools import lru_cache
