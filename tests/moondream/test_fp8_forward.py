@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.errors import ConfigError
+from kestrel.kernels.fp8_linear import weights_to_fp8
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoeConfig
@@ -144,6 +145,13 @@ def test_experts_have_a_scale_per_expert_and_output() -> None:
     assert torch.equal(made.fc1_scale_EF, fc1.abs().amax(2) / 448)
     assert torch.equal(made.fc1_EFD.float() * made.fc1_scale_EF[:, :, None], rounded(fc1))
     assert torch.equal(made.fc2_EDI.float() * made.fc2_scale_ED[:, :, None], rounded(fc2))
+
+
+def test_experts_that_a_checkpoint_kept_in_float8_come_through_bfloat16_unchanged() -> None:
+    numbers, scale = weights_to_fp8(drawn(64, 128))
+    again, scale_again = weights_to_fp8((numbers.float() * scale[:, None]).to(torch.bfloat16))
+    assert torch.equal(again.float(), numbers.float())
+    torch.testing.assert_close(scale_again, scale, rtol=2.0**-8, atol=0.0)
 
 
 @pytest.mark.parametrize(("family", "quantization"), [("md2", "fp8"), ("md3", "fp8"), ("md3", "fp8-experts")])
