@@ -122,7 +122,7 @@ def test_with_experts_alone_in_float8_pictures_and_texts_are_those_of_rounded_ex
 
 @pytest.mark.parametrize(("family", "to_rounded", "to_exact", "agreement"), [
     ("md2", 0.04, 0.15, 0.90),
-    ("md3", 0.10, 0.30, 0.70),
+    ("md3", 0.08, 0.30, 0.70),
 ])  # fmt: skip
 def test_pictures_and_texts_in_float8_stay_near(
     family: str, to_rounded: float, to_exact: float, agreement: float
