@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.errors import ConfigError
+from kestrel.kernels.fp8_linear import weights_to_fp8
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoeConfig
@@ -113,7 +114,7 @@ def test_a_short_text_through_the_whole_model_is_that_of_rounded_weights(family:
 
 def test_with_experts_alone_in_float8_pictures_and_texts_are_those_of_rounded_experts() -> None:
     g = golden("md3")
-    names = text_cases(g)
+    names = text_cases(g)[:2]
     found = all_logits(paged(g.model, quantization="fp8-experts"), "md3", names)
     assert relative(found, all_logits(paged(fake_fp8_experts(g.model)), "md3", names)) < 1e-5
     assert 1e-2 < relative(found, all_logits(paged(g.model), "md3", names)) < 0.08
@@ -127,7 +128,7 @@ def test_pictures_and_texts_in_float8_stay_near(
     family: str, to_rounded: float, to_exact: float, agreement: float
 ) -> None:
     g = golden(family)
-    names = text_cases(g)
+    names = text_cases(g)[:1]
     found = all_logits(paged(g.model, quantization="fp8"), family, names)
     assert relative(found, all_logits(paged(fake_fp8(g.model)), family, names)) < to_rounded
     close = compare_with_golden(g, family, g.model, quantization="fp8")
@@ -144,6 +145,13 @@ def test_experts_have_a_scale_per_expert_and_output() -> None:
     assert torch.equal(made.fc1_scale_EF, fc1.abs().amax(2) / 448)
     assert torch.equal(made.fc1_EFD.float() * made.fc1_scale_EF[:, :, None], rounded(fc1))
     assert torch.equal(made.fc2_EDI.float() * made.fc2_scale_ED[:, :, None], rounded(fc2))
+
+
+def test_experts_that_a_checkpoint_kept_in_float8_come_through_bfloat16_unchanged() -> None:
+    numbers, scale = weights_to_fp8(drawn(64, 128))
+    again, scale_again = weights_to_fp8((numbers.float() * scale[:, None]).to(torch.bfloat16))
+    assert torch.equal(again.float(), numbers.float())
+    torch.testing.assert_close(scale_again, scale, rtol=2.0**-8, atol=0.0)
 
 
 @pytest.mark.parametrize(("family", "quantization"), [("md2", "fp8"), ("md3", "fp8"), ("md3", "fp8-experts")])
@@ -186,7 +194,7 @@ def test_keys_and_values_in_float8_cost_little(family: str, largest: float, choi
 @pytest.mark.parametrize("choices", [{"is_fused": True}, {"is_fused": True, "in_fixed_sizes": True}, {}])
 def test_scales_of_the_cache_are_divided_by_and_multiplied_with(choices: dict[str, bool]) -> None:
     g = golden("md2")
-    names = text_cases(g)
+    names = text_cases(g)[:1]
     plain = all_logits(paged(g.model, kv_dtype=FP8, **choices), "md2", names)
     # A power of two moves no number from one float8 to another, unless it is too small or too large for the type.
     doubled = [(2.0, 0.5)] * 3
