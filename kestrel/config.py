@@ -95,8 +95,12 @@ class RuntimeConfig:
     enable_prefix_cache: bool = field(
         default=True, metadata=_doc("Reuse the KV of repeated images, prompts and earlier answers.")
     )
-    max_prefill_tokens: int = field(
-        default=2048, metadata=_doc("Prompt positions one step may hold, so that running streams keep moving.")
+    max_prefill_tokens: int | None = field(
+        default=None,
+        metadata=_doc(
+            "Prompt positions one step may hold, so that running streams keep moving. Default: 2048, and 4096 on a GPU "
+            "with 16 rows or more."
+        ),
     )
     vision_batch_crops: int | None = field(
         default=None,

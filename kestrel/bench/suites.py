@@ -69,16 +69,16 @@ async def run_suite(
 async def _run_chapter(
     chapter: Chapter, config: RuntimeConfig, picture_folder: Path | None, on_row: OnRow, tell: Tell
 ) -> None:
-    try:
-        config = replace(config, **chapter.settings)
-        bench = EngineBench(load_model(config, chapter.random), config, picture_folder)
-    except Exception as error:  # whatever it is, the other chapters are worth their time
-        tell(f"{chapter.title} failed: {type(error).__name__}: {error}")
-        return
+    bench: EngineBench | None = None
     for max_batch_size, cases in groupby(chapter.cases, lambda case: case.max_batch_size):
         try:
+            changed = replace(config, **chapter.settings)
+            if bench is None or changed.quantization != "none":  # a quantised model serves one runtime
+                bench = None
+                free_device_memory()
+                bench = EngineBench(load_model(changed, chapter.random), changed, picture_folder)
             await bench.run(list(cases), on_row)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other cases are worth their time
             tell(f"{chapter.title} B={max_batch_size} failed: {type(error).__name__}: {error}")
     del bench
     free_device_memory()
@@ -89,12 +89,13 @@ def _chart9(mode: str, *batch_sizes: int) -> tuple[Case, ...]:
 
 
 _SAME_IMAGE = tuple(cases_of(["same-image"], ["flood"], [64], [3, 30], 256))
-_FP8_EXPERTS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+_FP8_EXPERTS = {"quantization": "fp8-experts", "kv_cache_dtype": "fp8"}
+_FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 H200 = (
     Chapter("MD2", (*_chart9("flood", 64), *_SAME_IMAGE, *_chart9("closed", 1), *_chart9("flood", 16, 4))),
     Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1)), _FP8_EXPERTS),
-    Chapter("MD2", _chart9("flood", 64), {"quantization": "fp8"}),
+    Chapter("MD2", _chart9("flood", 64), _FP8),
     Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1))),
     Chapter("MD2", (*_chart9("flood", 1), *_chart9("closed", 4, 16, 64))),
     Chapter("MD2", tuple(cases_of(["same-image"], ["flood", "closed"], [16], [3, 30], 256))),

@@ -217,6 +217,11 @@ def batch_sizes(largest: int) -> list[int]:
     return [*(size for size in usual if size < largest), largest]
 
 
+def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
+    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights."""
+    return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
+
+
 def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
     """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
     return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
@@ -236,7 +241,7 @@ def runtime_limits(
         max_seq_length=max_seq_length,
         num_pages=plan_pages(config, shape, decoder.device, kv_dtype),
         page_size=config.page_size,
-        max_prefill_tokens=config.max_prefill_tokens,
+        max_prefill_tokens=config.max_prefill_tokens or prefill_budget(config, decoder.device),
         steps_in_flight=1 if decoder.device.type == "cuda" else 0,
         num_adapter_slots=num_adapter_slots,
     )

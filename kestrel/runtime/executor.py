@@ -125,6 +125,8 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> TorchStep:
+        # First, so that the GPU has work while the host goes through the rest.
+        images, failures = self._encode_pictures(plan.prefill)
         self._load_adapters(plan.adapter_loads)
         self._table.apply_starts(plan.starts)
         self._table.apply_page_writes(plan.page_writes)
@@ -137,7 +139,7 @@ class Executor:
             if wishes is not None:
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
-        images, failures = self._encode_pictures(plan.prefill)
+        self._beside.join(images.values())
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
         if prefill or decode:
@@ -146,10 +148,7 @@ class Executor:
 
     def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         with self._beside.running():
-            images, failures = self._pictures.encode(prefill)
-        if images:
-            self._beside.join(images.values())
-        return images, failures
+            return self._pictures.encode(prefill)
 
     def _run_flat(
         self,

@@ -31,9 +31,10 @@ class SideStream:
 
     def join(self, results: Iterable[Tensor]) -> None:
         """From here on the main stream may use the results."""
-        if self._stream is None:
+        waiting = list(results)
+        if self._stream is None or not waiting:
             return
         main = torch.cuda.current_stream(self._device)
         main.wait_stream(self._stream)
-        for result in results:
+        for result in waiting:
             result.record_stream(main)
