@@ -76,11 +76,11 @@ def test_the_suite_of_the_h200_covers_what_is_compared() -> None:
     assert all(has(first, "chart9", "flood", size) for size in (64, 16, 4))
     assert has(first, "chart9", "closed", 1)
     assert has(first, "same-image", "flood", 64)
-    for settings in ({}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}):
+    for settings in ({}, {"quantization": "fp8-experts", "kv_cache_dtype": "fp8"}):
         assert any(c.random == "MD3" and c.settings == settings and has(c, "chart9", "flood", 64) for c in H200), (
             settings
         )
-    assert any(c.random == "MD2" and c.settings == {"quantization": "fp8"} for c in H200)
+    assert any(c.random == "MD2" and c.settings == {"quantization": "fp8", "kv_cache_dtype": "fp8"} for c in H200)
 
 
 def test_an_unknown_suite_is_refused() -> None:
