@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kestrel.kernels.fp8_rows import rows_to_fp8
+
 
 def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(weights [T, k] fp32 summing to one, expert ids [T, k]), most likely expert first."""
@@ -45,6 +47,30 @@ def moe_mlp(
         return expert_mlp(x_ND, fc1_FD, _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
 
     return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
+
+
+def moe_mlp_fp8(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    fc1_EFD: Tensor,
+    fc2_EDI: Tensor,
+    fc1_scale_EF: Tensor,
+    fc2_scale_ED: Tensor,
+) -> Tensor:
+    """`moe_mlp` over matrices in float8 with rows of x, and of what is between the matrices, rounded to float8 too."""
+
+    def run_expert(expert: int, _: Tensor, x_ND: Tensor) -> Tensor:
+        fc1_FD = _widened(fc1_EFD[expert], fc1_scale_EF, expert, x_ND.dtype)
+        hidden_NI = gate_hidden(functional.linear(_rounded(x_ND), fc1_FD))
+        return functional.linear(_rounded(hidden_NI), _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
+
+    return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
+
+
+def _rounded(x_ND: Tensor) -> Tensor:
+    numbers_ND, scale_N1 = rows_to_fp8(x_ND)
+    return (numbers_ND.float() * scale_N1).to(x_ND.dtype)
 
 
 def _widened(matrix_FD: Tensor, scale_EF: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:

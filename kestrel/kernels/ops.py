@@ -20,7 +20,7 @@ from kestrel.kernels.fp8_linear import fp8_linear
 from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
-from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
+from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
 from kestrel.kernels.resample import resample
@@ -50,6 +50,7 @@ class Ops:
     attend_crops: Op
     route_top_k: PairOp
     moe_mlp: Op
+    moe_mlp_fp8: Op
     tau_factors: PairOp
     resample: Op
     patchify: Op
@@ -75,6 +76,7 @@ PLAIN = Ops(
     attend_crops=attend_crops,
     route_top_k=route_top_k,
     moe_mlp=moe_mlp,
+    moe_mlp_fp8=moe_mlp_fp8,
     resample=resample,
     patchify=patchify,
     tau_factors=stacked_tau_factors,

@@ -2,7 +2,7 @@
 
 A dense block keeps the layout of `FusedDenseBlock`, its two matrices quantised as they lie. With a handful of positions
 their numbers are made wide as they stream by (activations stay as they are); with many, rows are quantised too, by the
-operation that makes them, and the tensor cores multiply float8. Experts stay weights alone at any number of positions.
+operation that makes them, and the tensor cores multiply float8. Of experts the same holds from `MAX_EXACT_ROWS` on.
 
 A block hands its sum on unadded: whether its norm is wanted in float8 is the next block's to say.
 """
@@ -21,6 +21,8 @@ from kestrel.moondream.fused_text import FusedAttention, FusedBlock, FusedMoeBlo
 from kestrel.moondream.moe import MoeMlp
 from kestrel.moondream.text import TextBlock, TextModel
 
+MAX_EXACT_ROWS = 64
+"""Up to so many positions experts take rows as they are: reading the matrices is what takes time then."""
 Deltas: TypeAlias = tuple[Tensor, ...]
 """What is still to be added to the residual stream: nothing, or what attention and MLP left."""
 
@@ -104,8 +106,9 @@ class Fp8ExpertsBlock(FusedMoeBlock):
         self._fp8_experts = Fp8Experts.of(block.mlp)
 
     def _run_experts(self, y_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        e = self._fp8_experts
-        return self._ops.moe_mlp(y_TD, weights_TK, ids_TK, e.fc1_EFD, e.fc2_EDI, e.fc1_scale_EF, e.fc2_scale_ED)
+        e, ops = self._fp8_experts, self._ops
+        run = ops.moe_mlp if len(y_TD) <= MAX_EXACT_ROWS else ops.moe_mlp_fp8
+        return run(y_TD, weights_TK, ids_TK, e.fc1_EFD, e.fc2_EDI, e.fc1_scale_EF, e.fc2_scale_ED)
 
 
 def fp8_experts_block(block: TextBlock, tables: tuple[Tensor, Tensor], ops: Ops) -> FusedBlock:

@@ -6,17 +6,20 @@ Weights are rounded once, in place; the rows that go into a matrix are rounded b
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from kestrel.kernels.moe_mlp import gate_hidden, mix_experts, route_top_k
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.moe import MoeMlp
 from kestrel.moondream.text import TextBlock
 from kestrel.moondream.vision import VisionBlock
 
-FEW_ROWS = 16
+FEW_ROWS, FEW_ROWS_OF_EXPERTS = 16, 64
 """The plain operations call so many rows few; then text rows are not rounded."""
 
 
@@ -53,7 +56,20 @@ def fake_fp8_experts(model: MoondreamModel) -> MoondreamModel:
         if isinstance(block.mlp, MoeMlp):
             for matrices in (block.mlp.fc1, block.mlp.fc2):
                 matrices.weight.data = rounded(matrices.weight.data)
+            block.mlp.forward = partial(_with_rounded_rows, block.mlp)
     return fake
+
+
+def _with_rounded_rows(experts: MoeMlp, x_TD: Tensor) -> Tensor:
+    """The mixture with rows rounded before both matrices, where there are many of them."""
+    keep = (lambda x: x) if len(x_TD) <= FEW_ROWS_OF_EXPERTS else rounded
+    weights_TK, ids_TK = route_top_k(experts.router(x_TD), experts.experts_per_token)
+
+    def run_expert(expert: int, _: Tensor, x_ND: Tensor) -> Tensor:
+        hidden_NI = gate_hidden(functional.linear(keep(x_ND), experts.fc1.weight[expert]))
+        return functional.linear(keep(hidden_NI), experts.fc2.weight[expert])
+
+    return mix_experts(x_TD, weights_TK, ids_TK, experts.fc1.weight.shape[0], run_expert)
 
 
 def _round_all_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:

@@ -9,13 +9,16 @@ routing order. Blocks of one expert run side by side, so that its matrices are r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from kestrel.kernels.triton.activations import gelu_erf
+from kestrel.kernels.triton.fp8_rows import rows_to_fp8
 from kestrel.kernels.triton.moe_grouping import Blocks, group_pairs
 
 
@@ -37,12 +40,26 @@ class Tuning:
         rows = next((rows for rows in (16, 32) if share <= 0.75 * rows), 64)
         return cls(rows_per_block=rows)
 
+    @classmethod
+    def of_fp8(cls, num_pairs: int, num_experts: int) -> Tuning:
+        """The same for numbers of one byte: twice as many of them in a block."""
+        share = num_pairs / num_experts
+        if share > 48:
+            return cls(rows_per_block=128, block_in=128, num_warps=8, num_stages=3)
+        rows = next((rows for rows in (16, 32) if share <= 0.75 * rows), 64)
+        return cls(rows_per_block=rows, block_in=128, num_stages=3)
+
+
+@triton.jit
+def _factor(x, dtype, WIDENS: tl.constexpr):
+    return x.to(tl.float32) if WIDENS else x.to(dtype)
+
 
 @triton.jit
 def _gate_blocks(
-    x_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
+    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -66,19 +83,25 @@ def _gate_blocks(
             inside = (d < num_in) & (i < num_inner)[:, None]
             x = tl.load(x_place + d, mask=(pairs >= 0)[:, None] & (d < num_in), other=0.0)
             w_h, w_g = tl.load(h_place + d, mask=inside, other=0.0), tl.load(g_place + d, mask=inside, other=0.0)
-        h = tl.dot(x, tl.trans(w_h.to(x.dtype)), h, input_precision="ieee")
-        g = tl.dot(x, tl.trans(w_g.to(x.dtype)), g, input_precision="ieee")
+        x = _factor(x, x.dtype, WIDENS)
+        h = tl.dot(x, tl.trans(_factor(w_h, x.dtype, WIDENS)), h, input_precision="ieee")
+        g = tl.dot(x, tl.trans(_factor(w_g, x.dtype, WIDENS)), g, input_precision="ieee")
     if HAS_SCALE:
         h *= tl.load(scale_ptr + first + i, mask=i < num_inner, other=0.0)[None, :]
         g *= tl.load(scale_ptr + first + num_inner + i, mask=i < num_inner, other=0.0)[None, :]
+    if HAS_X_SCALE:
+        x_scale = tl.load(x_scale_ptr + pairs // TOP_K, mask=pairs >= 0, other=0.0)[:, None]
+        h *= x_scale
+        g *= x_scale
     out = (gelu_erf(h) * (g + 1.0)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * num_inner + i[None, :], out, mask=(i < num_inner)[None, :])
 
 
 @triton.jit
 def _project_blocks(
-    hidden_ptr, pairs_ptr, expert_ptr, fc2_ptr, scale_ptr, out_ptr, num_inner, num_out,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
+    hidden_ptr, hidden_scale_ptr, pairs_ptr, expert_ptr, fc2_ptr, scale_ptr, out_ptr, num_inner, num_out,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_HIDDEN_SCALE: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -97,9 +120,12 @@ def _project_blocks(
         else:
             hidden = tl.load(hidden_place + i, mask=(i < num_inner) & (rows >= 0)[:, None], other=0.0)
             w = tl.load(w_place + i, mask=(i < num_inner) & (f < num_out)[:, None], other=0.0)
-        total = tl.dot(hidden, tl.trans(w.to(hidden.dtype)), total, input_precision="ieee")
+        hidden = _factor(hidden, hidden.dtype, WIDENS)
+        total = tl.dot(hidden, tl.trans(_factor(w, hidden.dtype, WIDENS)), total, input_precision="ieee")
     if HAS_SCALE:
         total *= tl.load(scale_ptr + expert * num_out + f, mask=f < num_out, other=0.0)[None, :]
+    if HAS_HIDDEN_SCALE:
+        total *= tl.load(hidden_scale_ptr + rows)[:, None]
     place = out_ptr + pairs.to(tl.int64)[:, None] * num_out + f[None, :]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(pairs >= 0)[:, None] & (f < num_out)[None, :])
 
@@ -134,49 +160,107 @@ def moe_grouped(
     assert x_TD.stride(1) == 1
     for tensor in (weights_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED):
         assert tensor is None or tensor.is_contiguous()
-    y_TD = torch.empty(num_tokens, num_out, dtype=x_TD.dtype, device=x_TD.device)
     if num_tokens == 0:
-        return y_TD
+        return torch.empty(0, num_out, dtype=x_TD.dtype, device=x_TD.device)
     chosen = tuning or Tuning.of(ids_TK.numel(), num_experts)
     blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
-    hidden = _gated(x_TD, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen)
-    out = _projected(hidden, ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen)
+    x, dtype = ScaledRows(x_TD), x_TD.dtype
+    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
+    out_QD = _projected(ScaledRows(hidden_RI), ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
+    return _summed(out_QD, weights_TK)
+
+
+def moe_grouped_fp8(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    fc1_EFD: Tensor,
+    fc2_EDI: Tensor,
+    fc1_scale_EF: Tensor,
+    fc2_scale_ED: Tensor,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """What `kestrel.kernels.moe_mlp.moe_mlp_fp8` gives: rows are quantised too, and the tensor cores take float8."""
+    num_experts, num_out, _ = fc2_EDI.shape
+    if len(x_TD) == 0:
+        return torch.empty(0, num_out, dtype=x_TD.dtype, device=x_TD.device)
+    chosen = tuning or Tuning.of_fp8(ids_TK.numel(), num_experts)
+    blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
+    x, dtype = ScaledRows(*rows_to_fp8(x_TD)), x_TD.dtype
+    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
+    hidden = ScaledRows(*rows_to_fp8(hidden_RI))
+    out_QD = _projected(hidden, ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
+    return _summed(out_QD, weights_TK)
+
+
+class ScaledRows(NamedTuple):
+    """Rows as they are, or in float8 with a scale each."""
+
+    numbers: Tensor
+    scale: Tensor | None = None
+
+
+def _widens(rows: ScaledRows) -> bool:
+    """Triton's interpreter has no products of float8."""
+    return rows.scale is not None and not isinstance(_factor, JITFunction)
+
+
+def _summed(out_QD: Tensor, weights_TK: Tensor) -> Tensor:
+    num_tokens, top_k = weights_TK.shape
+    num_out = out_QD.shape[1]
+    y_TD = torch.empty(num_tokens, num_out, dtype=out_QD.dtype, device=out_QD.device)
     block = min(1024, triton.next_power_of_2(num_out))
-    _add_experts[(num_tokens, triton.cdiv(num_out, block))](
-        out, weights_TK, y_TD, num_out, TOP_K=ids_TK.shape[1], BLOCK=block
-    )
+    _add_experts[(num_tokens, triton.cdiv(num_out, block))](out_QD, weights_TK, y_TD, num_out, TOP_K=top_k, BLOCK=block)
     return y_TD
 
 
 def _gated(
-    x_TD: Tensor, top_k: int, blocks: Blocks, fc1_EFD: Tensor, scale_EF: Tensor | None, tuning: Tuning
+    x: ScaledRows,
+    top_k: int,
+    blocks: Blocks,
+    fc1_EFD: Tensor,
+    scale_EF: Tensor | None,
+    tuning: Tuning,
+    dtype: torch.dtype,
 ) -> Tensor:
     """GELU(h) · (g + 1) of every place; places without a pair hold what a token of zeros would give."""
+    x_TD = x.numbers
     num_inner, num_in = fc1_EFD.shape[1] // 2, fc1_EFD.shape[2]
-    hidden_RI = torch.empty(len(blocks.pairs_R), num_inner, dtype=x_TD.dtype, device=x_TD.device)
+    hidden_RI = torch.empty(len(blocks.pairs_R), num_inner, dtype=dtype, device=x_TD.device)
     block, outputs = _fitting(tuning.block_in, num_in), _fitting(tuning.gate_outputs, num_inner)
     _gate_blocks[(len(blocks.expert_G), triton.cdiv(num_inner, outputs))](
-        x_TD, blocks.pairs_R, blocks.expert_G, fc1_EFD, x_TD if scale_EF is None else scale_EF, hidden_RI,
+        x_TD, x_TD if x.scale is None else x.scale,
+        blocks.pairs_R, blocks.expert_G, fc1_EFD, x_TD if scale_EF is None else scale_EF, hidden_RI,
         num_in, num_inner, x_TD.stride(0),
         TOP_K=top_k, ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
-        EVEN=num_in % block == 0 and num_inner % outputs == 0, HAS_SCALE=scale_EF is not None,
+        EVEN=num_in % block == 0 and num_inner % outputs == 0,
+        HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, WIDENS=_widens(x),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return hidden_RI
 
 
 def _projected(
-    hidden_RI: Tensor, num_pairs: int, blocks: Blocks, fc2_EDI: Tensor, scale_ED: Tensor | None, tuning: Tuning
+    hidden: ScaledRows,
+    num_pairs: int,
+    blocks: Blocks,
+    fc2_EDI: Tensor,
+    scale_ED: Tensor | None,
+    tuning: Tuning,
+    dtype: torch.dtype,
 ) -> Tensor:
     """fc2 of every pair, in the order of the pairs."""
+    hidden_RI = hidden.numbers
     _, num_out, num_inner = fc2_EDI.shape
-    out_QD = torch.empty(num_pairs, num_out, dtype=hidden_RI.dtype, device=hidden_RI.device)
+    out_QD = torch.empty(num_pairs, num_out, dtype=dtype, device=hidden_RI.device)
     block, outputs = _fitting(tuning.block_in, num_inner), _fitting(tuning.mix_outputs, num_out)
     _project_blocks[(len(blocks.expert_G), triton.cdiv(num_out, outputs))](
-        hidden_RI, blocks.pairs_R, blocks.expert_G, fc2_EDI, hidden_RI if scale_ED is None else scale_ED, out_QD,
+        hidden_RI, hidden_RI if hidden.scale is None else hidden.scale,
+        blocks.pairs_R, blocks.expert_G, fc2_EDI, hidden_RI if scale_ED is None else scale_ED, out_QD,
         num_inner, num_out,
         ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
-        EVEN=num_inner % block == 0 and num_out % outputs == 0, HAS_SCALE=scale_ED is not None,
+        EVEN=num_inner % block == 0 and num_out % outputs == 0,
+        HAS_SCALE=scale_ED is not None, HAS_HIDDEN_SCALE=hidden.scale is not None, WIDENS=_widens(hidden),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return out_QD

@@ -13,7 +13,7 @@ from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.triton.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
-from kestrel.kernels.triton.moe_grouped import moe_grouped
+from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
 from kestrel.kernels.triton.patchify import patchify
@@ -53,6 +53,7 @@ TRITON = Ops(
     attend_crops=attend_crops,
     route_top_k=route_top_k,
     moe_mlp=moe_mlp,
+    moe_mlp_fp8=moe_grouped_fp8,
     resample=resample,
     patchify=patchify,
     tau_factors=tau_factors,
