@@ -16,6 +16,7 @@ from kestrel.kernels.chunk_attention import attend_chunks
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, layer_norm
+from kestrel.kernels.low_rank import SlotTiles, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.moe_mlp import moe_mlp
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
@@ -26,6 +27,7 @@ from kestrel.kernels.tau import stacked_tau_factors
 
 Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+InPlaceOp: TypeAlias = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class Ops:
     tau_factors: PairOp
     resample: Op
     patchify: Op
+    tile_slots: Callable[..., SlotTiles]
+    add_input_deltas: InPlaceOp
+    add_output_deltas: InPlaceOp
 
 
 PLAIN = Ops(
@@ -62,4 +67,7 @@ PLAIN = Ops(
     resample=resample,
     patchify=patchify,
     tau_factors=stacked_tau_factors,
+    tile_slots=tile_slots,
+    add_input_deltas=add_input_deltas,
+    add_output_deltas=add_output_deltas,
 )

@@ -9,6 +9,7 @@ from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Ops
 from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.layer_norm import add_layer_norm, layer_norm
+from kestrel.kernels.triton.low_rank import add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
@@ -49,4 +50,7 @@ TRITON = Ops(
     resample=resample,
     patchify=patchify,
     tau_factors=tau_factors,
+    tile_slots=tile_slots,
+    add_input_deltas=add_input_deltas,
+    add_output_deltas=add_output_deltas,
 )
