@@ -133,13 +133,15 @@ class FusedMoeBlock:
 class FusedText:
     """`forward` and `logits` of a text model without adapters."""
 
+    dense_block: type[FusedDenseBlock] = FusedDenseBlock
+
     def __init__(self, text: TextModel, ops: Ops) -> None:
         tables = (text.rope.cos, text.rope.sin)
         blocks = cast("list[TextBlock]", list(text.blocks))
         self._ops = ops
         self._norms = [Norm(block.ln, ops) for block in blocks]
         self._blocks = [
-            (FusedMoeBlock if isinstance(block.mlp, MoeMlp) else FusedDenseBlock)(block, tables, ops)
+            (FusedMoeBlock if isinstance(block.mlp, MoeMlp) else self.dense_block)(block, tables, ops)
             for block in blocks
         ]
         self._post_norm = Norm(text.post_ln, ops)

@@ -14,7 +14,8 @@ from kestrel.images.crops import cut_patches, image_tensor, make_crops, normalis
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import PLAIN, Ops
-from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, StepAttention
+from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, SlotDeltas, StepAttention
+from kestrel.moondream.adapted_text import AdaptedText
 from kestrel.moondream.fused_text import FusedText
 from kestrel.moondream.fused_vision import FusedVision
 from kestrel.moondream.lora import adapter_shape
@@ -102,8 +103,9 @@ class MoondreamDecoder:
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
     def fuse(self, ops: Ops) -> None:
-        """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
-        self._fused = FusedForward(ops, FusedText(self._model.text, ops), FusedVision(self._model.vision, ops))
+        """From now on run in few, wide operations of this bundle wherever no `Adapt` is involved."""
+        make_text = FusedText if self._model.config.text.moe is not None else AdaptedText
+        self._fused = FusedForward(ops, make_text(self._model.text, ops), FusedVision(self._model.vision, ops))
 
     def capture_vision(self, max_crops: int, pool: GraphPool) -> None:
         """From now on encode up to so many crops by replaying graphs."""
@@ -125,6 +127,15 @@ class MoondreamDecoder:
         if self._fused is not None and adapt is None:
             return self._fused.text.forward(x_TD, positions_T, attend)
         return self._model.text(x_TD, positions_T, attend, adapt)
+
+    @property
+    def can_adapt_on_device(self) -> bool:
+        return self._fused is not None and isinstance(self._fused.text, AdaptedText)
+
+    def forward_adapted(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, deltas: SlotDeltas) -> Tensor:
+        assert self._fused is not None
+        assert isinstance(self._fused.text, AdaptedText)
+        return self._fused.text.forward_adapted(x_TD, positions_T, attend, deltas)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
@@ -167,7 +178,7 @@ class MoondreamRuntime(Executor):
         if is_gpu and config.enable_cuda_graphs:
             pool = GraphPool(decoder.device)
             decoder.capture_vision(num_crops, pool)
-            graphs = captured_steps(limits, ops, pool)
+            graphs = captured_steps(limits, ops, pool, slots if decoder.can_adapt_on_device else None)
         super().__init__(decoder, limits, slots, num_crops, graphs, ops)
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
@@ -184,10 +195,12 @@ def gpu_ops() -> Ops:
     return TRITON
 
 
-def captured_steps(limits: RuntimeLimits, ops: Ops, pool: GraphPool) -> MakeFastSteps:
+def captured_steps(
+    limits: RuntimeLimits, ops: Ops, pool: GraphPool, adapters: AdapterSlots | None = None
+) -> MakeFastSteps:
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
-        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(limits.max_batch_size), pool)
-        return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool))
+        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(limits.max_batch_size), pool, adapters)
+        return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool, adapters))
 
     return make
 

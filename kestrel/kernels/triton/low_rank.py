@@ -6,7 +6,7 @@ and the parts of a lower rank end at once. With few tiles the columns of x are s
 up its parts, always in the same order.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
