@@ -51,13 +51,21 @@ def low_rank(x_ND: Tensor, a_RD: Tensor, b_FR: Tensor) -> Tensor:
     return functional.linear(functional.linear(x_ND, a_RD), b_FR)
 
 
+RANK_STEP = 16
+"""Ranks on the device are multiples of this, filled up with zeros, so that rows of `b` can be read in wide pieces."""
+
+
+def stored_rank(rank: int) -> int:
+    return -(-rank // RANK_STEP) * RANK_STEP
+
+
 class SlotFactors(NamedTuple):
     """The factors of one matrix for all slots. The base model counts as one slot more: the last, of rank 0."""
 
     a_SRD: Tensor
     b_SFR: Tensor
     rank_S: Tensor
-    """int32, one longer than the others."""
+    """int32, one longer than the others; each is a `stored_rank`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,7 @@ class AdaptedDenseBlock(FusedDenseBlock):
         deltas: BlockDeltas,
     ) -> tuple[Tensor, Tensor]:
         ops, qkv_dim, mixed_dim = self._ops, self._qkv_dim, self._mixed_dim
-        wide_TF = ops.small_linear(
-            y_TD, self._in_FD, self._in_bias_F, gelu_from=qkv_dim, gelu_rows_M=deltas.is_base_T
-        )
+        wide_TF = ops.small_linear(y_TD, self._in_FD, self._in_bias_F, gelu_from=qkv_dim, gelu_rows_M=deltas.is_base_T)
         self._add_input_deltas(deltas, y_TD, wide_TF[:, :qkv_dim], wide_TF[:, qkv_dim:], activates_base=False)
         # What attention leaves goes where the values were, beside the hidden numbers of the MLP.
         joined_TF = wide_TF[:, qkv_dim - mixed_dim :]

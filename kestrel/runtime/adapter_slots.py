@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
 from kestrel.adapters.adapter import MATRICES, SIDES
-from kestrel.kernels.low_rank import SlotFactors, SlotRows, add_low_rank
+from kestrel.kernels.low_rank import SlotFactors, SlotRows, add_low_rank, stored_rank
 from kestrel.models.contract import AdaptedMatrix, LayerFactors, SlotDeltas
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.upload import upload
@@ -36,10 +36,11 @@ class AdapterSlots:
     def __init__(
         self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        rank = stored_rank(max_rank)
         self._buffers = {
             target: SlotBuffers(
                 *(
-                    torch.zeros(num_slots, *shape.tensor_shape(target, side, max_rank), dtype=dtype, device=device)
+                    torch.zeros(num_slots, *shape.tensor_shape(target, side, rank), dtype=dtype, device=device)
                     for side in SIDES
                 )
             )
@@ -67,10 +68,12 @@ class AdapterSlots:
             rank = pair.a.shape[-2]
             buffers.a[load.slot, ..., :rank, :].copy_(pair.a, non_blocking=True)
             buffers.b[load.slot, ..., :rank].copy_(pair.b.float() * adapter.scale, non_blocking=True)
+            buffers.a[load.slot, ..., rank : stored_rank(rank), :] = 0.0
+            buffers.b[load.slot, ..., rank : stored_rank(rank)] = 0.0
 
     def _load_ranks(self, slot: int, adapter: Adapter) -> None:
         ranks = [
-            [adapter.targets[target].a.shape[-2] if target in adapter.targets else 0 for target in targets]
+            [stored_rank(adapter.targets[target].a.shape[-2]) if target in adapter.targets else 0 for target in targets]
             for targets in (
                 [AdapterTarget(layer, matrix) for matrix in MATRICES] for layer in range(len(self._rank_LMS))
             )

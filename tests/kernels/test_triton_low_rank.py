@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels import low_rank as plain
-from kestrel.kernels.low_rank import SlotFactors, SlotTiles
+from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
 from kestrel.kernels.triton import low_rank as fast
 
 DIM, QKV, FF = 96, 130, 200
@@ -44,8 +44,12 @@ class Block:
         draw = Draw(device, dtype)
 
         def factors(num_out: int, num_in: int) -> SlotFactors:
-            a, b = draw(len(ranks), max_rank, num_in, scale=0.1), draw(len(ranks), num_out, max_rank, scale=0.3)
-            return SlotFactors(a, b, torch.tensor([*ranks, 0], dtype=torch.int32, device=device))
+            width = stored_rank(max_rank)
+            a, b = draw(len(ranks), width, num_in, scale=0.1), draw(len(ranks), num_out, width, scale=0.3)
+            for slot, rank in enumerate(ranks):
+                a[slot, rank : stored_rank(rank)] = b[slot, :, rank : stored_rank(rank)] = 0.0
+            stored = [stored_rank(rank) for rank in (*ranks, 0)]
+            return SlotFactors(a, b, torch.tensor(stored, dtype=torch.int32, device=device))
 
         sizes = {"qkv": (QKV, DIM), "fc1": (FF, DIM), "proj": (DIM, DIM), "fc2": (DIM, FF)}
         reads_norm = torch.tensor([slot % 2 for slot in range(len(ranks))] + [0], dtype=torch.int32, device=device)
@@ -145,9 +149,7 @@ def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(columns: i
     tiles, f = fast.tile_slots(torch.tensor(owners, device=device), 4), block.factors
     tuning = fast.Tuning(16, 64, columns, block_out=32, sum_block_out=16, expand_ranks=16)
     got = block.to(torch.float32)
-    fast.add_input_deltas(
-        tiles, got.y, got.qkv, f["qkv"], got.hidden, f["fc1"], activates_base=False, tuning=tuning
-    )
+    fast.add_input_deltas(tiles, got.y, got.qkv, f["qkv"], got.hidden, f["fc1"], activates_base=False, tuning=tuning)
     fast.add_output_deltas(
         tiles, got.total, got.mixed, got.y, got.reads_norm, f["proj"], got.hidden, f["fc2"], tuning=tuning
     )
@@ -180,7 +182,7 @@ def test_a_slot_filled_with_another_rank_is_read_anew_and_never_beyond_its_rank(
     tiles = fast.tile_slots(torch.tensor(owners, device=device), 4)
     block.adapt(fast, tiles, False)
     for a, b, rank in block.factors.values():
-        rank.copy_(torch.tensor([9, 5, 33, 0, 0], device=device))
+        rank.copy_(torch.tensor([16, 0, 32, 48, 0], device=device))
         for slot, r in enumerate(rank.tolist()[:-1]):
             a[slot, r:] = b[slot, :, r:] = torch.nan
     got = block.adapt(fast, tiles, False)

@@ -111,9 +111,9 @@ class ValuesAlone:
     def __init__(self, num_rows: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         text = golden("md2").config.text
         self.slots_T = torch.arange(num_rows, device=device)
-        self._k, self._v = torch.zeros(
-            2, num_rows, text.n_kv_heads, text.head_dim, device=device, dtype=dtype
-        ).unbind(0)
+        self._k, self._v = torch.zeros(2, num_rows, text.n_kv_heads, text.head_dim, device=device, dtype=dtype).unbind(
+            0
+        )
 
     def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         return v_THD

@@ -10,6 +10,7 @@ from kestrel.kernels.triton import (
     crop_attention,
     fp8_rows,
     layer_norm,
+    low_rank,
     moe_grouped,
     moe_small,
     paged_attention,
@@ -76,3 +77,16 @@ def moe_grouped_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
     rows = [size for size in (16, 32, 64, 128) if 0.5 * pairs_per_expert <= size <= 2 * max(16.0, pairs_per_expert)]
     tried = product(rows or [128], ((64, 64), (64, 128), (128, 128), (128, 256)), ((64, 4, 4), (64, 8, 3), (128, 8, 3)))
     return tuple(moe_grouped.Tuning(size, *outputs, *rest) for size, outputs, rest in tried)
+
+
+def low_rank_tunings(num_rows: int, max_rank: int) -> tuple[Any, ...]:
+    """Few rows: how the factors are cut up. Many: blocks of two matrix products."""
+    is_small = max_rank <= low_rank.SMALL_RANK
+    if num_rows <= low_rank.FEW_ROWS:
+        columns = (256, 512, 1024) if is_small else (512, 1024, 2048)
+        outputs = ((32, 16), (64, 32), (128, 32)) if is_small else ((16, 16), (32, 16), (64, 32))
+        tried = product((128, 256), columns, outputs, (16, 32) if is_small else (64, 128), (2, 4), (3, 4))
+        return tuple(low_rank.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
+    ranks, expand = ((16,), (16,)) if is_small else ((64, 128), (32, 64))
+    tried = product(ranks, (64, 128), (1024, 2048, 8192), (64, 128), expand, (4, 8), (3,))
+    return tuple(low_rank.Tuning(r, ins, cols, outs, outs, *rest) for r, ins, cols, outs, *rest in tried)

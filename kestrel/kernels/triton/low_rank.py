@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.low_rank import SlotFactors, SlotTiles
+from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
 from kestrel.kernels.triton.activations import gelu_tanh
 from kestrel.kernels.triton.moe_grouping import group_pairs
 
 FEW_ROWS = 16
 """Rows of a tile with few of them, where the factors stream through; above, tiles are those of a matrix product."""
 SMALL_RANK = 64
+SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +41,22 @@ class Tuning:
     num_stages: int = 3
 
     @classmethod
-    def of(cls, rows_per_tile: int, num_tiles: int, max_rank: int) -> Tuning:
+    def of(cls, rows_per_tile: int, num_tiles: int, max_rank: int, dtype: torch.dtype) -> Tuning:
         widest = max(16, triton.next_power_of_2(max_rank))
-        is_small = max_rank <= SMALL_RANK
+        is_small, is_wide = max_rank <= SMALL_RANK, dtype == torch.float32
         if rows_per_tile <= FEW_ROWS:
             if is_small:
                 return cls(16, 256, 512, block_out=64, sum_block_out=32, expand_ranks=min(32, widest))
-            return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=128)
-        columns = 1024 if num_tiles < 24 else 4096
-        num_warps = 4 if rows_per_tile <= 64 else 8
+            return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
+        block_out = 64 if is_wide else 128
         return cls(
             rank_block=min(64, widest),
-            block_in=64,
-            columns_per_split=columns,
-            block_out=128,
-            sum_block_out=128,
-            expand_ranks=min(32 if is_small else 64, widest),
-            num_warps=num_warps,
+            block_in=32 if is_wide else 64,
+            columns_per_split=1024 if num_tiles < 24 else 4096,
+            block_out=block_out,
+            sum_block_out=block_out,
+            expand_ranks=min(32 if is_small or is_wide else 64, widest),
+            num_warps=4 if rows_per_tile <= 64 else 8,
         )
 
     def num_splits(self, num_in: int) -> int:
@@ -77,25 +77,6 @@ def usual_rows_per_tile(num_rows: int) -> int:
 
 
 @triton.jit
-def _shrink_part(
-    x_ptr, x_stride, a_ptr, h_place, rows, r, rank, start, end, num_in,
-    ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of the columns from start to end."""
-    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-    x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    for first in range(start, end, BLOCK_IN):
-        d = first + tl.arange(0, BLOCK_IN)
-        x_mask, a_mask = (rows >= 0)[:, None], (r < rank)[None, :]
-        if not EVEN:
-            x_mask, a_mask = x_mask & (d < num_in)[None, :], a_mask & (d < num_in)[:, None]
-        x = tl.load(x_place + d[None, :], mask=x_mask, other=0.0)
-        a = tl.load(a_ptr + r[None, :] * num_in + d[:, None], mask=a_mask, other=0.0)
-        total = tl.dot(x, a, total, input_precision="ieee")
-    tl.store(h_place + r[None, :], total, mask=(r < rank)[None, :])
-
-
-@triton.jit
 def _shrink(
     h_ptr, slot_ptr, rows_ptr, reads_other_ptr,
     x0_ptr, other0_ptr, a0_ptr, rank0_ptr, num_in0, x0_stride, other0_stride, a0_stride,
@@ -108,39 +89,45 @@ def _shrink(
     slot = tl.load(slot_ptr + tile).to(tl.int64)
     if slot < 0:
         return
+    if part < SPLITS0:
+        x_ptr, x_stride, num_in, start = x0_ptr, x0_stride, num_in0, part * COLUMNS
+        a_ptr, rank_ptr = a0_ptr + slot * a0_stride, rank0_ptr
+        if HAS_OTHER:
+            if tl.load(reads_other_ptr + slot) != 0:
+                x_ptr, x_stride = other0_ptr, other0_stride
+    else:
+        x_ptr, x_stride, num_in, start = x1_ptr, x1_stride, num_in1, (part - SPLITS0) * COLUMNS
+        a_ptr, rank_ptr = a1_ptr + slot * a1_stride, rank1_ptr
+    rank = tl.multiple_of(tl.load(rank_ptr + slot), 16)
+    if tl.program_id(1) * RANKS >= rank:
+        return
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     place = tile * ROWS + tl.arange(0, ROWS)
     rows = tl.load(rows_ptr + place)
-    h_place = h_ptr + ((part * tl.num_programs(0) * ROWS + place) * max_rank).to(tl.int64)[:, None]
-    if part < SPLITS0:
-        rank = tl.load(rank0_ptr + slot)
-        if tl.program_id(1) * RANKS < rank:
-            start, a_ptr = part * COLUMNS, a0_ptr + slot * a0_stride
-            end = tl.minimum(start + COLUMNS, num_in0)
-            if HAS_OTHER:
-                if tl.load(reads_other_ptr + slot) != 0:
-                    _shrink_part(
-                        other0_ptr, other0_stride, a_ptr, h_place, rows, r, rank, start, end, num_in0,
-                        ROWS, BLOCK_IN, RANKS, EVEN,
-                    )  # fmt: skip
-                else:
-                    _shrink_part(
-                        x0_ptr, x0_stride, a_ptr, h_place, rows, r, rank, start, end, num_in0,
-                        ROWS, BLOCK_IN, RANKS, EVEN,
-                    )  # fmt: skip
-            else:
-                _shrink_part(
-                    x0_ptr, x0_stride, a_ptr, h_place, rows, r, rank, start, end, num_in0, ROWS, BLOCK_IN, RANKS, EVEN
-                )
-    else:
-        rank = tl.load(rank1_ptr + slot)
-        if tl.program_id(1) * RANKS < rank:
-            start = (part - SPLITS0) * COLUMNS
-            end = tl.minimum(start + COLUMNS, num_in1)
-            _shrink_part(
-                x1_ptr, x1_stride, a1_ptr + slot * a1_stride, h_place, rows, r, rank, start, end, num_in1,
-                ROWS, BLOCK_IN, RANKS, EVEN,
-            )  # fmt: skip
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
+    for first in range(start, tl.minimum(start + COLUMNS, num_in), BLOCK_IN):
+        d = first + tl.arange(0, BLOCK_IN)
+        x_mask, a_mask = (rows >= 0)[:, None], (r < rank)[None, :]
+        if not EVEN:
+            x_mask, a_mask = x_mask & (d < num_in)[None, :], a_mask & (d < num_in)[:, None]
+        x = tl.load(x_place + d[None, :], mask=x_mask, other=0.0)
+        a = tl.load(a_ptr + r[None, :] * num_in + d[:, None], mask=a_mask, other=0.0)
+        total = tl.dot(x, a, total, input_precision="ieee")
+    h_place = h_ptr + (part * tl.num_programs(0) * ROWS + place).to(tl.int64)[:, None] * max_rank
+    tl.store(h_place + r[None, :], total.to(h_ptr.dtype.element_ty), mask=(r < rank)[None, :])
+
+
+@triton.jit
+def _sum_parts(parts_ptr, h_ptr, num_numbers, splits0, splits1, BLOCK: tl.constexpr):
+    """[parts of both, numbers] fp32 to [2, numbers]. Numbers beyond a rank are whatever memory held: nobody reads them."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_numbers
+    first = tl.program_id(1) * splits0
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in range(first, first + tl.where(tl.program_id(1) == 0, splits0, splits1)):
+        total += tl.load(parts_ptr + part.to(tl.int64) * num_numbers + place, mask=inside, other=0.0)
+    tl.store(h_ptr + tl.program_id(1) * num_numbers + place, total.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -148,11 +135,11 @@ def _add_delta(
     total, h_place, part_stride, b_ptr, f, rank, num_out, max_rank,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """total + b · h, h rounded as the plain version does."""
+    """total + b · h; h, the sum of its parts, is rounded as the plain version does."""
     for first in range(0, rank, RANKS):
         r = first + tl.arange(0, RANKS)
-        h = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-        for part in tl.static_range(SPLITS):
+        h = tl.load(h_place + r[None, :], mask=(r < rank)[None, :], other=0.0)
+        for part in tl.static_range(1, SPLITS):
             h += tl.load(h_place + part * part_stride + r[None, :], mask=(r < rank)[None, :], other=0.0)
         b_mask = (r < rank)[:, None]
         if not EVEN:
@@ -181,18 +168,20 @@ def _expand_inputs(
     h_place = h_ptr + (place * max_rank).to(tl.int64)[:, None]
     total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     if block < num_blocks0:
-        rank = tl.load(rank0_ptr + slot)
+        rank = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
         if rank > 0:
             f = block * OUTPUTS + tl.arange(0, OUTPUTS)
             b_ptr = b0_ptr + slot * b0_stride
-            delta = _add_delta(total, h_place, part_stride, b_ptr, f, rank, num_out0, max_rank, SPLITS, ROWS, RANKS, EVEN)
+            delta = _add_delta(
+                total, h_place, part_stride, b_ptr, f, rank, num_out0, max_rank, SPLITS, ROWS, RANKS, EVEN
+            )
             y_place = qkv_ptr + rows.to(tl.int64)[:, None] * qkv_stride + f[None, :]
             mask = (rows >= 0)[:, None] & (f < num_out0)[None, :]
             y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
             y += delta.to(qkv_ptr.dtype.element_ty).to(tl.float32)
             tl.store(y_place, y.to(qkv_ptr.dtype.element_ty), mask=mask)
     elif (slot < num_slots) | ACTIVATES_BASE:
-        rank = tl.load(rank1_ptr + slot)
+        rank = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
         f = (block - num_blocks0) * OUTPUTS + tl.arange(0, OUTPUTS)
         h_place += SPLITS * part_stride
         b_ptr = b1_ptr + slot * b1_stride
@@ -216,7 +205,8 @@ def _expand_outputs(
     slot = tl.load(slot_ptr + tile).to(tl.int64)
     if slot < 0:
         return
-    rank0, rank1 = tl.load(rank0_ptr + slot), tl.load(rank1_ptr + slot)
+    rank0 = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
+    rank1 = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
     if rank0 + rank1 == 0:
         return
     place = tile * ROWS + tl.arange(0, ROWS)
@@ -255,15 +245,15 @@ def add_input_deltas(
     num_tiles, rows = tiles.rows_KN.shape
     if num_tiles == 0:
         return
-    chosen = tuning or Tuning.of(rows, num_tiles, max_rank)
-    h = _shrunk(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
+    chosen = tuning or Tuning.of(rows, num_tiles, max_rank, y_TD.dtype)
+    shrunk = _shrunk(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
     blocks = [triton.cdiv(out_TF.shape[1], chosen.block_out) for out_TF in (qkv_TF, hidden_TF)]
     _expand_inputs[(num_tiles, sum(blocks))](
-        h, tiles.slot_K, tiles.rows_KN,
+        shrunk.h, tiles.slot_K, tiles.rows_KN,
         qkv_TF, qkv.b_SFR, qkv.rank_S, qkv_TF.shape[1], qkv_TF.stride(0), qkv.b_SFR.stride(0),
         hidden_TF, fc1.b_SFR, fc1.rank_S, hidden_TF.shape[1], hidden_TF.stride(0), fc1.b_SFR.stride(0),
         max_rank, num_slots, blocks[0],
-        ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks, SPLITS=chosen.num_splits(y_TD.shape[1]),
+        ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks, SPLITS=shrunk.splits[0],
         ACTIVATES_BASE=activates_base, EVEN=all(t.shape[1] % chosen.block_out == 0 for t in (qkv_TF, hidden_TF)),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
@@ -288,15 +278,23 @@ def add_output_deltas(
     num_out, max_rank = proj.b_SFR.shape[1:]
     if num_tiles == 0:
         return
-    chosen = tuning or Tuning.of(rows, num_tiles, max_rank)
-    h = _shrunk(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
+    chosen = tuning or Tuning.of(rows, num_tiles, max_rank, y_TD.dtype)
+    shrunk = _shrunk(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
-        h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
+        shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
         num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank,
         ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
-        SPLITS0=chosen.num_splits(mixed_TD.shape[1]), SPLITS1=chosen.num_splits(hidden_TF.shape[1]),
+        SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1],
         EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrunk:
+    """h of two matrices in parts: [parts of the first, then those of the second, tiles · rows, max_rank]."""
+
+    h: Tensor
+    splits: tuple[int, int]
 
 
 def _shrunk(
@@ -308,30 +306,40 @@ def _shrunk(
     first: SlotFactors,
     second_x_TD: Tensor,
     second: SlotFactors,
-) -> Tensor:
-    """h of two matrices in parts [splits of both, tiles · rows, max_rank] fp32."""
+) -> _Shrunk:
     num_tiles, rows = tiles.rows_KN.shape
     max_rank = first.a_SRD.shape[1]
     assert second.a_SRD.shape[1] == max_rank
     num_in, second_in = x_TD.shape[1], second_x_TD.shape[1]
-    splits, second_splits = chosen.num_splits(num_in), chosen.num_splits(second_in)
-    h = torch.empty(splits + second_splits, num_tiles * rows, max_rank, dtype=torch.float32, device=x_TD.device)
+    splits = chosen.num_splits(num_in), chosen.num_splits(second_in)
+    dtype = x_TD.dtype if splits == (1, 1) else torch.float32
+    h = torch.empty(sum(splits), num_tiles * rows, max_rank, dtype=dtype, device=x_TD.device)
     other = x_TD if other_TD is None else other_TD
-    _shrink[(num_tiles, triton.cdiv(max_rank, chosen.rank_block), len(h))](
+    _shrink[(num_tiles, triton.cdiv(max_rank, chosen.rank_block), sum(splits))](
         h, tiles.slot_K, tiles.rows_KN, first.rank_S if reads_other_S is None else reads_other_S,
         x_TD, other, first.a_SRD, first.rank_S, num_in, x_TD.stride(0), other.stride(0), first.a_SRD.stride(0),
         second_x_TD, second.a_SRD, second.rank_S, second_in, second_x_TD.stride(0), second.a_SRD.stride(0), max_rank,
-        ROWS=rows, BLOCK_IN=chosen.block_in, RANKS=chosen.rank_block, COLUMNS=chosen.columns_per_split, SPLITS0=splits,
-        HAS_OTHER=other_TD is not None, EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
+        ROWS=rows, BLOCK_IN=chosen.block_in, RANKS=chosen.rank_block, COLUMNS=chosen.columns_per_split,
+        SPLITS0=splits[0], HAS_OTHER=other_TD is not None,
+        EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
-    return h
+    return _Shrunk(h, splits) if rows <= FEW_ROWS or splits == (1, 1) else _summed(h, splits, x_TD.dtype)
+
+
+def _summed(parts: Tensor, splits: tuple[int, int], dtype: torch.dtype) -> _Shrunk:
+    """With many outputs, adding up the parts for each block of them anew would cost more than a launch."""
+    h = torch.empty(2, *parts.shape[1:], dtype=dtype, device=parts.device)
+    num_numbers = h[0].numel()
+    _sum_parts[(triton.cdiv(num_numbers, SUM_BLOCK), 2)](parts, h, num_numbers, *splits, BLOCK=SUM_BLOCK)
+    return _Shrunk(h, (1, 1))
 
 
 def _check_sizes(x_TD: Tensor, factors: SlotFactors, y_TF: Tensor) -> None:
     num_slots, max_rank, num_in = factors.a_SRD.shape
     assert factors.b_SFR.shape == (num_slots, y_TF.shape[1], max_rank)
     assert factors.rank_S.shape == (num_slots + 1,)
+    assert max_rank % RANK_STEP == 0
     assert x_TD.shape == (len(y_TF), num_in)
     assert x_TD.stride(1) == y_TF.stride(1) == 1
     assert factors.a_SRD[0].is_contiguous()
