@@ -79,7 +79,7 @@ class SlotTiles:
 def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int = 16) -> SlotTiles:
     """From each row's slot, -1 for the base model. How many tiles there are follows from the shapes."""
     num_rows = len(slot_T)
-    slot_T = torch.where(slot_T < 0, num_slots, slot_T)
+    slot_T = slot_T.masked_fill(slot_T < 0, num_slots)
     num_tiles = num_rows // rows_per_tile + min(num_rows, num_slots + 1)
     slot_K = torch.full((num_tiles,), -1, dtype=torch.int64, device=slot_T.device)
     rows_KN = torch.full((num_tiles, rows_per_tile), -1, dtype=torch.int64, device=slot_T.device)

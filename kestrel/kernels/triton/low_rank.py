@@ -66,7 +66,7 @@ class Tuning:
 def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None) -> SlotTiles:
     """From each row's slot, -1 for the base model."""
     rows = rows_per_tile or usual_rows_per_tile(len(slot_T))
-    own_T = torch.where(slot_T < 0, num_slots, slot_T)
+    own_T = slot_T.masked_fill(slot_T < 0, num_slots)
     blocks = group_pairs(own_T, num_slots + 1, rows)
     return SlotTiles(blocks.expert_G, blocks.pairs_R.view(-1, rows))
 
@@ -93,7 +93,8 @@ def _shrink(
         x_ptr, x_stride, num_in, start = x0_ptr, x0_stride, num_in0, part * COLUMNS
         a_ptr, rank_ptr = a0_ptr + slot * a0_stride, rank0_ptr
         if HAS_OTHER:
-            if tl.load(reads_other_ptr + slot) != 0:
+            reads_other = tl.load(reads_other_ptr + slot)
+            if reads_other != 0:
                 x_ptr, x_stride = other0_ptr, other0_stride
     else:
         x_ptr, x_stride, num_in, start = x1_ptr, x1_stride, num_in1, (part - SPLITS0) * COLUMNS
@@ -120,13 +121,14 @@ def _shrink(
 
 @triton.jit
 def _sum_parts(parts_ptr, h_ptr, num_numbers, splits0, splits1, BLOCK: tl.constexpr):
-    """[parts of both, numbers] fp32 to [2, numbers]. Numbers beyond a rank are whatever memory held: nobody reads them."""
+    """[parts of both, numbers] fp32 to [2, numbers]. Beyond a rank they are whatever memory held: nobody reads them."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_numbers
-    first = tl.program_id(1) * splits0
+    part_place = parts_ptr + (tl.program_id(1) * splits0).to(tl.int64) * num_numbers + place
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for part in range(first, first + tl.where(tl.program_id(1) == 0, splits0, splits1)):
-        total += tl.load(parts_ptr + part.to(tl.int64) * num_numbers + place, mask=inside, other=0.0)
+    for _ in range(tl.where(tl.program_id(1) == 0, splits0, splits1)):
+        total += tl.load(part_place, mask=inside, other=0.0)
+        part_place += num_numbers
     tl.store(h_ptr + tl.program_id(1) * num_numbers + place, total.to(h_ptr.dtype.element_ty), mask=inside)
 
 

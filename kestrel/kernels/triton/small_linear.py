@@ -86,7 +86,8 @@ def _by_sums(
     inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
     _finish(
         tl.sum(total, axis=2), rows[:, None], outs[None, :], inside,
-        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, num_rows, num_out, y_stride, residual_stride, gelu_from,
+        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+        num_rows, num_out, y_stride, residual_stride, gelu_from,
         HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
     )  # fmt: skip
 
@@ -116,7 +117,8 @@ def _by_dots(
     inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
     _finish(
         total, rows[None, :], outs[:, None], inside,
-        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, num_rows, num_out, y_stride, residual_stride, gelu_from,
+        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+        num_rows, num_out, y_stride, residual_stride, gelu_from,
         HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
     )  # fmt: skip
 
