@@ -142,11 +142,14 @@ def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(devi
 
 
 @devices
+@pytest.mark.parametrize("rows_per_tile", [16, 64])
 @pytest.mark.parametrize("columns", [64, 128, 512])
-def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(columns: int, device: str) -> None:
+def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(
+    columns: int, rows_per_tile: int, device: str
+) -> None:
     shape = "odd ranks and an empty slot"
     block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
-    tiles, f = fast.tile_slots(torch.tensor(owners, device=device), 4), block.factors
+    tiles, f = fast.tile_slots(torch.tensor(owners, device=device), 4, rows_per_tile), block.factors
     tuning = fast.Tuning(16, 64, columns, block_out=32, sum_block_out=16, expand_ranks=16)
     got = block.to(torch.float32)
     fast.add_input_deltas(tiles, got.y, got.qkv, f["qkv"], got.hidden, f["fc1"], activates_base=False, tuning=tuning)

@@ -41,7 +41,8 @@ class Tuning:
     num_stages: int = 3
 
     @classmethod
-    def of(cls, rows_per_tile: int, num_tiles: int, max_rank: int, dtype: torch.dtype) -> Tuning:
+    def of(cls, rows_per_tile: int, num_rows: int, max_rank: int, dtype: torch.dtype) -> Tuning:
+        """Columns are split until there are programs for a whole GPU: the smaller the rank, the more."""
         widest = max(16, triton.next_power_of_2(max_rank))
         is_small, is_wide = max_rank <= SMALL_RANK, dtype == torch.float32
         if rows_per_tile <= FEW_ROWS:
@@ -49,10 +50,11 @@ class Tuning:
                 return cls(16, 256, 512, block_out=64, sum_block_out=32, expand_ranks=min(32, widest))
             return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
         block_out = 64 if is_wide else 128
+        columns = (1024 if is_small else 2048) if num_rows <= 2048 else (2048 if is_small else 8192)
         return cls(
             rank_block=min(64, widest),
             block_in=32 if is_wide else 64,
-            columns_per_split=1024 if num_tiles < 24 else 4096,
+            columns_per_split=columns,
             block_out=block_out,
             sum_block_out=block_out,
             expand_ranks=min(32 if is_small or is_wide else 64, widest),
@@ -247,7 +249,7 @@ def add_input_deltas(
     num_tiles, rows = tiles.rows_KN.shape
     if num_tiles == 0:
         return
-    chosen = tuning or Tuning.of(rows, num_tiles, max_rank, y_TD.dtype)
+    chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
     shrunk = _shrunk(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
     blocks = [triton.cdiv(out_TF.shape[1], chosen.block_out) for out_TF in (qkv_TF, hidden_TF)]
     _expand_inputs[(num_tiles, sum(blocks))](
@@ -280,7 +282,7 @@ def add_output_deltas(
     num_out, max_rank = proj.b_SFR.shape[1:]
     if num_tiles == 0:
         return
-    chosen = tuning or Tuning.of(rows, num_tiles, max_rank, y_TD.dtype)
+    chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
     shrunk = _shrunk(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
