@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.counting import CountingRuntime
 from kestrel.bench.load import find_mode, flood
+from kestrel.bench.random_adapters import RandomAdapters
 from kestrel.bench.rows import environment, machine_load
 from kestrel.bench.workloads import Ask, Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
@@ -79,8 +82,16 @@ def load_model(config: RuntimeConfig, random: str | None, progress: Progress | N
 class EngineBench:
     """Runs cases over one loaded model."""
 
-    def __init__(self, loaded: LoadedModel[Any, Any], config: RuntimeConfig, picture_folder: Path | None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel[Any, Any],
+        config: RuntimeConfig,
+        picture_folder: Path | None,
+        adapters: RandomAdapters | None = None,
+    ) -> None:
+        """Requests take `adapters` in turn; they are in their slots before the clock starts."""
         self._loaded = loaded
+        self._adapters = adapters
         self._config = config
         self._picture_folder = picture_folder
         self._environment = {
@@ -90,12 +101,23 @@ class EngineBench:
 
     async def run(self, cases: Sequence[Case], on_row: OnRow) -> None:
         """Neighbouring cases of one batch size share a runtime."""
-        for max_batch_size, group in groupby(cases, lambda case: case.max_batch_size):
-            config = replace(self._config, max_batch_size=max_batch_size)
-            try:
-                await self._run_group(_CountedModel(ready_from(self._loaded, config)), config, list(group), on_row)
-            finally:
-                free_device_memory()
+        with ExitStack() as stack:
+            common = self._config
+            if self._adapters is not None:
+                folder = stack.enter_context(TemporaryDirectory(prefix="kestrel-adapters-"))
+                common = self._adapters.configured(common, Path(folder))
+            for max_batch_size, group in groupby(cases, lambda case: case.max_batch_size):
+                config = replace(common, max_batch_size=max_batch_size)
+                try:
+                    await self._run_group(self._ready(config), config, list(group), on_row)
+                finally:
+                    free_device_memory()
+
+    def _ready(self, config: RuntimeConfig) -> _CountedModel:
+        ready = ready_from(self._loaded, config, with_adapters=self._adapters is not None)
+        if self._adapters is not None and config.adapter_folder is not None:
+            self._adapters.write(config.adapter_folder, ready.adapter_shape)
+        return _CountedModel(ready)
 
     async def _run_group(
         self, model: _CountedModel, config: RuntimeConfig, cases: Sequence[Case], on_row: OnRow
@@ -117,6 +139,7 @@ class EngineBench:
         asks = self._asks(case, model.ready.profile.ids)
         before = model.runtime.num_vision_passes
         async with InferenceEngine.start(config, model.ready) as engine:
+            await self._fill_slots(engine, model.ready.profile.ids)
             load = await find_mode(case.mode)(engine, asks)
         device = choose_device(config)
         return {
@@ -125,7 +148,7 @@ class EngineBench:
             "model": self._loaded.name,
             "device": device.type,
             "dtype": str(choose_dtype(config, device)).removeprefix("torch."),
-            "settings": remarkable_settings(config),
+            "settings": remarkable_settings(self._config),
             "workload": case.workload,
             "mode": case.mode,
             "max_batch_size": case.max_batch_size,
@@ -133,12 +156,20 @@ class EngineBench:
             "requests": case.requests,
             **load.figures(),
             "vision_passes": model.runtime.num_vision_passes - before,
+            "adapters": 0 if self._adapters is None else self._adapters.count,
+            "adapter_rank": 0 if self._adapters is None else self._adapters.rank,
         }
+
+    async def _fill_slots(self, engine: InferenceEngine, ids: SpecialIds) -> None:
+        if self._adapters is not None:
+            asks = find_workload("text").asks(Material([], 1, ids), self._adapters.count)
+            await flood(engine, self._adapters.taken_in_turn(asks))
 
     def _asks(self, case: Case, ids: SpecialIds) -> list[Ask]:
         workload = find_workload(case.workload)
         pictures = chart_pictures(workload.pictures_for(case.requests), self._picture_folder)
-        return workload.asks(Material(pictures, case.tokens, ids), case.requests)
+        asks = workload.asks(Material(pictures, case.tokens, ids), case.requests)
+        return asks if self._adapters is None else self._adapters.taken_in_turn(asks)
 
 
 class _CountedModel:

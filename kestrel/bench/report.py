@@ -71,10 +71,17 @@ def machine_of(row: Row) -> str:
 def _sections(rows: Sequence[Row]) -> dict[Section, dict[Case, Row]]:
     sections: dict[Section, dict[Case, Row]] = {}
     for row in rows:
-        key = (machine_of(row), row["model"], row["dtype"], row["settings"])
+        key = (machine_of(row), row["model"], row["dtype"], _settings_of(row))
         case = (row["workload"], row["mode"], row["max_batch_size"], row["tokens"])
         sections.setdefault(key, {})[case] = row
     return sections
+
+
+def _settings_of(row: Row) -> str:
+    """With the adapters of the run; rows from before there were any lack the columns or leave them empty."""
+    adapters = row.get("adapters") or "0"
+    mixed = "" if adapters == "0" else f"{adapters} adapters of rank {row['adapter_rank']}"
+    return " ".join(part for part in (row["settings"], mixed) if part)
 
 
 def _section(key: Section, cases: Mapping[Case, Row]) -> Iterator[str]:

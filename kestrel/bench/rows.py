@@ -36,19 +36,33 @@ def machine_load() -> dict[str, int | float]:
 
 
 def append_row(path: Path, row: Mapping[str, object]) -> None:
-    """Add a row, writing the header when the file is new. The columns of a file never change."""
+    """Add a row, writing the header when the file is new. The columns of a file never change, but new ones may come
+    behind them, which are empty in the rows before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     if not is_new:
         with path.open(newline="") as existing:
             columns = next(csv.reader(existing))
-        if columns != list(row):
+        if columns == list(row)[: len(columns)]:
+            _add_columns(path, list(row)[len(columns) :])
+        else:
             raise ValueError(f"{path} has the columns {columns}, not {list(row)}; write to another file")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(row), lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def _add_columns(path: Path, names: list[str]) -> None:
+    if not names:
+        return
+    with path.open(newline="") as existing:
+        head, *rows = csv.reader(existing)
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(
+            [[*head, *names], *([*row, *[""] * len(names)] for row in rows)]
+        )
 
 
 def current_commit() -> str:

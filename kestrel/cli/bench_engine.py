@@ -11,6 +11,7 @@ import typer
 
 from kestrel.bench.engine import Case, EngineBench, Row, cases_of, load_model
 from kestrel.bench.load import MODES
+from kestrel.bench.random_adapters import RandomAdapters
 from kestrel.bench.rows import append_row
 from kestrel.bench.suites import SUITES, find_suite, run_suite
 from kestrel.bench.workloads import WORKLOADS
@@ -24,6 +25,7 @@ from kestrel.errors import ConfigError
 
 DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), tuple(MODES), (3, 30)
 DEFAULT_TIME_LIMIT_S = 1500.0
+DEFAULT_ADAPTER_RANK = 16
 
 
 @with_flags
@@ -54,6 +56,18 @@ def engine(
     requests: Annotated[
         int | None,
         typer.Option("--requests", metavar="N", help="Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on."),
+    ] = None,
+    adapters: Annotated[
+        int,
+        typer.Option(
+            "--adapters",
+            metavar="N",
+            help="Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.",
+        ),
+    ] = 0,
+    adapter_rank: Annotated[
+        int | None,
+        typer.Option("--adapter-rank", metavar="R", help="Their rank. Default: 16. Raises --max-adapter-rank to it."),
     ] = None,
     random: RandomOption = None,
     suite: Annotated[
@@ -89,7 +103,8 @@ def engine(
     on_row = _row_sink(output, as_json)
     if suite is not None:
         chosen = {"--workloads": workloads, "--modes": modes, "--batch-sizes": batch_sizes, "--tokens": tokens}
-        _refuse_beside_suite({**chosen, "--requests": requests, "--random": random}, config)
+        more = {"--requests": requests, "--random": random, "--adapters": adapters or None}
+        _refuse_beside_suite({**chosen, **more, "--adapter-rank": adapter_rank}, config)
         limit_s = DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit
         if limit_s <= 0:
             raise ConfigError("--time-limit", f"must be above 0 seconds (got {limit_s:g})")
@@ -111,9 +126,16 @@ def engine(
         )
     )
     _check_queue(cases, config)
+    mixed = _random_adapters(adapters, adapter_rank)
     with LoadingBars(stderr_console()) as bars:
         loaded = load_model(config, random, bars)
-    run_to_end(EngineBench(loaded, config, picture_cache).run(cases, on_row))
+    run_to_end(EngineBench(loaded, config, picture_cache, mixed).run(cases, on_row))
+
+
+def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
+    if count == 0 and rank is not None:
+        raise ConfigError("--adapter-rank", "is the rank of --adapters; add that, or leave it out")
+    return None if count == 0 else RandomAdapters(count, DEFAULT_ADAPTER_RANK if rank is None else rank)
 
 
 def _row_sink(output: Path | None, as_json: bool) -> Callable[[Row], None]:
@@ -127,10 +149,11 @@ def _row_sink(output: Path | None, as_json: bool) -> Callable[[Row], None]:
 
 def line_of(row: Row) -> str:
     """The figures of a row that a reader looks for first."""
+    mixed = ", {adapters} adapters of rank {adapter_rank}" if row["adapters"] else ""
     return (
         "{model} {dtype} {workload} {mode} B={max_batch_size} T={tokens} n={requests}: {req_per_s:.2f} req/s, "
         "latency p50 {latency_p50_ms:.1f} p95 {latency_p95_ms:.1f} ms, first token p50 {ttft_p50_ms:.1f} ms, "
-        "{tokens_per_s:.1f} tokens/s, {cached_tokens} cached, {vision_passes} vision passes"
+        "{tokens_per_s:.1f} tokens/s, {cached_tokens} cached, {vision_passes} vision passes" + mixed
     ).format(**row)
 
 

@@ -4,13 +4,22 @@
 
 Rows without a slot keep y bit by bit. An adapter may have a lower rank than the buffers: it uses the first `rank` rows
 of `a` and columns of `b`. The two products run in the dtype of x, one adapter after the other.
+
+`add_low_rank` is told on the host who uses what. The others read it from tensors, so that a captured step can be
+replayed for other rows, slots and ranks: `tile_slots` puts the rows of a batch in tiles of one slot each, which all
+layers share, and each end of a block with parallel attention and MLP is one operation:
+
+    add_input_deltas:   qkv += Δqkv(y);  hidden = GELU_tanh(hidden + Δfc1(y))
+    add_output_deltas:  total += Δproj(attention or y) + Δfc2(hidden)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -40,3 +49,98 @@ def add_low_rank(y_TF: Tensor, x_TD: Tensor, users: Sequence[SlotRows], a_SRD: T
 def low_rank(x_ND: Tensor, a_RD: Tensor, b_FR: Tensor) -> Tensor:
     """The delta of one adapter."""
     return functional.linear(functional.linear(x_ND, a_RD), b_FR)
+
+
+RANK_STEP = 16
+"""Ranks on the device are multiples of this, filled up with zeros, so that rows of `b` can be read in wide pieces."""
+
+
+def stored_rank(rank: int) -> int:
+    return -(-rank // RANK_STEP) * RANK_STEP
+
+
+class SlotFactors(NamedTuple):
+    """The factors of one matrix for all slots. The base model counts as one slot more: the last, of rank 0."""
+
+    a_SRD: Tensor
+    b_SFR: Tensor
+    rank_S: Tensor
+    """int32, one longer than the others; each is a `stored_rank`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTiles:
+    """The rows of a batch in tiles of one slot each, those of the base model too. -1: no slot, no row."""
+
+    slot_K: Tensor
+    rows_KN: Tensor
+
+
+def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int = 16) -> SlotTiles:
+    """From each row's slot, -1 for the base model. How many tiles there are follows from the shapes."""
+    num_rows = len(slot_T)
+    slot_T = slot_T.masked_fill(slot_T < 0, num_slots)
+    num_tiles = num_rows // rows_per_tile + min(num_rows, num_slots + 1)
+    slot_K = torch.full((num_tiles,), -1, dtype=torch.int64, device=slot_T.device)
+    rows_KN = torch.full((num_tiles, rows_per_tile), -1, dtype=torch.int64, device=slot_T.device)
+    tile = 0
+    for slot in range(num_slots + 1):
+        for rows_N in (slot_T == slot).nonzero()[:, 0].split(rows_per_tile):
+            if len(rows_N):
+                slot_K[tile], rows_KN[tile, : len(rows_N)] = slot, rows_N
+                tile += 1
+    return SlotTiles(slot_K, rows_KN)
+
+
+def add_input_deltas(
+    tiles: SlotTiles,
+    y_TD: Tensor,
+    qkv_TF: Tensor,
+    qkv: SlotFactors,
+    hidden_TF: Tensor,
+    fc1: SlotFactors,
+    *,
+    activates_base: bool,
+) -> None:
+    """In place. `activates_base`: the GELU is for rows of the base model too, or else theirs is behind them."""
+    for slot, rows_N in _used_tiles(tiles, qkv):
+        qkv_TF.index_add_(0, rows_N, _slot_delta(y_TD[rows_N], qkv, slot))
+        hidden_TF.index_add_(0, rows_N, _slot_delta(y_TD[rows_N], fc1, slot))
+    activates_T1 = _is_adapted(tiles, qkv, len(y_TD))[:, None] | activates_base
+    hidden_TF.copy_(torch.where(activates_T1, functional.gelu(hidden_TF, approximate="tanh"), hidden_TF))
+
+
+def add_output_deltas(
+    tiles: SlotTiles,
+    total_TD: Tensor,
+    mixed_TD: Tensor,
+    y_TD: Tensor,
+    reads_norm_S: Tensor,
+    proj: SlotFactors,
+    hidden_TF: Tensor,
+    fc2: SlotFactors,
+) -> None:
+    """In place. proj's delta reads the attention's output `mixed`, or `y` where `reads_norm_S` says so of a slot."""
+    for slot, rows_N in _used_tiles(tiles, proj):
+        x_TD = y_TD if reads_norm_S[slot] else mixed_TD
+        total_TD.index_add_(0, rows_N, _slot_delta(x_TD[rows_N], proj, slot))
+        total_TD.index_add_(0, rows_N, _slot_delta(hidden_TF[rows_N], fc2, slot))
+
+
+def _used_tiles(tiles: SlotTiles, factors: SlotFactors) -> list[tuple[int, Tensor]]:
+    """(slot, rows) of the tiles of adapters."""
+    num_slots = len(factors.a_SRD)
+    pairs = zip(tiles.slot_K.tolist(), tiles.rows_KN, strict=True)
+    return [(slot, rows_N[rows_N >= 0].long()) for slot, rows_N in pairs if 0 <= slot < num_slots]
+
+
+def _is_adapted(tiles: SlotTiles, factors: SlotFactors, num_rows: int) -> Tensor:
+    adapted_T = torch.zeros(num_rows, dtype=torch.bool, device=tiles.rows_KN.device)
+    for _, rows_N in _used_tiles(tiles, factors):
+        adapted_T[rows_N] = True
+    return adapted_T
+
+
+def _slot_delta(x_ND: Tensor, factors: SlotFactors, slot: int) -> Tensor:
+    rank = int(factors.rank_S[slot])
+    return low_rank(x_ND, factors.a_SRD[slot, :rank], factors.b_SFR[slot, :, :rank])

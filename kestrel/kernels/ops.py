@@ -20,6 +20,7 @@ from kestrel.kernels.fp8_linear import fp8_linear
 from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
+from kestrel.kernels.low_rank import SlotTiles, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
@@ -32,6 +33,7 @@ from kestrel.kernels.tau import stacked_tau_factors
 Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 TripleOp: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
+InPlaceOp: TypeAlias = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class Ops:
     rows_to_fp8: PairOp
     gelu_to_fp8: PairOp
     fp8_linear: Op
+    tile_slots: Callable[..., SlotTiles]
+    add_input_deltas: InPlaceOp
+    add_output_deltas: InPlaceOp
 
 
 PLAIN = Ops(
@@ -88,4 +93,7 @@ PLAIN = Ops(
     rows_to_fp8=rows_to_fp8,
     gelu_to_fp8=gelu_to_fp8,
     fp8_linear=fp8_linear,
+    tile_slots=tile_slots,
+    add_input_deltas=add_input_deltas,
+    add_output_deltas=add_output_deltas,
 )

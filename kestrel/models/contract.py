@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kestrel.images.rgb import RgbImage
+from kestrel.kernels.low_rank import SlotFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,28 @@ class Adapt(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerFactors:
+    """The factors of one dense layer's matrices for all slots."""
+
+    qkv: SlotFactors
+    proj: SlotFactors
+    fc1: SlotFactors
+    fc2: SlotFactors
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDeltas:
+    """Adapters of a step as tensors alone: what is captured with them can be replayed for other slots and ranks."""
+
+    slot_T: Tensor
+    """Slot of each position, -1 for the base model."""
+    num_slots: int
+    layers: Sequence[LayerFactors]
+    reads_norm_S: Tensor
+    """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
     """A picture as the encoder wants it."""
@@ -118,6 +141,20 @@ class DecoderModel(Protocol):
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
         """The last layer's residual stream, [T, hidden_dim]."""
+        ...
+
+    @property
+    def can_adapt_on_device(self) -> bool:
+        """Whether there is a `forward_adapted`."""
+        ...
+
+    def forward_adapted(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, deltas: SlotDeltas) -> Tensor:
+        """`forward` with adapters and nothing to decide on the host.
+
+        In fp32 on a CPU, positions of the base model get what `forward` gives them in a batch of the same shape, bit by
+        bit. On a GPU that holds for steps of up to `Ops.max_small_rows` positions; in larger ones their hidden numbers
+        are rounded to the model's dtype before the activation and not only after it.
+        """
         ...
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from kestrel.errors import ConfigError
 from kestrel.kernels.fp8_linear import WIDTH_MULTIPLE
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import Adapt, StepAttention
+from kestrel.moondream.adapted_text import AdaptedText
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.fp8_text import Fp8Text, fp8_experts_block
 from kestrel.moondream.fp8_vision import Fp8Vision
@@ -42,7 +43,9 @@ class FusedForward:
 
     def __init__(self, model: MoondreamModel, ops: Ops) -> None:
         self._model = model
-        self._fused = FusedText(model.text, ops)
+        self.adapted = AdaptedText(model.text, ops) if model.config.text.moe is None else None
+        """Adapters as device work; experts have none such."""
+        self._fused = self.adapted or FusedText(model.text, ops)
         self.vision: CropEncoder = FusedVision(model.vision, ops)
 
     def text(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None) -> Tensor:

@@ -15,7 +15,7 @@ from kestrel.images.crops import cut_patches, image_tensor, make_crops, normalis
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import Ops
-from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, StepAttention
+from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, SlotDeltas, StepAttention
 from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
 from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
 from kestrel.moondream.lora import adapter_shape
@@ -101,7 +101,7 @@ class MoondreamDecoder:
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
     def fuse(self, ops: Ops) -> None:
-        """From now on run in few, wide operations of this bundle wherever no adapter is involved."""
+        """From now on run in few, wide operations of this bundle wherever no `Adapt` is involved."""
         self._ops = ops
         self._forward = FusedForward(self._model, ops)
 
@@ -127,6 +127,15 @@ class MoondreamDecoder:
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
         return self._forward.text(x_TD, positions_T, attend, adapt)
+
+    @property
+    def can_adapt_on_device(self) -> bool:
+        return isinstance(self._forward, FusedForward) and self._forward.adapted is not None
+
+    def forward_adapted(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, deltas: SlotDeltas) -> Tensor:
+        assert isinstance(self._forward, FusedForward)
+        assert self._forward.adapted is not None
+        return self._forward.adapted.forward_adapted(x_TD, positions_T, attend, deltas)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
@@ -170,7 +179,8 @@ class MoondreamRuntime(Executor):
         if path.is_fused and config.enable_cuda_graphs:
             # Apart from each other, since pictures are encoded beside the rest of a step.
             decoder.capture_vision(num_crops, GraphPool(decoder.device))
-            graphs = captured_steps(limits, path.ops, GraphPool(decoder.device, is_urgent=True))
+            adapted = slots if decoder.can_adapt_on_device else None
+            graphs = captured_steps(limits, path.ops, GraphPool(decoder.device, is_urgent=True), adapted)
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
         super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype, scales)
 
@@ -203,10 +213,12 @@ def cache_scales(found: Mapping[int, KvScale], kv_dtype: torch.dtype, num_layers
     return [(found[layer].k, found[layer].v) for layer in range(num_layers)]
 
 
-def captured_steps(limits: RuntimeLimits, ops: Ops, pool: GraphPool) -> MakeFastSteps:
+def captured_steps(
+    limits: RuntimeLimits, ops: Ops, pool: GraphPool, adapters: AdapterSlots | None = None
+) -> MakeFastSteps:
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
-        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(limits.max_batch_size), pool)
-        return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool))
+        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(limits.max_batch_size), pool, adapters)
+        return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool, adapters))
 
     return make
 

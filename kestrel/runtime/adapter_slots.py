@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
 from kestrel.adapters.adapter import MATRICES, SIDES
-from kestrel.kernels.low_rank import SlotRows, add_low_rank
-from kestrel.models.contract import AdaptedMatrix
+from kestrel.kernels.low_rank import SlotFactors, SlotRows, add_low_rank, stored_rank
+from kestrel.models.contract import AdaptedMatrix, LayerFactors, SlotDeltas
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.upload import upload
 
@@ -36,16 +36,22 @@ class AdapterSlots:
     def __init__(
         self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        rank = stored_rank(max_rank)
         self._buffers = {
             target: SlotBuffers(
                 *(
-                    torch.zeros(num_slots, *shape.tensor_shape(target, side, max_rank), dtype=dtype, device=device)
+                    torch.zeros(num_slots, *shape.tensor_shape(target, side, rank), dtype=dtype, device=device)
                     for side in SIDES
                 )
             )
             for target in (AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES)
         }
         self._ranks: list[dict[Place, int]] = [{} for _ in range(num_slots)]
+        # The same on the device, and one slot more for the base model, whose rank stays 0.
+        sizes = (shape.num_layers, len(MATRICES), num_slots + 1)
+        self._rank_LMS = torch.zeros(sizes, dtype=torch.int32, device=device)
+        self._reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self._dense_layers = [self._layer_factors(layer) for layer in range(shape.num_dense_layers)]
 
     @property
     def num_slots(self) -> int:
@@ -56,11 +62,37 @@ class AdapterSlots:
         adapter = load.weights
         assert isinstance(adapter, Adapter)
         self._ranks[load.slot] = ranks_of(adapter)
+        self._load_ranks(load.slot, adapter)
         for target, pair in adapter.targets.items():
             buffers = self._buffers[target]
             rank = pair.a.shape[-2]
             buffers.a[load.slot, ..., :rank, :].copy_(pair.a, non_blocking=True)
             buffers.b[load.slot, ..., :rank].copy_(pair.b.float() * adapter.scale, non_blocking=True)
+            buffers.a[load.slot, ..., rank : stored_rank(rank), :] = 0.0
+            buffers.b[load.slot, ..., rank : stored_rank(rank)] = 0.0
+
+    def _load_ranks(self, slot: int, adapter: Adapter) -> None:
+        ranks = [
+            [stored_rank(adapter.targets[target].a.shape[-2]) if target in adapter.targets else 0 for target in targets]
+            for targets in (
+                [AdapterTarget(layer, matrix) for matrix in MATRICES] for layer in range(len(self._rank_LMS))
+            )
+        ]
+        self._rank_LMS[:, :, slot] = upload(ranks, self._rank_LMS.device, torch.int32)
+        self._reads_norm_S[slot] = int(adapter.proj_input == "block_norm")
+
+    def deltas(self, slot_T: Tensor) -> SlotDeltas:
+        """For a step of a dense model whose positions use these slots, -1 for the base model."""
+        assert len(self._dense_layers) == len(self._rank_LMS), "experts are adapted by `StepAdapt` alone"
+        return SlotDeltas(slot_T, self.num_slots, self._dense_layers, self._reads_norm_S)
+
+    def _layer_factors(self, layer: int) -> LayerFactors:
+        return LayerFactors(
+            **{
+                matrix: SlotFactors(*self._buffers[AdapterTarget(layer, matrix)], self._rank_LMS[layer, at])
+                for at, matrix in enumerate(MATRICES)
+            }
+        )
 
     def rank_at(self, slot: int, layer: int, matrix: AdaptedMatrix) -> int:
         """Rank of a slot's delta at a place (of one expert's, where there are experts); 0 where it adds nothing."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import DecodeRow
 from kestrel.runtime.fixed_decode import DecodeParts, FixedDecode, first_rows
 from kestrel.runtime.graph_pool import GraphPool, Replayable
@@ -45,8 +46,9 @@ class DecodeGraphs(FixedDecode):
         ops: Ops,
         sizes: Sequence[int],
         pool: GraphPool,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        super().__init__(model, kv, table, ops, sizes)
+        super().__init__(model, kv, table, ops, sizes, adapters)
         self._pool = pool
         self._steps: dict[tuple[int, DecodeParts], CapturedStep] = {}
         self._samplings: dict[tuple[int, DecodeParts], CapturedStep] = {}
@@ -61,7 +63,7 @@ class DecodeGraphs(FixedDecode):
 
     def sample(self, hidden_BD: Tensor, rows: list[int], parts: DecodeParts) -> Sampled:
         self._drop_outdated()
-        key = (self.size_for(len(rows)), parts)
+        key = (self.size_for(len(rows)), replace(parts, is_adapted=False))
         if key not in self._samplings:
             self._samplings[key] = self._capture_sampling(*key)
         return first_rows(self._samplings[key].run(*self.sample_inputs(hidden_BD, rows)), len(rows))

@@ -136,7 +136,7 @@ class Executor:
         if self._fast is not None and decode:
             rows = [one.row for one in decode]
             wishes = parts_for(self._table, rows, plan)
-            if wishes is not None:
+            if wishes is not None and self._fast.decode.serves(wishes):
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
         self._beside.join(images.values())
@@ -170,11 +170,12 @@ class Executor:
             step.parts.append(self._sent(batch.sample_rows, sampled))
 
     def _forward(self, batch: StepBatch, embedded: list[Tensor]) -> Tensor:
-        adapt = self._adapt(batch.rows)
         graphs = None if self._fast is None else self._fast.prefill
-        if graphs is None or adapt is not None or batch.decode or not graphs.fits(len(batch.positions)):
+        is_adapted = any(self._table.host[row].adapter_slot is not None for row in set(batch.rows))
+        if graphs is None or batch.decode or not graphs.fits(len(batch.positions), is_adapted):
+            adapt = self._adapt(batch.rows)
             return self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, adapt)
-        return graphs.run(embedded, batch.prefill, batch.rows, batch.positions)
+        return graphs.run(embedded, batch.prefill, batch.rows, batch.positions, is_adapted)
 
     def _sample(self, plan: StepPlan, hidden_BD: Tensor, rows: list[int]) -> Sampled:
         wishes = None if self._fast is None else parts_for(self._table, rows, plan)

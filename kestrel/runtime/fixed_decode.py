@@ -1,8 +1,8 @@
 """Decoding in batches of fixed size, with nothing to decide on the host: on a GPU each size is captured as a graph.
 
 A batch is filled up to the next size with the table's spare row. What rows wish for decides which parts run
-(`DecodeParts`); wishes that need the host in every step (penalties, masks, log-probabilities, adapters …) are not
-served here: `parts_for` says so, and the step runs as usual.
+(`DecodeParts`); wishes that need the host in every step (penalties, masks, log-probabilities …) are not served here:
+`parts_for` says so, and the step runs as usual. Which adapter a row uses is read from the table on the device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kestrel.kernels.ops import Ops
 from kestrel.kernels.row_inputs import RowInputs
 from kestrel.kernels.row_tables import COORD, SIZE
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
@@ -37,12 +38,14 @@ class DecodeParts:
     """Some row samples."""
     has_endings: bool
     """Some row has a wish about its end."""
+    is_adapted: bool = False
+    """Some row uses an adapter."""
 
 
 def parts_for(table: RowTable, rows: list[int], plan: StepPlan) -> DecodeParts | None:
     """None when some of these rows wishes for what only the usual step can do."""
     host = [table.host[row] for row in rows]
-    unusual = any(row.logprobs is not None or row.has_id_limits or row.adapter_slot is not None for row in host)
+    unusual = any(row.logprobs is not None or row.has_id_limits for row in host)
     weighed = table.penalties.any_among(rows) or table.logit_bias.any_among(rows)
     if unusual or weighed or any(row in plan.masks for row in rows):
         return None
@@ -50,18 +53,33 @@ def parts_for(table: RowTable, rows: list[int], plan: StepPlan) -> DecodeParts |
         carries=wanted_values(host),
         draws=any(row.samples_randomly for row in host),
         has_endings=table.endings.any_among(rows),
+        is_adapted=any(row.adapter_slot is not None for row in host),
     )
 
 
 class FixedDecode:
     """`run` gives what the usual step would, for batches of at most the largest size."""
 
-    def __init__(self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: PagedKVCache,
+        table: RowTable,
+        ops: Ops,
+        sizes: Sequence[int],
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        """Without `adapters`, rows that use one are not served."""
+        assert adapters is None or model.can_adapt_on_device
+        self._adapters = adapters
         self._model = model
         self._kv = kv
         self._table = table
         self._ops = ops
         self._sizes = sorted(sizes)
+
+    def serves(self, parts: DecodeParts) -> bool:
+        return self._adapters is not None or not parts.is_adapted
 
     def run(self, decode: list[DecodeRow], parts: DecodeParts) -> Sampled:
         rows_B, positions_B = self.inputs(decode)
@@ -96,7 +114,13 @@ class FixedDecode:
         table, kv = self._table, self._kv
         inputs = self._ops.row_inputs(rows_B, positions_B, table.pages, table.tensors, kv.page_size)
         attend = RowAttention(kv, self._ops, inputs.slots_B, inputs.pages_BP, inputs.num_keys_B)
-        hidden_BD = self._model.forward(self._embed(inputs, parts), positions_B, attend)
+        x_BD = self._embed(inputs, parts)
+        if parts.is_adapted:
+            assert self._adapters is not None
+            deltas = self._adapters.deltas(table.tensors.adapter_slot[rows_B])
+            hidden_BD = self._model.forward_adapted(x_BD, positions_B, attend, deltas)
+        else:
+            hidden_BD = self._model.forward(x_BD, positions_B, attend)
         return self.sample_step(hidden_BD, rows_B, parts)
 
     def _embed(self, inputs: RowInputs, parts: DecodeParts) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.runtime.kv_cache import PagedKVCache
@@ -36,9 +37,12 @@ class PrefillForm:
     num_long: int
     num_short: int
     longest: int
+    is_adapted: bool
 
     @classmethod
-    def of(cls, num_positions: int, long: Sequence[ChunkNumbers], short: Sequence[ChunkNumbers]) -> PrefillForm:
+    def of(
+        cls, num_positions: int, long: Sequence[ChunkNumbers], short: Sequence[ChunkNumbers], is_adapted: bool
+    ) -> PrefillForm:
         step = FINE if num_positions <= FINE_UP_TO else COARSE
         longest = max((chunk.num_positions for chunk in long), default=0)
         return cls(
@@ -46,6 +50,7 @@ class PrefillForm:
             _next_power_of_2(len(long)),
             _next_power_of_2(len(short)),
             -(-longest // LONGEST_STEP) * LONGEST_STEP,
+            is_adapted,
         )
 
     @property
@@ -61,8 +66,18 @@ class CapturedPrefill:
 
 class PrefillGraphs:
     def __init__(
-        self, model: DecoderModel, kv: PagedKVCache, table: RowTable, ops: Ops, max_positions: int, pool: GraphPool
+        self,
+        model: DecoderModel,
+        kv: PagedKVCache,
+        table: RowTable,
+        ops: Ops,
+        max_positions: int,
+        pool: GraphPool,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        """Without `adapters`, steps with rows that use one do not fit."""
+        assert adapters is None or model.can_adapt_on_device
+        self._adapters = adapters
         self._model, self._kv, self._table, self._ops, self._pool = model, kv, table, ops, pool
         self._max_positions = -(-max_positions // COARSE) * COARSE
         shape = (self._max_positions, model.shape.hidden_dim)
@@ -70,15 +85,20 @@ class PrefillGraphs:
         self._hidden_TD = torch.zeros_like(self._x_TD)
         self._captured: dict[PrefillForm, CapturedPrefill] = {}
 
-    def fits(self, num_positions: int) -> bool:
-        return num_positions <= self._max_positions
+    def fits(self, num_positions: int, is_adapted: bool) -> bool:
+        return num_positions <= self._max_positions and (self._adapters is not None or not is_adapted)
 
     def run(
-        self, embedded: list[Tensor], chunks: Sequence[PrefillChunk], rows: list[int], positions: list[int]
+        self,
+        embedded: list[Tensor],
+        chunks: Sequence[PrefillChunk],
+        rows: list[int],
+        positions: list[int],
+        is_adapted: bool,
     ) -> Tensor:
         """The residual stream of all positions; the next run overwrites it."""
         long, short = long_and_short(chunks)
-        form = PrefillForm.of(len(positions), long, short)
+        form = PrefillForm.of(len(positions), long, short, is_adapted)
         if form not in self._captured:
             self._captured[form] = self._capture(form)
         captured = self._captured[form]
@@ -121,7 +141,12 @@ class PrefillGraphs:
             if len(numbers)
         ]
         attention = ChunkAttention.of_positions(self._kv, self._ops, self._table, rows_T, positions_T, tables)
-        self._hidden_TD[:n] = self._model.forward(self._x_TD[:n], positions_T, attention)
+        if form.is_adapted:
+            assert self._adapters is not None
+            deltas = self._adapters.deltas(self._table.tensors.adapter_slot[rows_T])
+            self._hidden_TD[:n] = self._model.forward_adapted(self._x_TD[:n], positions_T, attention, deltas)
+        else:
+            self._hidden_TD[:n] = self._model.forward(self._x_TD[:n], positions_T, attention)
 
 
 def _next_power_of_2(count: int) -> int:

@@ -38,6 +38,8 @@ class RowTensors(RowState):
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    adapter_slot: Tensor
+    """-1 for the base model."""
     min_p: Tensor
 
 
@@ -80,6 +82,7 @@ class RowTable:
             temperature=numbers(),
             top_p=numbers(),
             top_k=integers(),
+            adapter_slot=integers() - 1,
             min_p=numbers(),
         )
         self.pages = integers(self.max_pages_per_row)
@@ -106,7 +109,8 @@ class RowTable:
         integers = upload([self._integers(start) for start in starts], self.device)
         numbers = upload([self._numbers(start) for start in starts], self.device)
         t = self.tensors
-        for column, tensor in enumerate((t.state, t.spent, t.generated, t.budget, t.max_total, t.seed, t.top_k)):
+        columns = (t.state, t.spent, t.generated, t.budget, t.max_total, t.seed, t.top_k, t.adapter_slot)
+        for column, tensor in enumerate(columns):
             tensor[rows] = integers[:, column]
         for column, tensor in enumerate((t.temperature, t.top_p, t.min_p)):
             tensor[rows] = numbers[:, column]
@@ -163,6 +167,7 @@ class RowTable:
             start.max_total_tokens,
             start.sampling.seed,
             start.sampling.top_k,
+            -1 if start.adapter_slot is None else start.adapter_slot,
         )
 
     def _numbers(self, start: RowStart) -> tuple[float, ...]:

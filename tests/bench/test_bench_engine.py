@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.engine import Case, EngineBench, Row, cases_of, default_requests, load_model, remarkable_settings
+from kestrel.bench.random_adapters import RandomAdapters
 from kestrel.bench.workloads import QUESTION, Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -21,6 +23,7 @@ from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MoondreamConfig
 from kestrel.moondream.made_tokenizer import byte_level_tokenizer, filled_up, piece_vocabulary
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.random_models import random_moondream
+from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ImageSpan, num_positions
 
@@ -52,6 +55,30 @@ def rows(picture_folder: Path) -> dict[tuple[str, str], Row]:
     assert len(found) == len(cases)
     assert (found[-1]["max_batch_size"], found[-1]["output_tokens"]) == (1, 10)
     return {(str(row["workload"]), str(row["mode"])): row for row in found[:-1]}
+
+
+def test_requests_take_random_adapters_in_turn(picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    fill = AdapterSlots.load
+    monkeypatch.setattr(AdapterSlots, "load", lambda self, load: (loads.append(load.key), fill(self, load))[1])
+    case = Case(workload="chart9", mode="flood", max_batch_size=4, tokens=3, requests=7)
+    found: list[Row] = []
+    bench = EngineBench(load_model(CONFIG, "tiny"), CONFIG, picture_folder, RandomAdapters(5, 8))
+    asyncio.run(bench.run([case], found.append))
+    assert (found[0]["adapters"], found[0]["adapter_rank"]) == (5, 8)
+    assert found[0]["settings"] == "kv_cache_pages=300", "a temporary folder is nobody's setting"
+    assert found[0]["cached_tokens"] == 0
+    assert len(set(loads)) == 5
+    assert len(loads) == 4 + 5, "as many as rows for the warm-up, then each once before the clock starts"
+
+
+def test_random_adapters_refuse_a_source_beside_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out adapter_dir"):
+        RandomAdapters(1, 8).configured(replace(CONFIG, adapter_dir=tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match="--adapter-rank: must be at least 1"):
+        RandomAdapters(1, 0)
+    assert RandomAdapters(2, 128).configured(CONFIG, tmp_path).max_adapter_rank == 128
+    assert RandomAdapters(2, 8).configured(CONFIG, tmp_path).max_adapters == CONFIG.max_adapters
 
 
 @pytest.mark.parametrize(("workload", "mode"), ALL)

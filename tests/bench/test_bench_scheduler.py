@@ -31,3 +31,12 @@ def test_rows_keep_their_columns(tmp_path: Path) -> None:
     assert lines[1].endswith(",1.235")
     with pytest.raises(ValueError, match="columns"):
         append_row(path, {"other": 1})
+
+
+def test_new_columns_come_behind_the_others_and_are_empty_in_the_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    append_row(path, {"name": "a, b", "value": 1})
+    append_row(path, {"name": "c", "value": 2, "more": 3})
+    assert path.read_text() == 'name,value,more\n"a, b",1,\nc,2,3\n'
+    with pytest.raises(ValueError, match="columns"):
+        append_row(path, {"name": "d", "value": 4})

@@ -55,6 +55,17 @@ def test_the_committed_file_is_what_the_committed_rows_give() -> None:
     assert (ROOT / TARGET).read_text(encoding="utf-8") == report(ROOT / "bench" / "results")
 
 
+def test_runs_with_adapters_stand_apart_and_older_rows_have_none(results: Path) -> None:
+    mixed = engine_row("chart9", "flood", 64, 3, 55.25, 990.0, adapters=8, adapter_rank=16)
+    append_row(results / "engine.csv", mixed)
+    text = report(results)
+    assert "### random-MD2, bfloat16, 8 adapters of rank 16" in text
+    own, other = text.split("8 adapters of rank 16")
+    assert "62.5" in own
+    assert "55.2" in other
+    assert "55.2" not in own
+
+
 def test_the_last_row_of_a_case_stands_beside_the_peer(results: Path) -> None:
     lines = report(results).splitlines()
     assert (

@@ -1,71 +1,193 @@
-"""The Triton version of the low-rank deltas against the plain one."""
+"""The Triton version of the low-rank deltas against the plain one, and that against one row after the other."""
 
 from __future__ import annotations
 
-from tests.kernels.triton_mode import HALF, devices  # isort: skip - before any kernel
+from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: skip - before any kernel
 
+from dataclasses import dataclass, fields
 from random import Random
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from kestrel.kernels.low_rank import SlotRows
-from kestrel.kernels.low_rank import add_low_rank as plain
-from kestrel.kernels.triton.low_rank import Tiles, add_low_rank
+from kestrel.kernels import low_rank as plain
+from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
+from kestrel.kernels.triton import low_rank as fast
 
+DIM, QKV, FF = 96, 130, 200
 SHAPES = {
-    "one row": (1, 24, 40, 8, [8]),
-    "odd sizes, mixed ranks, an empty slot": (37, 100, 130, 48, [6, 48, 0, 17]),
-    "the largest rank beside a small one": (5, 64, 72, 512, [512, 8]),
-    "several tiles of one adapter": (70, 32, 48, 16, [16]),
+    "one row": (1, 8, [8]),
+    "odd ranks and an empty slot": (37, 48, [6, 48, 0, 17]),
+    "the largest rank beside a small one": (5, 512, [512, 8]),
+    "several tiles of one adapter": (70, 16, [16]),
+    "more slots than rows": (3, 24, [8, 16, 24, 1, 2, 3]),
 }
 
 
-def batch(shape: str, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    num_rows, num_in, num_out, max_rank, ranks = SHAPES[shape]
-    dice = torch.Generator().manual_seed(len(shape))
+@dataclass
+class Block:
+    """The numbers of one block of layers, for some rows."""
 
-    def numbers(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=dice).to(device, dtype)
+    y: Tensor
+    qkv: Tensor
+    hidden: Tensor
+    mixed: Tensor
+    total: Tensor
+    reads_norm: Tensor
+    factors: dict[str, SlotFactors]
 
-    a, b = numbers(len(ranks), max_rank, num_in), numbers(len(ranks), num_out, max_rank)
-    return numbers(num_rows, num_in), numbers(num_rows, num_out), a, b, torch.tensor(ranks, device=device)
+    @classmethod
+    def drawn(cls, shape: str, device: str, dtype: torch.dtype) -> Block:
+        num_rows, max_rank, ranks = SHAPES[shape]
+        draw = Draw(device, dtype)
+
+        def factors(num_out: int, num_in: int) -> SlotFactors:
+            width = stored_rank(max_rank)
+            a, b = draw(len(ranks), width, num_in, scale=0.1), draw(len(ranks), num_out, width, scale=0.3)
+            for slot, rank in enumerate(ranks):
+                a[slot, rank : stored_rank(rank)] = b[slot, :, rank : stored_rank(rank)] = 0.0
+            stored = [stored_rank(rank) for rank in (*ranks, 0)]
+            return SlotFactors(a, b, torch.tensor(stored, dtype=torch.int32, device=device))
+
+        sizes = {"qkv": (QKV, DIM), "fc1": (FF, DIM), "proj": (DIM, DIM), "fc2": (DIM, FF)}
+        reads_norm = torch.tensor([slot % 2 for slot in range(len(ranks))] + [0], dtype=torch.int32, device=device)
+        wide = draw(num_rows, QKV + FF)
+        return cls(
+            draw(num_rows, DIM), wide[:, :QKV], wide[:, QKV:], draw(num_rows, DIM), draw(num_rows, DIM), reads_norm,
+            {name: factors(*size) for name, size in sizes.items()},
+        )  # fmt: skip
+
+    def to(self, dtype: torch.dtype) -> Block:
+        """A copy; hidden stays beside qkv."""
+        wide = torch.cat((self.qkv, self.hidden), dim=1).to(dtype)
+        factors = {n: SlotFactors(f.a_SRD.to(dtype), f.b_SFR.to(dtype), f.rank_S) for n, f in self.factors.items()}
+        copies = {
+            field.name: getattr(self, field.name).to(dtype, copy=True)
+            for field in fields(self)
+            if field.name in ("y", "mixed", "total")
+        }
+        return Block(
+            **copies, qkv=wide[:, :QKV], hidden=wide[:, QKV:], reads_norm=self.reads_norm, factors=factors
+        )  # fmt: skip
+
+    def adapt(self, ops: object, tiles: SlotTiles, activates_base: bool) -> Block:
+        f, own = self.factors, self.to(self.y.dtype)
+        add_inputs, add_outputs = ops.add_input_deltas, ops.add_output_deltas  # type: ignore[attr-defined]
+        add_inputs(tiles, own.y, own.qkv, f["qkv"], own.hidden, f["fc1"], activates_base=activates_base)
+        add_outputs(tiles, own.total, own.mixed, own.y, own.reads_norm, f["proj"], own.hidden, f["fc2"])
+        return own
+
+    def by_rows(self, owners: list[int], activates_base: bool) -> Block:
+        """The formula, row by row."""
+        own = self.to(self.y.dtype)
+
+        def delta(name: str, x: Tensor, slot: int) -> Tensor:
+            a, b, rank = self.factors[name]
+            r = int(rank[slot])
+            return b[slot][:, :r] @ (a[slot][:r] @ x)
+
+        for n, slot in enumerate(owners):
+            if slot >= 0:
+                own.qkv[n] += delta("qkv", own.y[n], slot)
+                own.hidden[n] += delta("fc1", own.y[n], slot)
+            if slot >= 0 or activates_base:
+                own.hidden[n] = functional.gelu(own.hidden[n], approximate="tanh")
+            if slot >= 0:
+                x = own.y[n] if self.reads_norm[slot] else own.mixed[n]
+                own.total[n] += delta("proj", x, slot) + delta("fc2", own.hidden[n], slot)
+        return own
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.qkv, self.hidden, self.total
 
 
-def users_of(owners: list[int], ranks: list[int], device: str) -> list[SlotRows]:
-    slots = sorted(set(owners) - {-1})
-    return [
-        SlotRows(slot, ranks[slot], torch.tensor([n for n, own in enumerate(owners) if own == slot], device=device))
-        for slot in slots
-    ]
+def owners_of(shape: str, seed: int = 0) -> list[int]:
+    num_rows, _, ranks = SHAPES[shape]
+    dice = Random(f"{shape} {seed}")
+    return [dice.randrange(-1, len(ranks)) for _ in range(num_rows)]
 
 
 @devices
+@pytest.mark.parametrize("activates_base", [False, True])
+@pytest.mark.parametrize("rows_per_tile", [16, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_equals_the_plain_version_and_leaves_other_rows_untouched(shape: str, device: str) -> None:
-    x, y, a, b, rank = batch(shape, device, torch.float32)
-    owners = [Random(f"{shape} {n}").randrange(-1, len(rank)) for n in range(len(x))]
-    users = users_of(owners, rank.tolist(), device)
-    expected = plain(y.clone(), x, users, a, b)
-    got = add_low_rank(y.clone(), x, Tiles.of(users, torch.device(device)), a, b, rank)
-    scale = expected.abs().max()
-    torch.testing.assert_close(got / scale, expected / scale, rtol=0.0, atol=2e-6)
-    without = [n for n, own in enumerate(owners) if own < 0]
-    assert torch.equal(got[without], y[without])
+def test_both_versions_are_the_formula_and_leave_rows_of_the_base_untouched(
+    shape: str, rows_per_tile: int, activates_base: bool, device: str
+) -> None:
+    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    slot_T, num_slots = torch.tensor(owners, device=device), len(SHAPES[shape][2])
+    expected = block.to(torch.float64).by_rows(owners, activates_base)
+    without = [n for n, slot in enumerate(owners) if slot < 0]
+    for ops in (plain, fast):
+        got = block.adapt(ops, ops.tile_slots(slot_T, num_slots, rows_per_tile), activates_base)
+        for mine, true in zip(got.results, expected.results, strict=True):
+            assert distance(mine, true) <= 2e-6 * true.norm()
+        assert torch.equal(got.qkv[without], block.qkv[without])
+        assert torch.equal(got.total[without], block.total[without])
+        assert activates_base or torch.equal(got.hidden[without], block.hidden[without])
 
 
 @devices
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(device: str) -> None:
-    x, y, a, b, rank = batch("several tiles of one adapter", device, HALF[device])
-    users = users_of([0] * len(x), rank.tolist(), device)
-    exact = plain(y.double(), x.double(), users, a.double(), b.double())
-    got = add_low_rank(y.clone(), x, Tiles.of(users, torch.device(device)), a, b, rank)
-    rounded = plain(y.clone(), x, users, a, b)
-    assert (got.double() - exact).norm() <= 1.05 * (rounded.double() - exact).norm()
+    shape = "several tiles of one adapter"
+    block = Block.drawn(shape, device, HALF[device])
+    slot_T = torch.zeros(len(block.y), dtype=torch.int64, device=device)
+    exact = block.to(torch.float64).by_rows([0] * len(block.y), True)
+    rounded, got = (block.adapt(ops, ops.tile_slots(slot_T, 1), True) for ops in (plain, fast))
+    for mine, plainly, true in zip(got.results, rounded.results, exact.results, strict=True):
+        assert distance(mine, true) <= 1.05 * distance(plainly, true)
 
 
 @devices
-def test_an_empty_tile_does_nothing(device: str) -> None:
-    x, y, a, b, rank = batch("one row", device, torch.float32)
-    tiles = Tiles(torch.tensor([-1], device=device), torch.full((1, 16), 0, device=device))
-    assert torch.equal(add_low_rank(y.clone(), x, tiles, a, b, rank), y)
+@pytest.mark.parametrize("rows_per_tile", [16, 64])
+@pytest.mark.parametrize("columns", [64, 128, 512])
+def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(
+    columns: int, rows_per_tile: int, device: str
+) -> None:
+    shape = "odd ranks and an empty slot"
+    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    tiles, f = fast.tile_slots(torch.tensor(owners, device=device), 4, rows_per_tile), block.factors
+    tuning = fast.Tuning(16, 64, columns, block_out=32, sum_block_out=16, expand_ranks=16)
+    got = block.to(torch.float32)
+    fast.add_input_deltas(tiles, got.y, got.qkv, f["qkv"], got.hidden, f["fc1"], activates_base=False, tuning=tuning)
+    fast.add_output_deltas(
+        tiles, got.total, got.mixed, got.y, got.reads_norm, f["proj"], got.hidden, f["fc2"], tuning=tuning
+    )
+    for mine, true in zip(got.results, block.to(torch.float64).by_rows(owners, False).results, strict=True):
+        assert distance(mine, true) <= 2e-6 * true.norm()
+
+
+@devices
+@pytest.mark.parametrize("ops", [plain, fast])
+@pytest.mark.parametrize("rows_per_tile", [16, 64])
+@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 200])
+def test_every_row_is_in_exactly_one_tile_of_its_slot(
+    num_rows: int, rows_per_tile: int, ops: object, device: str
+) -> None:
+    slots = [Random(f"{num_rows} {n}").randrange(-1, 5) for n in range(num_rows)]
+    tiles = ops.tile_slots(torch.tensor(slots, dtype=torch.int64, device=device), 5, rows_per_tile)  # type: ignore[attr-defined]
+    found = [
+        (row, slot)
+        for slot, rows in zip(tiles.slot_K.tolist(), tiles.rows_KN.tolist(), strict=True)
+        for row in rows
+        if slot >= 0 and row >= 0
+    ]
+    assert sorted(found) == [(row, 5 if slot < 0 else slot) for row, slot in enumerate(slots)]
+
+
+@devices
+def test_a_slot_filled_with_another_rank_is_read_anew_and_never_beyond_its_rank(device: str) -> None:
+    shape = "odd ranks and an empty slot"
+    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    tiles = fast.tile_slots(torch.tensor(owners, device=device), 4)
+    block.adapt(fast, tiles, False)
+    for a, b, rank in block.factors.values():
+        rank.copy_(torch.tensor([16, 0, 32, 48, 0], device=device))
+        for slot, r in enumerate(rank.tolist()[:-1]):
+            a[slot, r:] = b[slot, :, r:] = torch.nan
+    got = block.adapt(fast, tiles, False)
+    for mine, true in zip(got.results, block.to(torch.float64).by_rows(owners, False).results, strict=True):
+        assert distance(mine, true) <= 2e-6 * true.norm()

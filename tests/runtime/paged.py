@@ -18,7 +18,7 @@ from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.prompt_outputs import PromptOutputs
-from kestrel.request import GenerationRequest, SamplingParams, StreamUpdate
+from kestrel.request import AdapterUse, GenerationRequest, SamplingParams, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor, FastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
@@ -53,6 +53,7 @@ class Case:
     images: dict[str, np.ndarray] = field(default_factory=dict)
     sampling: SamplingParams | None = None
     prompt_outputs: PromptOutputs | None = None
+    adapter: AdapterUse | None = None
 
     def request(self) -> GenerationRequest:
         return GenerationRequest(
@@ -63,6 +64,7 @@ class Case:
             consumer=Recorder(),
             images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
             prompt_outputs=self.prompt_outputs,
+            adapter=self.adapter,
         )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from kestrel.bench.kernels.case import Case, Maker, distance
+from kestrel.bench.kernels.low_rank_cases import low_rank_cases
 from kestrel.bench.kernels.moe_cases import moe_cases
 from kestrel.bench.kernels.sampling_cases import sampling_cases
 from kestrel.bench.kernels.sizes import Sizes, full_sizes, small_sizes
@@ -57,7 +58,13 @@ class Checked:
 
 
 def all_cases(sizes: Sizes, ops: list[str] | None) -> list[Case]:
-    cases = [*vision_cases(sizes), *text_cases(sizes), *moe_cases(sizes), *sampling_cases(sizes)]
+    cases = [
+        *vision_cases(sizes),
+        *text_cases(sizes),
+        *moe_cases(sizes),
+        *sampling_cases(sizes),
+        *low_rank_cases(sizes),
+    ]
     known = sorted({case.op for case in cases})
     for op in ops or ():
         if op not in known:

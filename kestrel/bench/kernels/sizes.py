@@ -30,6 +30,8 @@ class Sizes:
     tau_tokens: tuple[int, ...]
     routed_tokens: tuple[int, ...]
     """Tokens of a large mixture of experts."""
+    adapters: tuple[tuple[int, int], ...]
+    """How many, and of which rank."""
 
 
 def full_sizes() -> Sizes:
@@ -50,6 +52,7 @@ def full_sizes() -> Sizes:
         prompts=(1, 4, 8),
         tau_tokens=(1, 4, 16, 64, 750, 3000),
         routed_tokens=(16, 64, 750, 3000),
+        adapters=((8, 16), (1, 512)),
     )
 
 
@@ -81,4 +84,5 @@ def small_sizes() -> Sizes:
         prompts=(2,),
         tau_tokens=(3, 21),
         routed_tokens=(7,),
+        adapters=((3, 12),),
     )

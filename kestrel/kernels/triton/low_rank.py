@@ -1,12 +1,14 @@
-"""Low-rank deltas of several adapters in one batch, as two kernels: h = a · x, then y += b · h.
+"""Low-rank deltas of several adapters in one batch, two kernels for each end of a block.
 
-Rows are worked on in tiles of one adapter each. Tiles live in buffers of fixed size, so that a captured graph can be
-replayed with other rows: a tile without rows has matrix -1 and ends at once.
+The first makes h = a · x, the second adds b · h. Both work on tiles of rows of one slot (`tile_slots`, once per step)
+and read slots and ranks on the device, so that a captured graph serves any rows, slots and ranks: a tile without rows
+and the parts of a lower rank end at once. With few tiles the columns of x are split over programs; whoever reads h adds
+up its parts, always in the same order.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,120 +16,335 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.low_rank import SlotRows
+from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
+from kestrel.kernels.triton.activations import gelu_tanh
+from kestrel.kernels.triton.moe_grouping import group_pairs
 
-ROWS_PER_TILE = 16
-BLOCK_IN = 64
-BLOCK_OUT = 64
-BLOCK_RANK = 16
+FEW_ROWS = 16
+"""Rows of a tile with few of them, where the factors stream through; above, tiles are those of a matrix product."""
+SMALL_RANK = 64
+SUM_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Which rows go through which matrix; `rows` is padded with -1."""
-
-    matrix_K: Tensor
-    rows_KN: Tensor
+class Tuning:
+    rank_block: int
+    """Ranks of one program that makes h."""
+    block_in: int
+    columns_per_split: int
+    block_out: int
+    sum_block_out: int
+    """The same where two deltas meet in one output, of which there are fewer."""
+    expand_ranks: int
+    """Ranks that are added at a time."""
+    num_warps: int = 4
+    num_stages: int = 3
 
     @classmethod
-    def of(cls, users: Sequence[SlotRows], device: torch.device) -> Tiles:
-        """From host-side lists; for eager use and for filling the buffers of a graph."""
-        matrices: list[int] = []
-        parts: list[Tensor] = []
-        for user in users:
-            for part in user.rows_N.split(ROWS_PER_TILE):
-                matrices.append(user.slot)
-                parts.append(torch.nn.functional.pad(part, (0, ROWS_PER_TILE - len(part)), value=-1))
-        rows_KN = torch.stack(parts) if parts else torch.empty(0, ROWS_PER_TILE, dtype=torch.int64)
-        return cls(torch.tensor(matrices, dtype=torch.int64, device=device), rows_KN.to(device))
+    def of(cls, rows_per_tile: int, num_rows: int, max_rank: int, dtype: torch.dtype) -> Tuning:
+        """Columns are split until there are programs for a whole GPU: the smaller the rank, the more."""
+        widest = max(16, triton.next_power_of_2(max_rank))
+        is_small, is_wide = max_rank <= SMALL_RANK, dtype == torch.float32
+        if rows_per_tile <= FEW_ROWS:
+            if is_small:
+                return cls(16, 256, 512, block_out=64, sum_block_out=32, expand_ranks=min(32, widest))
+            return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
+        block_out = 64 if is_wide else 128
+        columns = (1024 if is_small else 2048) if num_rows <= 2048 else (2048 if is_small else 8192)
+        return cls(
+            rank_block=min(64, widest),
+            block_in=32 if is_wide else 64,
+            columns_per_split=columns,
+            block_out=block_out,
+            sum_block_out=block_out,
+            expand_ranks=min(32 if is_small or is_wide else 64, widest),
+            num_warps=4 if rows_per_tile <= 64 else 8,
+        )
+
+    def num_splits(self, num_in: int) -> int:
+        return triton.cdiv(num_in, self.columns_per_split)
+
+
+def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None) -> SlotTiles:
+    """From each row's slot, -1 for the base model."""
+    rows = rows_per_tile or usual_rows_per_tile(len(slot_T))
+    own_T = slot_T.masked_fill(slot_T < 0, num_slots)
+    blocks = group_pairs(own_T, num_slots + 1, rows)
+    return SlotTiles(blocks.expert_G, blocks.pairs_R.view(-1, rows))
+
+
+def usual_rows_per_tile(num_rows: int) -> int:
+    """Decoding has as many rows as the batch, prefill at least as many as a question."""
+    return next((rows for rows, most in ((FEW_ROWS, 64), (64, 1024)) if num_rows <= most), 128)
 
 
 @triton.jit
 def _shrink(
-    x_ptr, a_ptr, h_ptr, matrix_ptr, rows_ptr, rank_ptr,
-    num_in, max_rank, x_stride, a_stride,
-    ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    h_ptr, slot_ptr, rows_ptr, reads_other_ptr,
+    x0_ptr, other0_ptr, a0_ptr, rank0_ptr, num_in0, x0_stride, other0_stride, a0_stride,
+    x1_ptr, a1_ptr, rank1_ptr, num_in1, x1_stride, a1_stride, max_rank,
+    ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS0: tl.constexpr,
+    HAS_OTHER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    tile, rank_block = tl.program_id(0), tl.program_id(1)
-    matrix = tl.load(matrix_ptr + tile)
-    if matrix < 0:
+    """Two matrices: the first SPLITS0 parts are those of the first, the other parts those of the second."""
+    tile, part = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(slot_ptr + tile).to(tl.int64)
+    if slot < 0:
         return
-    rank = tl.load(rank_ptr + matrix)
-    if rank_block * BLOCK_RANK >= rank:
+    if part < SPLITS0:
+        x_ptr, x_stride, num_in, start = x0_ptr, x0_stride, num_in0, part * COLUMNS
+        a_ptr, rank_ptr = a0_ptr + slot * a0_stride, rank0_ptr
+        if HAS_OTHER:
+            reads_other = tl.load(reads_other_ptr + slot)
+            if reads_other != 0:
+                x_ptr, x_stride = other0_ptr, other0_stride
+    else:
+        x_ptr, x_stride, num_in, start = x1_ptr, x1_stride, num_in1, (part - SPLITS0) * COLUMNS
+        a_ptr, rank_ptr = a1_ptr + slot * a1_stride, rank1_ptr
+    rank = tl.multiple_of(tl.load(rank_ptr + slot), 16)
+    if tl.program_id(1) * RANKS >= rank:
         return
-    slots = tl.arange(0, ROWS)
-    rows = tl.load(rows_ptr + tile * ROWS + slots)
-    r = rank_block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-    total = tl.zeros((ROWS, BLOCK_RANK), dtype=tl.float32)
-    for start in range(0, num_in, BLOCK_IN):
-        d = start + tl.arange(0, BLOCK_IN)
-        x = tl.load(
-            x_ptr + rows[:, None] * x_stride + d[None, :], mask=(rows[:, None] >= 0) & (d[None, :] < num_in), other=0.0
-        )
-        a = tl.load(
-            a_ptr + matrix * a_stride + r[None, :] * num_in + d[:, None],
-            mask=(r[None, :] < rank) & (d[:, None] < num_in),
-            other=0.0,
-        )
-        total += tl.dot(x, a, input_precision="ieee")
-    out = h_ptr + (tile * ROWS + slots)[:, None] * max_rank + r[None, :]
-    tl.store(out, total.to(h_ptr.dtype.element_ty), mask=r[None, :] < rank)
+    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    place = tile * ROWS + tl.arange(0, ROWS)
+    rows = tl.load(rows_ptr + place)
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
+    for first in range(start, tl.minimum(start + COLUMNS, num_in), BLOCK_IN):
+        d = first + tl.arange(0, BLOCK_IN)
+        x_mask, a_mask = (rows >= 0)[:, None], (r < rank)[None, :]
+        if not EVEN:
+            x_mask, a_mask = x_mask & (d < num_in)[None, :], a_mask & (d < num_in)[:, None]
+        x = tl.load(x_place + d[None, :], mask=x_mask, other=0.0)
+        a = tl.load(a_ptr + r[None, :] * num_in + d[:, None], mask=a_mask, other=0.0)
+        total = tl.dot(x, a, total, input_precision="ieee")
+    h_place = h_ptr + (part * tl.num_programs(0) * ROWS + place).to(tl.int64)[:, None] * max_rank
+    tl.store(h_place + r[None, :], total.to(h_ptr.dtype.element_ty), mask=(r < rank)[None, :])
 
 
 @triton.jit
-def _expand(
-    h_ptr, b_ptr, y_ptr, matrix_ptr, rows_ptr, rank_ptr,
-    num_out, max_rank, y_stride, b_stride,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
+def _sum_parts(parts_ptr, h_ptr, num_numbers, splits0, splits1, BLOCK: tl.constexpr):
+    """[parts of both, numbers] fp32 to [2, numbers]. Beyond a rank they are whatever memory held: nobody reads them."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_numbers
+    part_place = parts_ptr + (tl.program_id(1) * splits0).to(tl.int64) * num_numbers + place
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(tl.where(tl.program_id(1) == 0, splits0, splits1)):
+        total += tl.load(part_place, mask=inside, other=0.0)
+        part_place += num_numbers
+    tl.store(h_ptr + tl.program_id(1) * num_numbers + place, total.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_delta(
+    total, h_place, part_stride, b_ptr, f, rank, num_out, max_rank,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    tile, out_block = tl.program_id(0), tl.program_id(1)
-    matrix = tl.load(matrix_ptr + tile)
-    if matrix < 0:
+    """total + b · h; h, the sum of its parts, is rounded as the plain version does."""
+    for first in range(0, rank, RANKS):
+        r = first + tl.arange(0, RANKS)
+        h = tl.load(h_place + r[None, :], mask=(r < rank)[None, :], other=0.0)
+        for part in tl.static_range(1, SPLITS):
+            h += tl.load(h_place + part * part_stride + r[None, :], mask=(r < rank)[None, :], other=0.0)
+        b_mask = (r < rank)[:, None]
+        if not EVEN:
+            b_mask = b_mask & (f < num_out)[None, :]
+        b = tl.load(b_ptr + f[None, :] * max_rank + r[:, None], mask=b_mask, other=0.0)
+        total = tl.dot(h.to(b.dtype), b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _expand_inputs(
+    h_ptr, slot_ptr, rows_ptr,
+    qkv_ptr, b0_ptr, rank0_ptr, num_out0, qkv_stride, b0_stride,
+    hidden_ptr, b1_ptr, rank1_ptr, num_out1, hidden_stride, b1_stride, max_rank, num_slots, num_blocks0,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
+    ACTIVATES_BASE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Outputs in one row: first those of qkv, then the hidden ones, which end with their activation."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slot_ptr + tile).to(tl.int64)
+    if slot < 0:
         return
-    rank = tl.load(rank_ptr + matrix)
-    slots = tl.arange(0, ROWS)
-    rows = tl.load(rows_ptr + tile * ROWS + slots)
-    f = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    total = tl.zeros((ROWS, BLOCK_OUT), dtype=tl.float32)
-    for start in range(0, rank, BLOCK_RANK):
-        r = start + tl.arange(0, BLOCK_RANK)
-        h = tl.load(h_ptr + (tile * ROWS + slots)[:, None] * max_rank + r[None, :], mask=r[None, :] < rank, other=0.0)
-        b = tl.load(
-            b_ptr + matrix * b_stride + f[None, :] * max_rank + r[:, None],
-            mask=(f[None, :] < num_out) & (r[:, None] < rank),
-            other=0.0,
-        )
-        total += tl.dot(h, b, input_precision="ieee")
-    place = y_ptr + rows[:, None] * y_stride + f[None, :]
-    mask = (rows[:, None] >= 0) & (f[None, :] < num_out)
-    before = tl.load(place, mask=mask, other=0.0)
-    # The delta is rounded before it is added, as the plain version does.
-    delta = total.to(y_ptr.dtype.element_ty)
-    tl.store(place, (before.to(tl.float32) + delta.to(tl.float32)).to(y_ptr.dtype.element_ty), mask=mask)
+    place = tile * ROWS + tl.arange(0, ROWS)
+    rows = tl.load(rows_ptr + place)
+    part_stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
+    h_place = h_ptr + (place * max_rank).to(tl.int64)[:, None]
+    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    if block < num_blocks0:
+        rank = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
+        if rank > 0:
+            f = block * OUTPUTS + tl.arange(0, OUTPUTS)
+            b_ptr = b0_ptr + slot * b0_stride
+            delta = _add_delta(
+                total, h_place, part_stride, b_ptr, f, rank, num_out0, max_rank, SPLITS, ROWS, RANKS, EVEN
+            )
+            y_place = qkv_ptr + rows.to(tl.int64)[:, None] * qkv_stride + f[None, :]
+            mask = (rows >= 0)[:, None] & (f < num_out0)[None, :]
+            y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
+            y += delta.to(qkv_ptr.dtype.element_ty).to(tl.float32)
+            tl.store(y_place, y.to(qkv_ptr.dtype.element_ty), mask=mask)
+    elif (slot < num_slots) | ACTIVATES_BASE:
+        rank = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
+        f = (block - num_blocks0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        h_place += SPLITS * part_stride
+        b_ptr = b1_ptr + slot * b1_stride
+        delta = _add_delta(total, h_place, part_stride, b_ptr, f, rank, num_out1, max_rank, SPLITS, ROWS, RANKS, EVEN)
+        z_place = hidden_ptr + rows.to(tl.int64)[:, None] * hidden_stride + f[None, :]
+        mask = (rows >= 0)[:, None] & (f < num_out1)[None, :]
+        z = tl.load(z_place, mask=mask, other=0.0).to(tl.float32)
+        z += delta.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+        z = gelu_tanh(z.to(hidden_ptr.dtype.element_ty).to(tl.float32))
+        tl.store(z_place, z.to(hidden_ptr.dtype.element_ty), mask=mask)
 
 
-def add_low_rank(y_TF: Tensor, x_TD: Tensor, tiles: Tiles, a_MRD: Tensor, b_MFR: Tensor, rank_M: Tensor) -> Tensor:
-    """y with the deltas added, in place. M counts matrices: slots, or slots times experts."""
-    num_tiles = tiles.matrix_K.shape[0]
-    max_rank, num_in = a_MRD.shape[1:]
-    num_out = b_MFR.shape[1]
-    assert y_TF.shape == (x_TD.shape[0], num_out)
-    assert x_TD.shape[1] == num_in
-    assert b_MFR.shape[2] == max_rank
-    assert x_TD.stride(1) == y_TF.stride(1) == 1
-    assert a_MRD[0].is_contiguous()
-    assert b_MFR[0].is_contiguous()
+@triton.jit
+def _expand_outputs(
+    h_ptr, slot_ptr, rows_ptr, total_ptr, b0_ptr, rank0_ptr, b1_ptr, rank1_ptr,
+    num_out, total_stride, b0_stride, b1_stride, max_rank,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr, SPLITS0: tl.constexpr, SPLITS1: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    slot = tl.load(slot_ptr + tile).to(tl.int64)
+    if slot < 0:
+        return
+    rank0 = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
+    rank1 = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
+    if rank0 + rank1 == 0:
+        return
+    place = tile * ROWS + tl.arange(0, ROWS)
+    rows = tl.load(rows_ptr + place)
+    part_stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
+    h_place = h_ptr + (place * max_rank).to(tl.int64)[:, None]
+    f = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    delta = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    delta = _add_delta(
+        delta, h_place, part_stride, b0_ptr + slot * b0_stride, f, rank0, num_out, max_rank, SPLITS0, ROWS, RANKS, EVEN
+    )
+    h_place += SPLITS0 * part_stride
+    delta = _add_delta(
+        delta, h_place, part_stride, b1_ptr + slot * b1_stride, f, rank1, num_out, max_rank, SPLITS1, ROWS, RANKS, EVEN
+    )
+    y_place = total_ptr + rows.to(tl.int64)[:, None] * total_stride + f[None, :]
+    mask = (rows >= 0)[:, None] & (f < num_out)[None, :]
+    y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32) + delta
+    tl.store(y_place, y.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+def add_input_deltas(
+    tiles: SlotTiles,
+    y_TD: Tensor,
+    qkv_TF: Tensor,
+    qkv: SlotFactors,
+    hidden_TF: Tensor,
+    fc1: SlotFactors,
+    *,
+    activates_base: bool,
+    tuning: Tuning | None = None,
+) -> None:
+    _check_sizes(y_TD, qkv, qkv_TF)
+    _check_sizes(y_TD, fc1, hidden_TF)
+    num_slots, max_rank, _ = qkv.a_SRD.shape
+    num_tiles, rows = tiles.rows_KN.shape
     if num_tiles == 0:
-        return y_TF
-    h = torch.empty(num_tiles * ROWS_PER_TILE, max_rank, dtype=x_TD.dtype, device=x_TD.device)
-    _shrink[(num_tiles, triton.cdiv(max_rank, BLOCK_RANK))](
-        x_TD, a_MRD, h, tiles.matrix_K, tiles.rows_KN, rank_M,
-        num_in, max_rank, x_TD.stride(0), a_MRD.stride(0),
-        ROWS=ROWS_PER_TILE, BLOCK_IN=BLOCK_IN, BLOCK_RANK=BLOCK_RANK,  # pyright: ignore[reportArgumentType]
+        return
+    chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
+    shrunk = _shrunk(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
+    blocks = [triton.cdiv(out_TF.shape[1], chosen.block_out) for out_TF in (qkv_TF, hidden_TF)]
+    _expand_inputs[(num_tiles, sum(blocks))](
+        shrunk.h, tiles.slot_K, tiles.rows_KN,
+        qkv_TF, qkv.b_SFR, qkv.rank_S, qkv_TF.shape[1], qkv_TF.stride(0), qkv.b_SFR.stride(0),
+        hidden_TF, fc1.b_SFR, fc1.rank_S, hidden_TF.shape[1], hidden_TF.stride(0), fc1.b_SFR.stride(0),
+        max_rank, num_slots, blocks[0],
+        ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks, SPLITS=shrunk.splits[0],
+        ACTIVATES_BASE=activates_base, EVEN=all(t.shape[1] % chosen.block_out == 0 for t in (qkv_TF, hidden_TF)),
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
-    _expand[(num_tiles, triton.cdiv(num_out, BLOCK_OUT))](
-        h, b_MFR, y_TF, tiles.matrix_K, tiles.rows_KN, rank_M,
-        num_out, max_rank, y_TF.stride(0), b_MFR.stride(0),
-        ROWS=ROWS_PER_TILE, BLOCK_OUT=BLOCK_OUT, BLOCK_RANK=BLOCK_RANK,  # pyright: ignore[reportArgumentType]
+
+
+def add_output_deltas(
+    tiles: SlotTiles,
+    total_TD: Tensor,
+    mixed_TD: Tensor,
+    y_TD: Tensor,
+    reads_norm_S: Tensor,
+    proj: SlotFactors,
+    hidden_TF: Tensor,
+    fc2: SlotFactors,
+    *,
+    tuning: Tuning | None = None,
+) -> None:
+    _check_sizes(mixed_TD, proj, total_TD)
+    _check_sizes(y_TD, proj, total_TD)
+    _check_sizes(hidden_TF, fc2, total_TD)
+    num_tiles, rows = tiles.rows_KN.shape
+    num_out, max_rank = proj.b_SFR.shape[1:]
+    if num_tiles == 0:
+        return
+    chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
+    shrunk = _shrunk(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
+    _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
+        shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
+        num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank,
+        ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
+        SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1],
+        EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
-    return y_TF
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrunk:
+    """h of two matrices in parts: [parts of the first, then those of the second, tiles · rows, max_rank]."""
+
+    h: Tensor
+    splits: tuple[int, int]
+
+
+def _shrunk(
+    tiles: SlotTiles,
+    chosen: Tuning,
+    x_TD: Tensor,
+    other_TD: Tensor | None,
+    reads_other_S: Tensor | None,
+    first: SlotFactors,
+    second_x_TD: Tensor,
+    second: SlotFactors,
+) -> _Shrunk:
+    num_tiles, rows = tiles.rows_KN.shape
+    max_rank = first.a_SRD.shape[1]
+    assert second.a_SRD.shape[1] == max_rank
+    num_in, second_in = x_TD.shape[1], second_x_TD.shape[1]
+    splits = chosen.num_splits(num_in), chosen.num_splits(second_in)
+    dtype = x_TD.dtype if splits == (1, 1) else torch.float32
+    h = torch.empty(sum(splits), num_tiles * rows, max_rank, dtype=dtype, device=x_TD.device)
+    other = x_TD if other_TD is None else other_TD
+    _shrink[(num_tiles, triton.cdiv(max_rank, chosen.rank_block), sum(splits))](
+        h, tiles.slot_K, tiles.rows_KN, first.rank_S if reads_other_S is None else reads_other_S,
+        x_TD, other, first.a_SRD, first.rank_S, num_in, x_TD.stride(0), other.stride(0), first.a_SRD.stride(0),
+        second_x_TD, second.a_SRD, second.rank_S, second_in, second_x_TD.stride(0), second.a_SRD.stride(0), max_rank,
+        ROWS=rows, BLOCK_IN=chosen.block_in, RANKS=chosen.rank_block, COLUMNS=chosen.columns_per_split,
+        SPLITS0=splits[0], HAS_OTHER=other_TD is not None,
+        EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+    return _Shrunk(h, splits) if rows <= FEW_ROWS or splits == (1, 1) else _summed(h, splits, x_TD.dtype)
+
+
+def _summed(parts: Tensor, splits: tuple[int, int], dtype: torch.dtype) -> _Shrunk:
+    """With many outputs, adding up the parts for each block of them anew would cost more than a launch."""
+    h = torch.empty(2, *parts.shape[1:], dtype=dtype, device=parts.device)
+    num_numbers = h[0].numel()
+    _sum_parts[(triton.cdiv(num_numbers, SUM_BLOCK), 2)](parts, h, num_numbers, *splits, BLOCK=SUM_BLOCK)
+    return _Shrunk(h, (1, 1))
+
+
+def _check_sizes(x_TD: Tensor, factors: SlotFactors, y_TF: Tensor) -> None:
+    num_slots, max_rank, num_in = factors.a_SRD.shape
+    assert factors.b_SFR.shape == (num_slots, y_TF.shape[1], max_rank)
+    assert factors.rank_S.shape == (num_slots + 1,)
+    assert max_rank % RANK_STEP == 0
+    assert x_TD.shape == (len(y_TF), num_in)
+    assert x_TD.stride(1) == y_TF.stride(1) == 1
+    assert factors.a_SRD[0].is_contiguous()
+    assert factors.b_SFR[0].is_contiguous()

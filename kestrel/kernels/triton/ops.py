@@ -13,6 +13,7 @@ from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.triton.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
+from kestrel.kernels.triton.low_rank import add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
@@ -65,4 +66,7 @@ TRITON = Ops(
     rows_to_fp8=rows_to_fp8,
     gelu_to_fp8=gelu_to_fp8,
     fp8_linear=scaled_mm_linear,
+    tile_slots=tile_slots,
+    add_input_deltas=add_input_deltas,
+    add_output_deltas=add_output_deltas,
 )

@@ -41,8 +41,10 @@ class Tuning:
 
 @triton.jit
 def _finish(
-    total, rows, outs, inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, num_out, y_stride, residual_stride, gelu_from,
+    total, rows, outs, inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+    num_rows, num_out, y_stride, residual_stride, gelu_from,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr,
 ):  # fmt: skip
     """What follows the product, in fp32, up to the store."""
     if HAS_SCALE:
@@ -50,7 +52,10 @@ def _finish(
     if HAS_BIAS:
         total += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)
     if HAS_GELU:
-        total = tl.where(outs >= gelu_from, gelu_tanh(total), total)
+        is_active = outs >= gelu_from
+        if HAS_GELU_ROWS:
+            is_active = is_active & (tl.load(gelu_rows_ptr + rows, mask=rows < num_rows, other=0) != 0)
+        total = tl.where(is_active, gelu_tanh(total), total)
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + rows * residual_stride + outs, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + rows * y_stride + outs, total.to(y_ptr.dtype.element_ty), mask=inside)
@@ -58,11 +63,12 @@ def _finish(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_sums(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr,
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
     num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
@@ -91,18 +97,20 @@ def _by_sums(
     inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
     _finish(
         tl.sum(total, axis=2), rows[:, None], outs[None, :], inside,
-        y_ptr, bias_ptr, residual_ptr, scale_ptr, num_out, y_stride, residual_stride, gelu_from,
-        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU,
+        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+        num_rows, num_out, y_stride, residual_stride, gelu_from,
+        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_dots(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr,
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
     num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
@@ -122,8 +130,9 @@ def _by_dots(
     inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
     _finish(
         total, rows[None, :], outs[:, None], inside,
-        y_ptr, bias_ptr, residual_ptr, scale_ptr, num_out, y_stride, residual_stride, gelu_from,
-        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU,
+        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+        num_rows, num_out, y_stride, residual_stride, gelu_from,
+        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
     )  # fmt: skip
 
 
@@ -134,6 +143,7 @@ def small_linear(
     residual_MF: Tensor | None = None,
     gelu_from: int | None = None,
     scale_F: Tensor | None = None,
+    gelu_rows_M: Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """y [M, F] in the dtype of x, M ≤ 16. Rows of x and of the residual may lie apart."""
@@ -145,6 +155,7 @@ def small_linear(
     assert x_MD.stride(1) == 1
     assert residual_MF is None or (residual_MF.shape == (num_rows, num_out) and residual_MF.stride(1) == 1)
     assert scale_F is None or (scale_F.shape == (num_out,) and scale_F.is_contiguous())
+    assert gelu_rows_M is None or (gelu_rows_M.shape == (num_rows,) and gelu_rows_M.is_contiguous())
     y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
     if num_rows == 0:
         return y_MF
@@ -158,11 +169,13 @@ def small_linear(
         x_MD if bias_F is None else bias_F,
         x_MD if residual_MF is None else residual_MF,
         x_MD if scale_F is None else scale_F,
+        x_MD if gelu_rows_M is None else gelu_rows_M,
         num_rows, num_out, num_in, x_MD.stride(0), num_out, 0 if residual_MF is None else residual_MF.stride(0),
         0 if gelu_from is None else gelu_from,
         ROWS=padded_rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
         EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows,
         HAS_BIAS=bias_F is not None, HAS_RESIDUAL=residual_MF is not None, HAS_SCALE=scale_F is not None,
-        HAS_GELU=gelu_from is not None, num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
+        HAS_GELU=gelu_from is not None, HAS_GELU_ROWS=gelu_rows_M is not None,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     return y_MF

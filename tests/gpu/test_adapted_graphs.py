@@ -1,0 +1,46 @@
+"""Captured steps with adapters give what the plain model gives, on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from kestrel.kernels.ops import Ops
+from kestrel.models.contract import DecoderModel
+from kestrel.moondream.runtime import batch_sizes
+from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.executor import FastSteps
+from kestrel.runtime.graph_pool import GraphPool
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.prefill_graphs import PrefillGraphs
+from kestrel.runtime.rows import RowTable
+from tests.runtime.adapted import crowd, decoder_and_slots, each_alone, serving, untagged
+from tests.runtime.paged import Paged
+
+pytestmark = pytest.mark.gpu
+
+
+def triton_ops() -> Ops:
+    from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415 - needs a GPU
+
+    return TRITON
+
+
+def on_gpu(ops: Ops, num_slots: int) -> Paged:
+    decoder, slots = decoder_and_slots("md2", "cuda", num_slots)
+    decoder.fuse(ops)
+
+    def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
+        pool = GraphPool(model.device)
+        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(16), pool, slots)
+        return FastSteps(decode, PrefillGraphs(model, kv, table, ops, 2048, pool, slots))
+
+    return serving(decoder, slots, make)
+
+
+@pytest.mark.parametrize("num_slots", [5, 2])
+def test_a_mixed_crowd_is_told_what_each_is_told_alone(num_slots: int) -> None:
+    engine, cases = on_gpu(triton_ops(), num_slots), crowd("md2", "x")
+    expected = each_alone("md2", cases)
+    assert engine.run(*cases) == expected
+    again = engine.run(*reversed(crowd("md2", "again")))
+    assert untagged(again) == untagged(expected), "slots that were filled anew between replays"

@@ -1,0 +1,125 @@
+"""Golden models that serve adapters, and a mixed crowd of requests for them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kestrel.adapters import Adapter
+from kestrel.cache import CacheManager
+from kestrel.kernels.ops import Ops
+from kestrel.models.adapting import SingleAdapter
+from kestrel.moondream.adapted_text import AdaptedText
+from kestrel.moondream.lora import adapter_shape
+from kestrel.request import AdapterUse
+from kestrel.runtime.adapter_slots import AdapterSlots
+from kestrel.runtime.contract import AdapterLoad, RuntimeLimits
+from kestrel.runtime.executor import Executor, MakeFastSteps
+from kestrel.scheduler import GenerationScheduler
+from kestrel.tokens import Token
+from tests.moondream.goldens import golden
+from tests.moondream.naive import NaiveMoondream
+from tests.moondream.test_lora import random_adapter
+from tests.runtime.paged import Case, Paged, RecordingDecoder
+from tests.runtime.test_paged_equality import all_skills
+
+MAX_RANK = 64
+
+
+@cache
+def adapters(family: str) -> dict[str, Adapter]:
+    """Ranks 8 to 64; the second reads the norm for proj, the third has a scale, the fourth changes one matrix only."""
+    wide = random_adapter(family, 64, seed=4)
+    one_target = next(target for target in wide.targets if target.matrix == "fc1")
+    return {
+        "narrow": random_adapter(family, 8, seed=1),
+        "of norm": replace(random_adapter(family, 16, seed=2), proj_input="block_norm"),
+        "scaled": random_adapter(family, 24, seed=3, alpha=12.0),
+        "wide": wide,
+        "one matrix": replace(wide, targets={one_target: wide.targets[one_target]}),
+    }
+
+
+def crowd(family: str, tag: str) -> list[Case]:
+    """Every skill about a picture and some about another, by the base model and by each adapter in turn."""
+    uses = [None, *(AdapterUse(name, name, adapter) for name, adapter in adapters(family).items())]
+    g = golden(family)
+    cases = all_skills(g, f"{tag}.a", "small") + all_skills(g, f"{tag}.b", "multi")[:3]
+    return [replace(case, adapter=uses[number % len(uses)]) for number, case in enumerate(cases)]
+
+
+def untagged(said: dict[str, list[Token]]) -> dict[str, list[Token]]:
+    """What was said, by the case's name without its tag."""
+    return {name.partition(".")[2]: tokens for name, tokens in said.items()}
+
+
+def each_alone(family: str, cases: list[Case]) -> dict[str, list[Token]]:
+    """The dense loop of the plain model."""
+    g = golden(family)
+    said: dict[str, list[Token]] = {}
+    for case in cases:
+        adapt = None if case.adapter is None else SingleAdapter(case.adapter.weights)
+        naive = NaiveMoondream(g.model, g.config, g.tokenizer, g.naive.image_cache, adapt)
+        said[case.name] = naive.generate(case.items, case.images, case.grammar, case.max_new_tokens).tokens
+    return said
+
+
+def serving(
+    decoder: RecordingDecoder, slots: AdapterSlots, make: MakeFastSteps | None, max_prefill_tokens: int = 2048
+) -> Paged:
+    on_gpu = decoder.device.type == "cuda"
+    limits = RuntimeLimits(
+        max_batch_size=16,
+        max_seq_length=decoder.shape.max_context,
+        num_pages=1800,
+        page_size=16,
+        max_prefill_tokens=max_prefill_tokens,
+        steps_in_flight=1 if on_gpu else 0,
+        num_adapter_slots=slots.num_slots,
+    )
+    with torch.inference_mode():
+        runtime = Executor(decoder, limits, slots, make_fast_steps=make)
+    return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
+
+
+def decoder_and_slots(family: str, device: str, num_slots: int) -> tuple[RecordingDecoder, AdapterSlots]:
+    decoder = RecordingDecoder(copy.deepcopy(golden(family).model).to(device))
+    shape = adapter_shape(golden(family).config.text)
+    return decoder, AdapterSlots(shape, num_slots, MAX_RANK, decoder.device, decoder.dtype)
+
+
+def adapted_text(ops: Ops, device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdaptedText:
+    return AdaptedText(copy.deepcopy(golden("md2").model.text).to(device, dtype), ops)
+
+
+def loaded_slots(device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdapterSlots:
+    """A slot for each of the adapters, and an empty one."""
+    shape = adapter_shape(golden("md2").config.text)
+    slots = AdapterSlots(shape, len(adapters("md2")) + 1, MAX_RANK, torch.device(device), dtype)
+    for slot, adapter in enumerate(adapters("md2").values()):
+        slots.load(AdapterLoad(slot, str(slot), adapter))
+    return slots
+
+
+class ValuesAlone:
+    """Attention of which each position sees its own value only."""
+
+    def __init__(self, num_rows: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        text = golden("md2").config.text
+        self.slots_T = torch.arange(num_rows, device=device)
+        self._k, self._v = torch.zeros(2, num_rows, text.n_kv_heads, text.head_dim, device=device, dtype=dtype).unbind(
+            0
+        )
+
+    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        return v_THD
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._k, self._v
+
+    def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
+        out_THD.copy_(self._v.repeat_interleave(out_THD.shape[1] // self._v.shape[1], dim=1))
