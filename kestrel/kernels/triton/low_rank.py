@@ -122,16 +122,29 @@ def _shrink(
 
 
 @triton.jit
-def _sum_parts(parts_ptr, h_ptr, num_numbers, splits0, splits1, BLOCK: tl.constexpr):
-    """[parts of both, numbers] fp32 to [2, numbers]. Beyond a rank they are whatever memory held: nobody reads them."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_numbers
-    part_place = parts_ptr + (tl.program_id(1) * splits0).to(tl.int64) * num_numbers + place
+def _sum_parts(
+    parts_ptr, h_ptr, slot_ptr, rank0_ptr, rank1_ptr, max_rank, splits0, splits1,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Parts of two matrices to h of both: [2, tiles · rows, max_rank]. What lies beyond a rank stays as it was."""
+    tile, matrix = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(slot_ptr + tile)
+    if slot < 0:
+        return
+    rank_ptr, splits = rank0_ptr, splits0
+    if matrix > 0:
+        rank_ptr, splits = rank1_ptr, splits1
+    rank = tl.load(rank_ptr + slot)
+    inside_tile = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_used = (inside_tile < ROWS * max_rank) & (inside_tile % max_rank < rank)
+    place = tile.to(tl.int64) * ROWS * max_rank + inside_tile
+    stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
+    part_place = parts_ptr + matrix * splits0 * stride + place
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for _ in range(tl.where(tl.program_id(1) == 0, splits0, splits1)):
-        total += tl.load(part_place, mask=inside, other=0.0)
-        part_place += num_numbers
-    tl.store(h_ptr + tl.program_id(1) * num_numbers + place, total.to(h_ptr.dtype.element_ty), mask=inside)
+    for _ in range(splits):
+        total += tl.load(part_place, mask=is_used, other=0.0)
+        part_place += stride
+    tl.store(h_ptr + matrix * stride + place, total.to(h_ptr.dtype.element_ty), mask=is_used)
 
 
 @triton.jit
@@ -328,14 +341,18 @@ def _shrunk(
         EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
-    return _Shrunk(h, splits) if rows <= FEW_ROWS or splits == (1, 1) else _summed(h, splits, x_TD.dtype)
+    shrunk = _Shrunk(h, splits)
+    return shrunk if rows <= FEW_ROWS or splits == (1, 1) else _summed(shrunk, tiles, first, second, x_TD.dtype)
 
 
-def _summed(parts: Tensor, splits: tuple[int, int], dtype: torch.dtype) -> _Shrunk:
+def _summed(shrunk: _Shrunk, tiles: SlotTiles, first: SlotFactors, second: SlotFactors, dtype: torch.dtype) -> _Shrunk:
     """With many outputs, adding up the parts for each block of them anew would cost more than a launch."""
-    h = torch.empty(2, *parts.shape[1:], dtype=dtype, device=parts.device)
-    num_numbers = h[0].numel()
-    _sum_parts[(triton.cdiv(num_numbers, SUM_BLOCK), 2)](parts, h, num_numbers, *splits, BLOCK=SUM_BLOCK)
+    num_tiles, rows = tiles.rows_KN.shape
+    max_rank = shrunk.h.shape[2]
+    h = torch.empty(2, *shrunk.h.shape[1:], dtype=dtype, device=shrunk.h.device)
+    _sum_parts[(num_tiles, triton.cdiv(rows * max_rank, SUM_BLOCK), 2)](
+        shrunk.h, h, tiles.slot_K, first.rank_S, second.rank_S, max_rank, *shrunk.splits, ROWS=rows, BLOCK=SUM_BLOCK
+    )
     return _Shrunk(h, (1, 1))
 
 
