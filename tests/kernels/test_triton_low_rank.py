@@ -15,6 +15,7 @@ from torch.nn import functional
 from kestrel.kernels import low_rank as plain
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
 from kestrel.kernels.triton import low_rank as fast
+from kestrel.kernels.triton.low_rank_shrink import Tuning
 
 DIM, QKV, FF = 96, 130, 200
 SHAPES = {
@@ -150,7 +151,7 @@ def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(
     shape = "odd ranks and an empty slot"
     block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
     tiles, f = fast.tile_slots(torch.tensor(owners, device=device), 4, rows_per_tile), block.factors
-    tuning = fast.Tuning(16, 64, columns, block_out=32, sum_block_out=16, expand_ranks=16)
+    tuning = Tuning(16, 64, columns, block_out=32, sum_block_out=16, expand_ranks=16)
     got = block.to(torch.float32)
     fast.add_input_deltas(tiles, got.y, got.qkv, f["qkv"], got.hidden, f["fc1"], activates_base=False, tuning=tuning)
     fast.add_output_deltas(

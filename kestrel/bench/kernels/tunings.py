@@ -11,7 +11,7 @@ from kestrel.kernels.triton import (
     crop_attention,
     fp8_rows,
     layer_norm,
-    low_rank,
+    low_rank_shrink,
     moe_grouped,
     moe_small,
     paged_attention,
@@ -91,12 +91,12 @@ def row_inputs_tunings() -> tuple[Any, ...]:
 
 def low_rank_tunings(num_rows: int, max_rank: int) -> tuple[Any, ...]:
     """Few rows: how the factors are cut up. Many: blocks of two matrix products."""
-    is_small = max_rank <= low_rank.SMALL_RANK
-    if num_rows <= low_rank.FEW_ROWS:
+    is_small = max_rank <= low_rank_shrink.SMALL_RANK
+    if num_rows <= low_rank_shrink.FEW_ROWS:
         columns = (256, 512, 1024) if is_small else (512, 1024, 2048)
         outputs = ((32, 16), (64, 32), (128, 32)) if is_small else ((16, 16), (32, 16), (64, 32))
         tried = product((128, 256), columns, outputs, (16, 32) if is_small else (64, 128), (2, 4), (3, 4))
-        return tuple(low_rank.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
+        return tuple(low_rank_shrink.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
     ranks, expand = ((16,), (16,)) if is_small else ((64, 128), (32, 64))
     tried = product(ranks, (64, 128), (1024, 2048, 8192), (64, 128), expand, (4, 8), (3,))
-    return tuple(low_rank.Tuning(r, ins, cols, outs, outs, *rest) for r, ins, cols, outs, *rest in tried)
+    return tuple(low_rank_shrink.Tuning(r, ins, cols, outs, outs, *rest) for r, ins, cols, outs, *rest in tried)

@@ -1,68 +1,21 @@
 """Low-rank deltas of several adapters in one batch, two kernels for each end of a block.
 
-The first makes h = a · x, the second adds b · h. Both work on tiles of rows of one slot (`tile_slots`, once per step)
-and read slots and ranks on the device, so that a captured graph serves any rows, slots and ranks: a tile without rows
-and the parts of a lower rank end at once. With few tiles the columns of x are split over programs; whoever reads h adds
-up its parts, always in the same order.
+The first makes h = a · x (`low_rank_shrink`), the second adds b · h. Both work on tiles of rows of one slot
+(`tile_slots`, once per step) and read slots and ranks on the device, so that a captured graph serves any rows, slots and
+ranks: a tile without rows and the parts of a lower rank end at once. Parts of h are always added up in the same order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
 from kestrel.kernels.triton.activations import gelu_tanh
+from kestrel.kernels.triton.low_rank_shrink import FEW_ROWS, Tuning, shrink
 from kestrel.kernels.triton.moe_grouping import group_pairs
-
-FEW_ROWS = 16
-"""Rows of a tile with few of them, where the factors stream through; above, tiles are those of a matrix product."""
-SMALL_RANK = 64
-SUM_BLOCK = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    rank_block: int
-    """Ranks of one program that makes h."""
-    block_in: int
-    columns_per_split: int
-    block_out: int
-    sum_block_out: int
-    """The same where two deltas meet in one output, of which there are fewer."""
-    expand_ranks: int
-    """Ranks that are added at a time."""
-    num_warps: int = 4
-    num_stages: int = 3
-
-    @classmethod
-    def of(cls, rows_per_tile: int, num_rows: int, max_rank: int, dtype: torch.dtype) -> Tuning:
-        """Columns are split until there are programs for a whole GPU: the smaller the rank, the more."""
-        widest = max(16, triton.next_power_of_2(max_rank))
-        is_small, is_wide = max_rank <= SMALL_RANK, dtype == torch.float32
-        if rows_per_tile <= FEW_ROWS:
-            if is_small:
-                return cls(16, 256, 512, block_out=64, sum_block_out=32, expand_ranks=min(32, widest))
-            return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
-        block_out = 64 if is_wide else 128
-        columns = (1024 if is_small else 2048) if num_rows <= 2048 else (2048 if is_small else 8192)
-        return cls(
-            rank_block=min(64, widest),
-            block_in=32 if is_wide else 64,
-            columns_per_split=columns,
-            block_out=block_out,
-            sum_block_out=block_out,
-            expand_ranks=min(32 if is_small or is_wide else 64, widest),
-            num_warps=4 if rows_per_tile <= 64 else 8,
-        )
-
-    def num_splits(self, num_in: int) -> int:
-        return triton.cdiv(num_in, self.columns_per_split)
 
 
 def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None) -> SlotTiles:
@@ -76,62 +29,6 @@ def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None)
 def usual_rows_per_tile(num_rows: int) -> int:
     """Decoding has as many rows as the batch, prefill at least as many as a question."""
     return next((rows for rows, most in ((FEW_ROWS, 64), (64, 1024)) if num_rows <= most), 128)
-
-
-@triton.jit
-def _shrink(
-    h_ptr, slot_ptr, rows_ptr, reads_other_ptr,
-    x0_ptr, other0_ptr, a0_ptr, rank0_ptr, num_in0, x0_stride, other0_stride, a0_stride,
-    x1_ptr, a1_ptr, rank1_ptr, num_in1, x1_stride, a1_stride, max_rank,
-    ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS0: tl.constexpr,
-    HAS_OTHER: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Two matrices: the first SPLITS0 parts are those of the first, the other parts those of the second."""
-    tile, part = tl.program_id(0), tl.program_id(2)
-    slot = tl.load(slot_ptr + tile).to(tl.int64)
-    if slot < 0:
-        return
-    if part < SPLITS0:
-        x_ptr, x_stride, num_in, start = x0_ptr, x0_stride, num_in0, part * COLUMNS
-        a_ptr, rank_ptr = a0_ptr + slot * a0_stride, rank0_ptr
-        if HAS_OTHER:
-            reads_other = tl.load(reads_other_ptr + slot)
-            if reads_other != 0:
-                x_ptr, x_stride = other0_ptr, other0_stride
-    else:
-        x_ptr, x_stride, num_in, start = x1_ptr, x1_stride, num_in1, (part - SPLITS0) * COLUMNS
-        a_ptr, rank_ptr = a1_ptr + slot * a1_stride, rank1_ptr
-    rank = tl.multiple_of(tl.load(rank_ptr + slot), 16)
-    if tl.program_id(1) * RANKS >= rank:
-        return
-    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    place = tile * ROWS + tl.arange(0, ROWS)
-    rows = tl.load(rows_ptr + place)
-    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-    x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
-    for first in range(start, tl.minimum(start + COLUMNS, num_in), BLOCK_IN):
-        d = first + tl.arange(0, BLOCK_IN)
-        x_mask, a_mask = (rows >= 0)[:, None], (r < rank)[None, :]
-        if not EVEN:
-            x_mask, a_mask = x_mask & (d < num_in)[None, :], a_mask & (d < num_in)[:, None]
-        x = tl.load(x_place + d[None, :], mask=x_mask, other=0.0)
-        a = tl.load(a_ptr + r[None, :] * num_in + d[:, None], mask=a_mask, other=0.0)
-        total = tl.dot(x, a, total, input_precision="ieee")
-    h_place = h_ptr + (part * tl.num_programs(0) * ROWS + place).to(tl.int64)[:, None] * max_rank
-    tl.store(h_place + r[None, :], total.to(h_ptr.dtype.element_ty), mask=(r < rank)[None, :])
-
-
-@triton.jit
-def _sum_parts(parts_ptr, h_ptr, num_numbers, splits0, splits1, BLOCK: tl.constexpr):
-    """[parts of both, numbers] fp32 to [2, numbers]. Beyond a rank they are whatever memory held: nobody reads them."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_numbers
-    part_place = parts_ptr + (tl.program_id(1) * splits0).to(tl.int64) * num_numbers + place
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for _ in range(tl.where(tl.program_id(1) == 0, splits0, splits1)):
-        total += tl.load(part_place, mask=inside, other=0.0)
-        part_place += num_numbers
-    tl.store(h_ptr + tl.program_id(1) * num_numbers + place, total.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -250,7 +147,7 @@ def add_input_deltas(
     if num_tiles == 0:
         return
     chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
-    shrunk = _shrunk(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
+    shrunk = shrink(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
     blocks = [triton.cdiv(out_TF.shape[1], chosen.block_out) for out_TF in (qkv_TF, hidden_TF)]
     _expand_inputs[(num_tiles, sum(blocks))](
         shrunk.h, tiles.slot_K, tiles.rows_KN,
@@ -283,7 +180,7 @@ def add_output_deltas(
     if num_tiles == 0:
         return
     chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
-    shrunk = _shrunk(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
+    shrunk = shrink(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
         num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank,
@@ -291,52 +188,6 @@ def add_output_deltas(
         SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1],
         EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Shrunk:
-    """h of two matrices in parts: [parts of the first, then those of the second, tiles · rows, max_rank]."""
-
-    h: Tensor
-    splits: tuple[int, int]
-
-
-def _shrunk(
-    tiles: SlotTiles,
-    chosen: Tuning,
-    x_TD: Tensor,
-    other_TD: Tensor | None,
-    reads_other_S: Tensor | None,
-    first: SlotFactors,
-    second_x_TD: Tensor,
-    second: SlotFactors,
-) -> _Shrunk:
-    num_tiles, rows = tiles.rows_KN.shape
-    max_rank = first.a_SRD.shape[1]
-    assert second.a_SRD.shape[1] == max_rank
-    num_in, second_in = x_TD.shape[1], second_x_TD.shape[1]
-    splits = chosen.num_splits(num_in), chosen.num_splits(second_in)
-    dtype = x_TD.dtype if splits == (1, 1) else torch.float32
-    h = torch.empty(sum(splits), num_tiles * rows, max_rank, dtype=dtype, device=x_TD.device)
-    other = x_TD if other_TD is None else other_TD
-    _shrink[(num_tiles, triton.cdiv(max_rank, chosen.rank_block), sum(splits))](
-        h, tiles.slot_K, tiles.rows_KN, first.rank_S if reads_other_S is None else reads_other_S,
-        x_TD, other, first.a_SRD, first.rank_S, num_in, x_TD.stride(0), other.stride(0), first.a_SRD.stride(0),
-        second_x_TD, second.a_SRD, second.rank_S, second_in, second_x_TD.stride(0), second.a_SRD.stride(0), max_rank,
-        ROWS=rows, BLOCK_IN=chosen.block_in, RANKS=chosen.rank_block, COLUMNS=chosen.columns_per_split,
-        SPLITS0=splits[0], HAS_OTHER=other_TD is not None,
-        EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-    )  # fmt: skip
-    return _Shrunk(h, splits) if rows <= FEW_ROWS or splits == (1, 1) else _summed(h, splits, x_TD.dtype)
-
-
-def _summed(parts: Tensor, splits: tuple[int, int], dtype: torch.dtype) -> _Shrunk:
-    """With many outputs, adding up the parts for each block of them anew would cost more than a launch."""
-    h = torch.empty(2, *parts.shape[1:], dtype=dtype, device=parts.device)
-    num_numbers = h[0].numel()
-    _sum_parts[(triton.cdiv(num_numbers, SUM_BLOCK), 2)](parts, h, num_numbers, *splits, BLOCK=SUM_BLOCK)
-    return _Shrunk(h, (1, 1))
 
 
 def _check_sizes(x_TD: Tensor, factors: SlotFactors, y_TF: Tensor) -> None:
