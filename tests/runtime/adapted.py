@@ -121,5 +121,8 @@ class ValuesAlone:
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._k, self._v
 
+    def scales(self, layer: int) -> tuple[float, float]:
+        return 1.0, 1.0
+
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         out_THD.copy_(self._v.repeat_interleave(out_THD.shape[1] // self._v.shape[1], dim=1))
