@@ -13,8 +13,9 @@ from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
-from tests.runtime.adapted import crowd, decoder_and_slots, each_alone, serving, untagged
-from tests.runtime.paged import Paged
+from kestrel.tokens import Token
+from tests.runtime.adapted import crowd, decoder_and_slots, serving, untagged
+from tests.runtime.paged import Case, Paged
 
 pytestmark = pytest.mark.gpu
 
@@ -34,13 +35,18 @@ def on_gpu(ops: Ops, num_slots: int) -> Paged:
         decode = DecodeGraphs(model, kv, table, ops, batch_sizes(16), pool, slots)
         return FastSteps(decode, PrefillGraphs(model, kv, table, ops, 2048, pool, slots))
 
-    return serving(decoder, slots, make)
+    return serving(decoder, slots, make, ops=ops)
+
+
+def in_usual_steps(cases: list[Case]) -> dict[str, list[Token]]:
+    """By the plain model and `StepAdapt`."""
+    return serving(*decoder_and_slots("md2", "cuda", 5), None).run(*cases)
 
 
 @pytest.mark.parametrize("num_slots", [5, 2])
-def test_a_mixed_crowd_is_told_what_each_is_told_alone(num_slots: int) -> None:
+def test_a_mixed_crowd_is_told_what_usual_steps_tell(num_slots: int) -> None:
     engine, cases = on_gpu(triton_ops(), num_slots), crowd("md2", "x")
-    expected = each_alone("md2", cases)
+    expected = in_usual_steps(cases)
     assert engine.run(*cases) == expected
     again = engine.run(*reversed(crowd("md2", "again")))
     assert untagged(again) == untagged(expected), "slots that were filled anew between replays"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel.adapters import Adapter
 from kestrel.cache import CacheManager
-from kestrel.kernels.ops import Ops
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.adapted_text import AdaptedText
 from kestrel.moondream.lora import adapter_shape
@@ -69,7 +69,11 @@ def each_alone(family: str, cases: list[Case]) -> dict[str, list[Token]]:
 
 
 def serving(
-    decoder: RecordingDecoder, slots: AdapterSlots, make: MakeFastSteps | None, max_prefill_tokens: int = 2048
+    decoder: RecordingDecoder,
+    slots: AdapterSlots,
+    make: MakeFastSteps | None,
+    max_prefill_tokens: int = 2048,
+    ops: Ops = PLAIN,
 ) -> Paged:
     on_gpu = decoder.device.type == "cuda"
     limits = RuntimeLimits(
@@ -82,7 +86,7 @@ def serving(
         num_adapter_slots=slots.num_slots,
     )
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, slots, make_fast_steps=make)
+        runtime = Executor(decoder, limits, slots, make_fast_steps=make, ops=ops)
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
 
 

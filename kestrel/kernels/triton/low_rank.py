@@ -1,8 +1,9 @@
 """Low-rank deltas of several adapters in one batch, two kernels for each end of a block.
 
 The first makes h = a · x (`low_rank_shrink`), the second adds b · h. Both work on tiles of rows of one slot
-(`tile_slots`, once per step) and read slots and ranks on the device, so that a captured graph serves any rows, slots and
-ranks: a tile without rows and the parts of a lower rank end at once. Parts of h are always added up in the same order.
+(`tile_slots`, once per step) and read slots and ranks on the device, so that a captured graph serves any rows, slots
+and ranks: a tile without rows and the parts of a lower rank end at once.
+Parts of h are always added up in the same order.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
