@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-WARM_UP_RUNS = 2
+WARM_UP_RUNS = 1
 """Before a capture, so that libraries allocate and choose their kernels outside of it."""
 
 Result = TypeVar("Result")
@@ -32,9 +32,14 @@ class GraphPool:
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 work()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask of the driver meanwhile must not spoil the capture.
-        with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
-            result = work()
+        # Not by `torch.cuda.graph`, which also gives cached memory back: what runs next would have to ask for it again.
+        with torch.cuda.stream(self._stream):
+            # What other threads ask of the driver meanwhile must not spoil the capture.
+            graph.capture_begin(self._handle, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
         return graph, result
