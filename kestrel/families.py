@@ -30,6 +30,7 @@ from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.runtime.memory import naming_memory_knobs
 from kestrel.skills.base import ModelProfile
 
 FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
@@ -55,7 +56,8 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     choose_fast_path(config, Abilities.of(device), dtype, with_adapters)  # a refusal comes before the download
-    return ready_from(load(resolve(config), device, dtype, progress), config, with_adapters)
+    with naming_memory_knobs():
+        return ready_from(load(resolve(config), device, dtype, progress), config, with_adapters)
 
 
 def ready_from(

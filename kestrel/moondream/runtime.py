@@ -29,7 +29,7 @@ from kestrel.runtime.decode_graphs import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.memory import plan_pages
+from kestrel.runtime.memory import memory_report, plan_pages
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 
@@ -183,6 +183,9 @@ class MoondreamRuntime(Executor):
             graphs = captured_steps(limits, path.ops, GraphPool(decoder.device, is_urgent=True), adapted)
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
         super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype, scales)
+        logger.info(
+            "%s", memory_report(decoder.shape, limits.num_pages, limits.page_size, path.kv_dtype, decoder.device)
+        )
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -50,6 +52,36 @@ def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device,
             f"({least * page_bytes / 2**30:.2f} GiB needed); free memory, raise it, or use a smaller model",
         )
     return min(useful, affordable)
+
+
+@contextmanager
+def naming_memory_knobs() -> Iterator[None]:
+    """A device that runs out of memory while a model is set up: what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "device",
+            f"its memory does not hold the model and its buffers ({str(error).splitlines()[0]}); lower "
+            "kv_cache_memory_fraction, max_batch_size, max_prefill_tokens, vision_batch_crops or max_adapters, set "
+            "quantization or kv_cache_dtype to fp8, or free memory",
+        ) from error
+
+
+def memory_report(
+    shape: DecoderShape, num_pages: int, page_size: int, kv_dtype: torch.dtype, device: torch.device
+) -> str:
+    """What was planned, in words."""
+    kv_gib = num_pages * bytes_per_page(shape, page_size, kv_dtype) / 2**30
+    dtype = str(kv_dtype).removeprefix("torch.")
+    kv = f"KV cache {kv_gib:.2f} GiB ({num_pages} pages of {page_size} positions, {dtype})"
+    if device.type != "cuda":
+        return f"memory: {kv}, taken as it is used"
+    taken, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    return (
+        f"memory of {device}: {kv}, weights and buffers {taken / 2**30 - kv_gib:.2f} GiB, {free / 2**30:.2f} GiB free "
+        "for graphs and activations"
+    )
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
 from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
-from kestrel.runtime.memory import plan_pages
+from kestrel.runtime.memory import memory_report, naming_memory_knobs, plan_pages
 
 SHAPE = DecoderShape(
     num_layers=2,
@@ -64,3 +64,14 @@ def test_no_more_memory_than_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_free_memory_is_a_sensible_number() -> None:
     assert 2**27 < memory.free_memory_bytes(CPU) < 2**46
+
+
+def test_running_out_of_memory_names_what_to_change() -> None:
+    message = r"CUDA out of memory.*kv_cache_memory_fraction, max_batch_size"
+    with pytest.raises(ConfigError, match=message), naming_memory_knobs():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand more")
+
+
+def test_the_report_says_how_large_the_cache_is() -> None:
+    report = memory_report(SHAPE, 8192, 16, torch.bfloat16, CPU)
+    assert "0.03 GiB (8192 pages of 16 positions, bfloat16)" in report
