@@ -78,7 +78,8 @@ async def test_pictures_in_any_form_give_one_answer(make_engine: MakeEngine) -> 
     forms = [path, str(path), path.read_bytes(), rgb, np.asarray(rgb)]
     results = [await engine.caption(form, "short", temperature=0.0, max_new_tokens=4) for form in forms]
     assert len({r.text for r in results}) == 1
-    assert [r.metrics.cached_tokens >= 730 for r in results] == [False, True, True, True, True]
+    # A file is told by its bytes and an array by its pixels.
+    assert [r.metrics.cached_tokens >= 730 for r in results] == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize(

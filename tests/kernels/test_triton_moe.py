@@ -75,7 +75,7 @@ def test_experts_of_float8_are_read_with_a_scale_per_output(run: Callable[..., T
 
 
 @devices
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # places of no pair hold anything
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # places of no pair hold anything, also what is no number
 @pytest.mark.parametrize("tuning", [None, Tuning(rows_per_block=16, gate_outputs=16, mix_outputs=32, block_in=32)])
 def test_rows_of_float8_go_through_experts_of_float8(tuning: Tuning | None, device: str) -> None:
     draw = Draw(device, HALF[device])
