@@ -24,9 +24,9 @@ CASES = {
     "a picture after text, text after nothing": (2, 2, 64, 16, [(9, 37, PICTURE), (0, 43, TEXT), (46, 1, TEXT)]),
     "groups of two": (4, 2, 64, 16, [(0, 33, PICTURE), (33, 18, TEXT), (50, 17, TEXT)]),
     "groups of seven, odd head": (7, 1, 72, 4, [(5, 9, TEXT)]),
-    # 218 positions leave the same rests as 730: 90 of a block of 128, 26 of a block of 64.
-    "pictures and prompts": (1, 1, 64, 16, [(0, 218, PICTURE), (218, 20, TEXT), (0, 141, TEXT)]),
-    "a prompt": (1, 1, 64, 16, [(218, 20, TEXT)]),
+    # 90 positions leave the same rest as 730: 26 of a block of 64.
+    "pictures and prompts": (1, 1, 64, 16, [(0, 90, PICTURE), (90, 20, TEXT), (0, 77, TEXT)]),
+    "a prompt": (1, 1, 64, 16, [(90, 20, TEXT)]),
     "no chunks": (2, 2, 64, 16, []),
 }
 NOT_A_PAGE = 2**40
