@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from kestrel.bench.engine import Case, EngineBench, Row, cases_of, load_model
-from kestrel.bench.load import MODES
 from kestrel.bench.random_adapters import RandomAdapters
 from kestrel.bench.rows import append_row
-from kestrel.bench.suites import SUITES, find_suite, run_suite
-from kestrel.bench.workloads import WORKLOADS
+from kestrel.bench.suites import find_suite, run_suite
+from kestrel.cli.bench_engine_options import (
+    DEFAULT_ADAPTER_RANK,
+    DEFAULT_MODES,
+    DEFAULT_TIME_LIMIT_S,
+    DEFAULT_TOKENS,
+    DEFAULT_WORKLOADS,
+    AdapterRankOption,
+    AdaptersOption,
+    BatchSizesOption,
+    JsonOption,
+    ModesOption,
+    OutputOption,
+    PictureCacheOption,
+    RequestsOption,
+    SuiteOption,
+    TimeLimitOption,
+    TokensOption,
+    WorkloadsOption,
+)
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, stderr_console, write
 from kestrel.cli.event_loop import run_to_end
@@ -23,73 +37,22 @@ from kestrel.cli.random_option import RandomOption, check_random
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 
-DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), tuple(MODES), (3, 30)
-DEFAULT_TIME_LIMIT_S = 1500.0
-DEFAULT_ADAPTER_RANK = 16
-
 
 @with_flags
 def engine(
-    workloads: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--workloads",
-            metavar="NAME,...",
-            help=f"What is asked: {', '.join(w.name for w in WORKLOADS)}. Default: {', '.join(DEFAULT_WORKLOADS)}.",
-        ),
-    ] = None,
-    modes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--modes",
-            metavar="NAME,...",
-            help="flood: all requests at once; closed: a client per row, one request in flight each. Default: both.",
-        ),
-    ] = None,
-    batch_sizes: Annotated[
-        list[str] | None,
-        typer.Option("--batch-sizes", metavar="N,...", help="Several --max-batch-size, one after the other."),
-    ] = None,
-    tokens: Annotated[
-        list[str] | None, typer.Option("--tokens", metavar="N,...", help="Tokens of every answer. Default: 3,30.")
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option("--requests", metavar="N", help="Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on."),
-    ] = None,
-    adapters: Annotated[
-        int,
-        typer.Option(
-            "--adapters",
-            metavar="N",
-            help="Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.",
-        ),
-    ] = 0,
-    adapter_rank: Annotated[
-        int | None,
-        typer.Option("--adapter-rank", metavar="R", help="Their rank. Default: 16. Raises --max-adapter-rank to it."),
-    ] = None,
+    workloads: WorkloadsOption = None,
+    modes: ModesOption = None,
+    batch_sizes: BatchSizesOption = None,
+    tokens: TokensOption = None,
+    requests: RequestsOption = None,
+    adapters: AdaptersOption = 0,
+    adapter_rank: AdapterRankOption = None,
     random: RandomOption = None,
-    suite: Annotated[
-        str | None,
-        typer.Option("--suite", metavar="NAME", help=f"Everything of a table, in order: {', '.join(SUITES)}."),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option("--time-limit", metavar="S", help=f"Seconds for a suite. Default: {DEFAULT_TIME_LIMIT_S:g}."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Add a row per case to this CSV file, at once.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print whole rows, one JSON object per line.", show_default=False)
-    ] = False,
-    picture_cache: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."
-        ),
-    ] = None,
+    suite: SuiteOption = None,
+    time_limit: TimeLimitOption = None,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+    picture_cache: PictureCacheOption = None,
     *,
     config: RuntimeConfig,
 ) -> None:
@@ -105,10 +68,7 @@ def engine(
         chosen = {"--workloads": workloads, "--modes": modes, "--batch-sizes": batch_sizes, "--tokens": tokens}
         more = {"--requests": requests, "--random": random, "--adapters": adapters or None}
         _refuse_beside_suite({**chosen, **more, "--adapter-rank": adapter_rank}, config)
-        limit_s = DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit
-        if limit_s <= 0:
-            raise ConfigError("--time-limit", f"must be above 0 seconds (got {limit_s:g})")
-        run_to_end(run_suite(find_suite(suite), config, picture_cache, limit_s, on_row, note))
+        run_to_end(run_suite(find_suite(suite), config, picture_cache, _limit_s(time_limit), on_row, note))
         return
     if time_limit is not None:
         raise ConfigError("--time-limit", "is for a suite; add --suite, or leave it out")
@@ -130,6 +90,13 @@ def engine(
     with LoadingBars(stderr_console()) as bars:
         loaded = load_model(config, random, bars)
     run_to_end(EngineBench(loaded, config, picture_cache, mixed).run(cases, on_row))
+
+
+def _limit_s(time_limit: float | None) -> float:
+    limit_s = DEFAULT_TIME_LIMIT_S if time_limit is None else time_limit
+    if limit_s <= 0:
+        raise ConfigError("--time-limit", f"must be above 0 seconds (got {limit_s:g})")
+    return limit_s
 
 
 def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
