@@ -29,7 +29,7 @@ from kestrel.moondream.refiner import load_outline_refiner
 from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
-from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.runtime.device import choose_device, choose_dtype, on_device
 from kestrel.runtime.memory import naming_memory_knobs
 from kestrel.skills.base import ModelProfile
 
@@ -69,7 +69,8 @@ def ready_from(
     """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
     match loaded:
         case LoadedMoondream():
-            runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder, loaded.kv_scales)
+            with on_device(loaded.model.text.wte.device):
+                runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder, loaded.kv_scales)
             constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
             return ReadyModel(
                 runtime=runtime,

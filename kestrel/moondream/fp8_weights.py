@@ -72,13 +72,17 @@ class Fp8Experts:
 
 def taken(parameter: Tensor) -> Tensor:
     """The numbers of a parameter, which has none afterwards: once nobody holds them, their memory is free."""
+    check_kept(parameter)
     weight = parameter.data
-    if weight.numel() == 0:
+    parameter.data = weight.new_empty(0)
+    return weight
+
+
+def check_kept(parameter: Tensor) -> None:
+    if parameter.numel() == 0:
         raise ConfigError(
             "quantization", "this model's weights were given up when it was quantised before; load the model again"
         )
-    parameter.data = weight.new_empty(0)
-    return weight
 
 
 def _stack_to_fp8(weight_EFD: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from kestrel.kernels.ops import Ops
 from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, SlotDeltas, StepAttention
 from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
 from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
+from kestrel.moondream.fp8_weights import check_kept
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.quantised_weights import KvScale
@@ -99,6 +100,11 @@ class MoondreamDecoder:
         if self._ops is not None:
             return cut_patches(pixels_HWC, plan, self.dtype, self._ops)
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
+
+    def check_whole(self) -> None:
+        """Refuses a model that another runtime has quantised."""
+        for parameter in self._model.parameters():
+            check_kept(parameter)
 
     def fuse(self, ops: Ops) -> None:
         """From now on run in few, wide operations of this bundle wherever no `Adapt` is involved."""
@@ -195,11 +201,13 @@ class MoondreamRuntime(Executor):
 
 
 def put_on_path(decoder: MoondreamDecoder, path: FastPath) -> None:
+    decoder.check_whole()
     if path.quantization != "none":
         decoder.quantise(path.quantization, path.ops)
     elif path.is_fused:
         decoder.fuse(path.ops)
     if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)  # other streams will read the new matrices
         torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned
 
 

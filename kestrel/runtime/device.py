@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from kestrel.config import RuntimeConfig
@@ -26,3 +28,8 @@ def choose_dtype(config: RuntimeConfig, device: torch.device) -> torch.dtype:
     if config.dtype_name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype_name]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels and events inside belong to this GPU: what a thread uses otherwise is the first one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

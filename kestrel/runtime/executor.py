@@ -25,6 +25,7 @@ from kestrel.runtime.contract import (
     StepOutput,
     StepPlan,
 )
+from kestrel.runtime.device import on_device
 from kestrel.runtime.fixed_decode import FixedDecode, parts_for
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.kv_cache import PagedKVCache
@@ -125,6 +126,10 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> TorchStep:
+        with on_device(self._model.device):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> TorchStep:
         # First, so that the GPU has work while the host goes through the rest.
         images, failures = self._encode_pictures(plan.prefill)
         self._load_adapters(plan.adapter_loads)
@@ -234,7 +239,7 @@ def _send_to_host(sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
             start_download(sampled.top_id_BK),
         )
     arrived = torch.cuda.Event()
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(sampled.integers_B5.device))
     return on_host, arrived
 
 

@@ -25,6 +25,8 @@ class GraphPool:
         self._device = device
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
+        # A pool lives as long as some graph of it: this one, which does nothing, is never dropped.
+        self._keeper, _ = self.capture(lambda: torch.zeros(1, device=device))
 
     def capture(self, work: Callable[[], Result]) -> tuple[Replayable, Result]:
         """The recorded work, and what it returned: tensors that every replay overwrites."""
@@ -33,6 +35,14 @@ class GraphPool:
             for _ in range(WARM_UP_RUNS):
                 work()
         torch.cuda.synchronize(self._device)
+        try:
+            return self._record(work)
+        except torch.OutOfMemoryError:
+            pass  # what the warm-up left cached cannot be used inside a capture: give it back, and try again below
+        torch.cuda.empty_cache()
+        return self._record(work)
+
+    def _record(self, work: Callable[[], Result]) -> tuple[Replayable, Result]:
         graph = torch.cuda.CUDAGraph()
         # Not by `torch.cuda.graph`, which also gives cached memory back: what runs next would have to ask for it again.
         with torch.cuda.stream(self._stream):

@@ -17,13 +17,18 @@ class PictureEncoder:
         self._max_crops = max_crops
 
     def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
-        """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only."""
+        """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only, so a
+        group that fails is tried again picture by picture."""
         prepared, failures = self._prepare(prefill)
         embedded: dict[str, Tensor] = {}
         for group in self._groups(prepared):
             try:
                 embedded |= zip(group, self._model.embed_images(list(group.values())), strict=True)
-            except Exception:  # whatever a picture provokes stays with its request: find out whose it is
+            except Exception:
+                has_failed = True
+            else:
+                has_failed = False
+            if has_failed:  # after the exception, which holds what the attempt had made on the device
                 embedded |= self._one_by_one(group, prefill, failures)
         return embedded, failures
 

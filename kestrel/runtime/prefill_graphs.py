@@ -25,6 +25,8 @@ from kestrel.runtime.upload import upload
 
 FINE, COARSE = 64, 128
 FINE_UP_TO = 1024
+MAX_FORMS = 256
+"""Captured; further ones are launched kernel by kernel, so that odd traffic does not fill the memory with graphs."""
 LONGEST_STEP = 256
 """Lengths of chunks are told apart by so many positions: they only decide how many programs are started."""
 
@@ -99,12 +101,16 @@ class PrefillGraphs:
         """The residual stream of all positions; the next run overwrites it."""
         long, short = long_and_short(chunks)
         form = PrefillForm.of(len(positions), long, short, is_adapted)
-        if form not in self._captured:
+        if form not in self._captured and len(self._captured) < MAX_FORMS:
             self._captured[form] = self._capture(form)
-        captured = self._captured[form]
         torch.cat(embedded, out=self._x_TD[: len(positions)])
-        captured.integers.copy_(upload(self._integers(form, long, short, rows, positions), self._table.device))
-        captured.graph.replay()
+        integers = upload(self._integers(form, long, short, rows, positions), self._table.device)
+        captured = self._captured.get(form)
+        if captured is None:
+            self._forward(form, integers)
+        else:
+            captured.integers.copy_(integers)
+            captured.graph.replay()
         return self._hidden_TD[: len(positions)]
 
     def _integers(

@@ -176,5 +176,5 @@ def _send_to_host(tensors: PromptTensors) -> PromptTensors:
         scores = Scores(*(start_download(column) for column in columns))
     arrived = torch.cuda.Event()
     on_host = PromptTensors(tensors.chunks, scores, None if sums is None else start_download(sums), arrived)
-    arrived.record()
+    arrived.record(torch.cuda.current_stream(some.device))
     return on_host

@@ -26,12 +26,17 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
 
 def dependent() -> dict[str, Any]:
-    """Launch options; empty of effect on older GPUs and in the interpreter."""
-    return {"DEPENDENT": True, "launch_pdl": True} if _is_supported() else {"DEPENDENT": False}
+    """Launch options; without effect on older GPUs and in the interpreter."""
+    if _has_gpu() and _is_supported(torch.cuda.current_device()):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
 
 
 @lru_cache(maxsize=1)
-def _is_supported() -> bool:
-    if not torch.cuda.is_available() or not isinstance(wait_for_inputs, JITFunction):
-        return False
-    return torch.cuda.get_device_capability()[0] >= FIRST_CAPABILITY
+def _has_gpu() -> bool:
+    return isinstance(wait_for_inputs, JITFunction) and torch.cuda.is_available()
+
+
+@lru_cache(maxsize=64)
+def _is_supported(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] >= FIRST_CAPABILITY

@@ -29,13 +29,15 @@ class Tuning:
     num_stages: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, num_out: int, num_in: int) -> Tuning:
+    def of(cls, num_rows: int, num_out: int, num_in: int, bytes_per_number: int = 2) -> Tuning:
         if num_rows <= SUMMED_ROWS:
             if num_in > 4096:
                 return cls(block_out=1, block_in=1024)
             block_out = 2 if num_out % 2 == 0 else 1
             return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
         block_out = next((size for size in (64, 32) if num_out >= 132 * size), 16)
+        if bytes_per_number > 2:  # twice the bytes: fewer of them at a time, so that every GPU has room
+            return cls(block_out, min(4096 // block_out, max(16, triton.next_power_of_2(num_in))), num_stages=2)
         return cls(block_out, min(8192 // block_out, max(16, triton.next_power_of_2(num_in))))
 
 
@@ -159,7 +161,7 @@ def small_linear(
     y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
     if num_rows == 0:
         return y_MF
-    chosen = tuning or Tuning.of(num_rows, num_out, num_in)
+    chosen = tuning or Tuning.of(num_rows, num_out, num_in, x_MD.element_size())
     kernel, padded_rows = _by_dots, MAX_ROWS
     if num_rows <= SUMMED_ROWS:
         kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
