@@ -17,6 +17,7 @@ from kestrel.errors import KestrelError, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, tenant_of
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
+from kestrel.server.interruption import Interruption
 from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
 from kestrel.server.state import RequestInfo, ServerState, state_of
@@ -32,7 +33,7 @@ def request_info(
     return RequestInfo(
         request_id=request_id_of(request) if request_id is None else request_id,
         skill=skill,
-        route=request.url.path,
+        route=request.scope["path"],
         model=state.model_name or "",
         client=client_of(request),
         stream=stream,
@@ -128,7 +129,13 @@ class Deadlines:
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; raises ClientGone, and ends the work, when the client hangs up first."""
-    return await unless(work, disconnected(receive))
+    with Interruption(ClientGone()) as gone:
+        watching = asyncio.ensure_future(disconnected(receive))
+        watching.add_done_callback(lambda watched: None if watched.cancelled() else gone.interrupt())
+        try:
+            return await work
+        finally:
+            watching.cancel()
 
 
 async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:

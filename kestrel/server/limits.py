@@ -17,6 +17,7 @@ from kestrel.server.errors import (
     HeadTooLarge,
     SlowClient,
 )
+from kestrel.server.interruption import Interruption
 from kestrel.server.state import ServerState
 
 LINGER_S = 5.0
@@ -112,14 +113,15 @@ class _IncomingBody:
         self._held = 0
 
     async def _next_in_time(self) -> Message:
-        left_s = self._deadline_s - time.monotonic()
-        try:
-            return await asyncio.wait_for(self._receive(), max(left_s, 0.001))
-        except asyncio.TimeoutError:
-            seconds = self._state.config.receive_timeout_s
-            raise SlowClient(
-                f"the body did not arrive within {seconds:g} s (receive_timeout_s); send it faster"
-            ) from None
+        seconds = self._state.config.receive_timeout_s
+        late = SlowClient(f"the body did not arrive within {seconds:g} s (receive_timeout_s); send it faster")
+        with Interruption(late) as waiting:
+            left_s = max(self._deadline_s - time.monotonic(), 0.001)
+            timer = asyncio.get_running_loop().call_later(left_s, waiting.interrupt)
+            try:
+                return await self._receive()
+            finally:
+                timer.cancel()
 
     def _hold(self, num_bytes: int) -> None:
         self._held += num_bytes
