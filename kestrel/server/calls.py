@@ -17,6 +17,7 @@ from kestrel.errors import KestrelError, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, tenant_of
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
+from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
 from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
@@ -38,7 +39,7 @@ def request_info(
         client=client_of(request),
         stream=stream,
         adapter=adapter,
-        traceparent=request.headers.get("traceparent"),
+        traceparent=header_of(request.scope, b"traceparent"),
     )
 
 

@@ -28,7 +28,7 @@ class DirectRoutes:
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         direct = [route for route in routes if isinstance(route, DirectRoute) and not route.param_convertors]
-        self._routes = {(method, route.path): route for route in direct for method in route.methods}
+        self._routes = {(method, route.path): route for route in direct for method in route.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get((scope["method"], route_path(scope))) if scope["type"] == "http" else None

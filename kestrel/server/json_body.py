@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from kestrel.errors import RequestError, shown
 from kestrel.server.errors import ClientGone, UnsupportedEncoding
+from kestrel.server.headers import header_of
 
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are parsed off the event loop."""
@@ -21,7 +22,7 @@ MANY = 64
 
 async def read_object(request: Request) -> dict[str, object]:
     """The JSON object in the body. Whatever else it holds is a RequestError."""
-    encoding = request.headers.get("content-encoding", "").strip().lower()
+    encoding = (header_of(request.scope, b"content-encoding") or "").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)}; send plain JSON")
     chunks: list[bytes] = []

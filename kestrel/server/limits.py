@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import QueueFull
@@ -17,6 +16,7 @@ from kestrel.server.errors import (
     HeadTooLarge,
     SlowClient,
 )
+from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
 from kestrel.server.state import ServerState
 
@@ -39,8 +39,7 @@ class HeadLimit:
         if scope["type"] == "http":
             if _head_bytes(scope) > self._limit:
                 raise HeadTooLarge(f"request line and headers exceed {self._limit} bytes (max_header_bytes); send less")
-            headers = Headers(scope=scope)
-            if "content-length" in headers and "transfer-encoding" in headers:
+            if header_of(scope, b"transfer-encoding") is not None and header_of(scope, b"content-length") is not None:
                 raise AmbiguousLength("Content-Length and Transfer-Encoding are both given; send one of them")
         await self._app(scope, receive, send)
 
@@ -87,9 +86,8 @@ class _IncomingBody:
     def __init__(self, state: ServerState, scope: Scope, receive: Receive) -> None:
         self._state = state
         self._receive = receive
-        headers = Headers(scope=scope)
-        self._declared = _declared_length(headers)
-        self._awaits_go_ahead = headers.get("expect", "").lower() == "100-continue"
+        self._declared = _declared_length(scope)
+        self._awaits_go_ahead = (header_of(scope, b"expect") or "").lower() == "100-continue"
         self._deadline_s = time.monotonic() + state.config.receive_timeout_s
         self._held = 0
         self._complete = False
@@ -148,6 +146,6 @@ class _IncomingBody:
             dropped += len(message["body"])
 
 
-def _declared_length(headers: Headers) -> int:
-    value = headers.get("content-length", "")
+def _declared_length(scope: Scope) -> int:
+    value = header_of(scope, b"content-length") or ""
     return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0

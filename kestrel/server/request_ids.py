@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import re
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kestrel.server.headers import header_of
 
 HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -36,7 +38,7 @@ class RequestIds:
 
 def sane_id(scope: Scope) -> str:
     """The client's own id when it is a plain one, else a new one."""
-    given = Headers(scope=scope).get(HEADER, "")
+    given = header_of(scope, HEADER.encode()) or ""
     return given if _SANE.fullmatch(given) else fresh_id()
 
 
