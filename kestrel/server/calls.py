@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -53,13 +53,13 @@ def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
     raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
 
 
-@asynccontextmanager
-async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
+def engine_call(
+    request: Request, info: RequestInfo, fields: dict[str, Any]
+) -> AbstractAsyncContextManager[EngineStream]:
     """The running request. However the block is left, the request ends with it and the observers are told."""
     state = state_of(request)
     state.require_serving()
-    async with engine_request(state, _with_free_id(request, info), fields, tenant_of(request)) as stream:
-        yield stream
+    return engine_request(state, _with_free_id(request, info), fields, tenant_of(request))
 
 
 @asynccontextmanager
