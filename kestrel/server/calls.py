@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from kestrel.errors import KestrelError, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, tenant_of
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
+from kestrel.server.headers import header_of
+from kestrel.server.interruption import Interruption
 from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
 from kestrel.server.state import RequestInfo, ServerState, state_of
@@ -32,12 +34,12 @@ def request_info(
     return RequestInfo(
         request_id=request_id_of(request) if request_id is None else request_id,
         skill=skill,
-        route=request.url.path,
+        route=request.scope["path"],
         model=state.model_name or "",
         client=client_of(request),
         stream=stream,
         adapter=adapter,
-        traceparent=request.headers.get("traceparent"),
+        traceparent=header_of(request.scope, b"traceparent"),
     )
 
 
@@ -51,13 +53,13 @@ def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
     raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
 
 
-@asynccontextmanager
-async def engine_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
+def engine_call(
+    request: Request, info: RequestInfo, fields: dict[str, Any]
+) -> AbstractAsyncContextManager[EngineStream]:
     """The running request. However the block is left, the request ends with it and the observers are told."""
     state = state_of(request)
     state.require_serving()
-    async with engine_request(state, _with_free_id(request, info), fields, tenant_of(request)) as stream:
-        yield stream
+    return engine_request(state, _with_free_id(request, info), fields, tenant_of(request))
 
 
 @asynccontextmanager
@@ -128,7 +130,13 @@ class Deadlines:
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; raises ClientGone, and ends the work, when the client hangs up first."""
-    return await unless(work, disconnected(receive))
+    with Interruption(ClientGone()) as gone:
+        watching = asyncio.ensure_future(disconnected(receive))
+        watching.add_done_callback(lambda watched: None if watched.cancelled() else gone.interrupt())
+        try:
+            return await work
+        finally:
+            watching.cancel()
 
 
 async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:

@@ -5,7 +5,6 @@ It knows nothing of that protocol. Whoever starts both hands this over.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from kestrel.server.errors import kind_of
 from kestrel.server.logs import access_log
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
 from kestrel.server.records import RequestRecord, recorded
+from kestrel.server.request_ids import fresh_id
 from kestrel.server.state import Phase, RequestInfo, ServerState
 
 COUNTS_TOKENS = frozenset(skill.name for skill in NATIVE_SKILLS if skill.counts_tokens)
@@ -68,7 +68,7 @@ class ServerVisitor:
     @contextmanager
     def request(self, route: str, num_bytes: int) -> Iterator[VisitorRequest]:
         """One request of `num_bytes`, from its arrival to its answer: counted, bounded and logged."""
-        record = RequestRecord(uuid.uuid4().hex, self.protocol, route)
+        record = RequestRecord(fresh_id(), self.protocol, route)
         with recorded(record, [access_log]):
             try:
                 self.state.require_serving()

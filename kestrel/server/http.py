@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 from kestrel import __version__
 from kestrel.server.auth import Authentication
 from kestrel.server.config import ServerConfig
+from kestrel.server.direct_routes import DirectRoutes
 from kestrel.server.errors import ErrorBoundary, http_exception_response, validation_response
 from kestrel.server.images import ImageFetcher, NoRemoteImages
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
@@ -98,4 +99,5 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
         Middleware(Authentication, config=config, keys=state.keys),
         Middleware(ClientLimit, state=state),
         Middleware(BodyLimit, state=state),
+        Middleware(DirectRoutes, routes=routes),
     ]

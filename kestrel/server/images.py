@@ -9,7 +9,7 @@ from typing import Protocol
 from kestrel.errors import RequestError, shown
 from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
 
-LARGE_TEXT = 2**16
+LARGE_TEXT = 2**20
 """Base64 from this length on is decoded off the event loop."""
 _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 

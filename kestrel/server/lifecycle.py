@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -85,12 +86,19 @@ async def serve(app: Starlette, announce: Callable[[str], None]) -> None:
         await asyncio.wait({serving, settled}, return_when=asyncio.FIRST_COMPLETED)
         settled.cancel()
         if state.ready:
+            _set_apart_what_stays()
             announce(address_of(listening, state.config))
         elif state.failure is not None:
             server.should_exit = True
         await serving
     if state.failure is not None:
         raise state.failure
+
+
+def _set_apart_what_stays() -> None:
+    """The model, the modules and the routes live as long as the process: no collection need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def bind(config: ServerConfig) -> socket.socket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import QueueFull
@@ -17,6 +16,8 @@ from kestrel.server.errors import (
     HeadTooLarge,
     SlowClient,
 )
+from kestrel.server.headers import header_of
+from kestrel.server.interruption import Interruption
 from kestrel.server.state import ServerState
 
 LINGER_S = 5.0
@@ -38,8 +39,7 @@ class HeadLimit:
         if scope["type"] == "http":
             if _head_bytes(scope) > self._limit:
                 raise HeadTooLarge(f"request line and headers exceed {self._limit} bytes (max_header_bytes); send less")
-            headers = Headers(scope=scope)
-            if "content-length" in headers and "transfer-encoding" in headers:
+            if header_of(scope, b"transfer-encoding") is not None and header_of(scope, b"content-length") is not None:
                 raise AmbiguousLength("Content-Length and Transfer-Encoding are both given; send one of them")
         await self._app(scope, receive, send)
 
@@ -86,9 +86,8 @@ class _IncomingBody:
     def __init__(self, state: ServerState, scope: Scope, receive: Receive) -> None:
         self._state = state
         self._receive = receive
-        headers = Headers(scope=scope)
-        self._declared = _declared_length(headers)
-        self._awaits_go_ahead = headers.get("expect", "").lower() == "100-continue"
+        self._declared = _declared_length(scope)
+        self._awaits_go_ahead = (header_of(scope, b"expect") or "").lower() == "100-continue"
         self._deadline_s = time.monotonic() + state.config.receive_timeout_s
         self._held = 0
         self._complete = False
@@ -112,14 +111,15 @@ class _IncomingBody:
         self._held = 0
 
     async def _next_in_time(self) -> Message:
-        left_s = self._deadline_s - time.monotonic()
-        try:
-            return await asyncio.wait_for(self._receive(), max(left_s, 0.001))
-        except asyncio.TimeoutError:
-            seconds = self._state.config.receive_timeout_s
-            raise SlowClient(
-                f"the body did not arrive within {seconds:g} s (receive_timeout_s); send it faster"
-            ) from None
+        seconds = self._state.config.receive_timeout_s
+        late = SlowClient(f"the body did not arrive within {seconds:g} s (receive_timeout_s); send it faster")
+        with Interruption(late) as waiting:
+            left_s = max(self._deadline_s - time.monotonic(), 0.001)
+            timer = asyncio.get_running_loop().call_later(left_s, waiting.interrupt)
+            try:
+                return await self._receive()
+            finally:
+                timer.cancel()
 
     def _hold(self, num_bytes: int) -> None:
         self._held += num_bytes
@@ -146,6 +146,6 @@ class _IncomingBody:
             dropped += len(message["body"])
 
 
-def _declared_length(headers: Headers) -> int:
-    value = headers.get("content-length", "")
+def _declared_length(scope: Scope) -> int:
+    value = header_of(scope, b"content-length") or ""
     return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0

@@ -8,9 +8,11 @@ without other labels is there from the start, at zero.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from starlette.responses import Response
 
 from kestrel.engine import EngineSnapshot
@@ -23,6 +25,7 @@ FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5)
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 """Always this one: the client library's OpenMetrics writer turns the colon of the vLLM names into an underscore."""
+M = TypeVar("M", bound=MetricWrapperBase)
 NO_STATUS = "none"
 """The status of a request whose client left before there was one."""
 
@@ -34,6 +37,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(EngineGauges(model_name, snapshot))
         self._model_name = model_name
+        self._children: dict[tuple[MetricWrapperBase, tuple[str, ...]], Any] = {}
         self._count_requests()
         self._count_tokens()
         self._measure_times()
@@ -42,20 +46,19 @@ class ServerMetrics:
 
     def started(self, skill: str) -> None:
         """A request goes to the engine; exactly one `finished` or `failed` must follow."""
-        self._started.labels(self._model_name, skill).inc()
-        self._in_progress.labels(self._model_name, skill).inc()
+        self._of(self._started, skill).inc()
+        self._of(self._in_progress, skill).inc()
 
     def finished(self, skill: str, metrics: RequestMetrics, finish_reason: str, adapter: str | None = None) -> None:
         """A request has its result. `adapter` is one that was loaded, so that clients cannot invent labels."""
-        name = self._model_name
         if adapter is not None:
-            self._by_adapter.labels(name, adapter).inc()
-        self._in_progress.labels(name, skill).dec()
-        self._finished.labels(name, skill, finish_reason).inc()
-        self._vllm_success.labels(name, finish_reason).inc()
-        self._input_tokens.labels(name, skill).inc(metrics.input_tokens)
-        self._output_tokens.labels(name, skill).inc(metrics.output_tokens)
-        self._cached_tokens.labels(name, skill).inc(metrics.cached_tokens)
+            self._of(self._by_adapter, adapter).inc()
+        self._of(self._in_progress, skill).dec()
+        self._of(self._finished, skill, finish_reason).inc()
+        self._of(self._vllm_success, finish_reason).inc()
+        self._of(self._input_tokens, skill).inc(metrics.input_tokens)
+        self._of(self._output_tokens, skill).inc(metrics.output_tokens)
+        self._of(self._cached_tokens, skill).inc(metrics.cached_tokens)
         self._vllm_prompt_tokens.inc(metrics.input_tokens)
         self._vllm_generation_tokens.inc(metrics.output_tokens)
         self._observe_times(skill, metrics)
@@ -64,8 +67,8 @@ class ServerMetrics:
 
     def failed(self, skill: str, error_type: str) -> None:
         """A request ended without a result; `error_type` is the name of the error's class."""
-        self._in_progress.labels(self._model_name, skill).dec()
-        self._failed.labels(self._model_name, skill, error_type).inc()
+        self._of(self._in_progress, skill).dec()
+        self._of(self._failed, skill, error_type).inc()
 
     def token_interval(self, seconds: float) -> None:
         """The time between two tokens of one request."""
@@ -74,8 +77,15 @@ class ServerMetrics:
     def http_request(self, record: RequestRecord) -> None:
         """A watcher for `RecordedRequests`."""
         status = NO_STATUS if record.status is None else str(record.status)
-        self._http_requests.labels(self._model_name, record.method, record.route, status).inc()
-        self._http_seconds.labels(self._model_name, record.route).observe(record.latency_s)
+        self._of(self._http_requests, record.method, record.route, status).inc()
+        self._of(self._http_seconds, record.route).observe(record.latency_s)
+
+    def _of(self, metric: M, *labels: str) -> M:
+        """The metric with its labels, looked up in the library, which checks and locks, the first time alone."""
+        child = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[metric, labels] = metric.labels(self._model_name, *labels)
+        return child
 
     # ------------------------------------------------------------------ the page
 
@@ -144,10 +154,9 @@ class ServerMetrics:
         )
 
     def _observe_times(self, skill: str, metrics: RequestMetrics) -> None:
-        name = self._model_name
         total_s = metrics.queue_time_ms / 1000.0 + metrics.processing_latency_s
-        self._seconds.labels(name, skill).observe(total_s)
-        self._first_token_seconds.labels(name, skill).observe(metrics.ttft_s)
+        self._of(self._seconds, skill).observe(total_s)
+        self._of(self._first_token_seconds, skill).observe(metrics.ttft_s)
         self._vllm_first_token.observe(metrics.ttft_s)
         self._vllm_e2e.observe(total_s)
         self._vllm_queue.observe(metrics.queue_time_ms / 1000.0)

@@ -18,6 +18,7 @@ from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
+from kestrel.server.direct_routes import DirectRoute
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
 from kestrel.server.json_body import read_object
@@ -107,7 +108,7 @@ ENGINE_ONLY = ("image", "tenant", "skill", "self")
 
 
 def native_routes() -> APIRouter:
-    router = APIRouter(tags=["skills"])
+    router = APIRouter(tags=["skills"], route_class=DirectRoute)
     for skill in NATIVE_SKILLS:
         router.add_api_route(
             f"/v1/{skill.name}",

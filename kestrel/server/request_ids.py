@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kestrel.server.headers import header_of
+
 HEADER = "x-request-id"
 _SANE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_NUMBERS = random.Random()
+"""Seeded by the system once: to ask it for every request gives the interpreter away to the worker each time."""
 
 
 class RequestIds:
@@ -34,8 +38,12 @@ class RequestIds:
 
 def sane_id(scope: Scope) -> str:
     """The client's own id when it is a plain one, else a new one."""
-    given = Headers(scope=scope).get(HEADER, "")
-    return given if _SANE.fullmatch(given) else uuid.uuid4().hex
+    given = header_of(scope, HEADER.encode()) or ""
+    return given if _SANE.fullmatch(given) else fresh_id()
+
+
+def fresh_id() -> str:
+    return f"{_NUMBERS.getrandbits(128):032x}"
 
 
 def request_id_of(connection: HTTPConnection) -> str:

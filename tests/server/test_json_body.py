@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import random
 import time
 
 import httpx
@@ -45,6 +46,44 @@ def test_a_key_given_twice_is_refused_by_its_name(body: bytes, key: str) -> None
 )
 def test_a_key_that_only_looks_repeated_is_not(body: bytes) -> None:
     assert parse_json(body) == json.loads(body)
+
+
+TEXTS = ("a", "b", "a:", ":", "\u003a", "", "{", "é", '"')
+
+
+def written(rng: random.Random, depth: int) -> str:
+    """Some JSON, with repeated keys, colons in texts and escapes now and then."""
+    kind = rng.choice(("text", "number", "object", "list")) if depth else "object"
+    if kind == "object" and depth < 4:
+        entries = (f"{spelled(rng)} :{written(rng, depth + 1)}" for _ in range(rng.randrange(4)))
+        return f"{{{', '.join(entries)}}}"
+    if kind == "list" and depth < 4:
+        return f"[{', '.join(written(rng, depth + 1) for _ in range(rng.randrange(3)))}]"
+    return spelled(rng) if kind == "text" else "-1.5e3"
+
+
+def spelled(rng: random.Random) -> str:
+    text = json.dumps(rng.choice(TEXTS), ensure_ascii=rng.random() < 0.5)
+    return text.replace(":", "\\u003a") if rng.random() < 0.1 else text
+
+
+def test_random_bodies_are_refused_if_and_only_if_a_key_is_repeated() -> None:
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(5_000):
+        body = written(rng, 0)
+        repeated: list[bool] = []
+        value = json.loads(
+            body,
+            object_pairs_hook=lambda pairs, found=repeated: found.append(len(dict(pairs)) < len(pairs)) or dict(pairs),
+        )
+        if not any(repeated):
+            assert parse_json(body.encode()) == value
+            continue
+        num_refused += 1
+        with pytest.raises(RequestError, match="given twice"):
+            parse_json(body.encode())
+    assert 500 < num_refused < 4_500
 
 
 def test_a_huge_key_is_not_repeated_in_the_refusal() -> None:

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kestrel.server.direct_routes import DirectRoute
 from kestrel.server.native_schemas import REFUSALS
 from kestrel.server.openai import schemas
 from kestrel.server.openai.chat import chat_completion
@@ -44,7 +45,7 @@ ROUTES = (
 
 
 def openai_routes() -> APIRouter:
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(tags=["openai"], route_class=DirectRoute)
     for route in ROUTES:
         router.add_api_route(
             route.path,

@@ -1,0 +1,40 @@
+"""Ending what a task is waiting for from a callback, without a second task to wait in."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import TracebackType
+
+
+class Interruption:
+    """`with Interruption(error) as it:` raises `error` out of the block once `it.interrupt()` was called.
+
+    The block sees a cancellation, as in `asyncio.wait_for`, and may clean up.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self._task: asyncio.Task[object] | None = None
+        self._has_fired = False
+
+    def __enter__(self) -> Interruption:
+        self._task = asyncio.current_task()
+        return self
+
+    def interrupt(self) -> None:
+        """After the block, and the second time, it does nothing."""
+        if self._task is not None and not self._has_fired:
+            self._has_fired = True
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        if not self._has_fired or task is None:
+            return
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        if isinstance(error, asyncio.CancelledError):
+            raise self._error from None

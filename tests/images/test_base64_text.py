@@ -1,0 +1,46 @@
+"""Base64 in requests: the standard library's strict reading, with blanks allowed, whatever decodes it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import random
+import re
+
+import pytest
+
+from kestrel.errors import RequestError
+from kestrel.images.base64_text import decode_base64
+
+ALPHABET = "ABwxyz09+/=-_ \n\té\x00"
+
+
+def strictly(text: str) -> bytes | None:
+    """None for what is refused."""
+    try:
+        return base64.b64decode(re.sub(r"\s+", "", text), validate=True) or None
+    except (binascii.Error, ValueError):
+        return None
+
+
+def spoilt(rng: random.Random) -> str:
+    text = base64.b64encode(rng.randbytes(rng.randrange(80))).decode()
+    for _ in range(rng.randrange(4)):
+        at = rng.randrange(len(text) + 1)
+        text = text[:at] + rng.choice(ALPHABET) + text[at + rng.randrange(2) :]
+    return text
+
+
+def test_it_reads_and_refuses_what_the_standard_library_does() -> None:
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(20_000):
+        text = spoilt(rng)
+        truth = strictly(text)
+        if truth is not None:
+            assert decode_base64(text, "image_url") == truth, text
+            continue
+        num_refused += 1
+        with pytest.raises(RequestError):
+            decode_base64(text, "image_url")
+    assert 2_000 < num_refused < 18_000
