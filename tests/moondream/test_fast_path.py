@@ -120,10 +120,11 @@ def test_on_a_cpu_a_model_is_not_even_looked_for(settings: dict[str, str]) -> No
 def test_a_runtime_logs_once_why_it_is_slow(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kestrel")
     runtime = MoondreamRuntime(golden("md2").model, RuntimeConfig(device="cpu", kv_cache_pages=60))
-    assert [record.message for record in caplog.records] == [chosen(CPU).note]
+    told = [record.message for record in caplog.records if not record.message.startswith("memory")]
+    assert told == [chosen(CPU).note]
     assert runtime.kv_cache.layer(0)[0].dtype == torch.float32
     MoondreamRuntime(golden("md2").model, RuntimeConfig(device="cpu", kv_cache_pages=60, attention_backend="sdpa"))
-    assert len(caplog.records) == 1
+    assert [record.message for record in caplog.records].count(told[0]) == 1
 
 
 def test_a_cache_of_bfloat16_beside_a_model_of_float32() -> None:
