@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import string
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kestrel.config_checks import check_device, check_numbers, check_url_template
 from kestrel.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -102,6 +101,13 @@ class RuntimeConfig:
             "with 16 rows or more."
         ),
     )
+    streaming_prefill_tokens: int | None = field(
+        default=None,
+        metadata=_doc(
+            "Prompt positions one step may hold while an answer is streamed; pictures are then encoded in slices, so "
+            "that tokens come evenly. 0: no other pace than max_prefill_tokens. Default: 768 on a GPU, 256 on a CPU."
+        ),
+    )
     vision_batch_crops: int | None = field(
         default=None,
         metadata=_doc("Crops of pictures that are encoded together. Default: 72 on a GPU, 16 on a CPU."),
@@ -132,13 +138,19 @@ class RuntimeConfig:
         default=4 * 2**30,
         metadata=_doc("Decoded pictures of unanswered requests, in bytes, before new ones are refused."),
     )
-    image_threads: int = field(default=2, metadata=_doc("Threads that decode pictures."))
+    recent_image_bytes: int = field(
+        default=64 * 2**20,
+        metadata=_doc("Memory for decoded picture files, in bytes, so that a file sent again is not decoded again."),
+    )
+    image_threads: int | None = field(
+        default=None, metadata=_doc("Threads that decode pictures. Default: half as many as cores, from 2 to 8.")
+    )
 
     def __post_init__(self) -> None:
         _check_sources(self)
-        _check_url_template(self.adapter_url_template)
-        _check_numbers(self)
-        _check_device(self.device)
+        check_url_template(self.adapter_url_template)
+        check_numbers(self)
+        check_device(self.device)
         normalise_dtype(self.dtype)
         _check_choices(self)
         _check_quantization(self)
@@ -237,69 +249,3 @@ def _check_sources(config: RuntimeConfig) -> None:
             raise ConfigError(name, f"must be a path (got {shown(value)})")
     if config.model is not None and (not isinstance(config.model, str) or not config.model.strip()):
         raise ConfigError("model", f"must be a registered model name (got {shown(config.model)}); see `kestrel models`")
-
-
-ADAPTER_PLACEHOLDERS = ("id", "finetune_id", "step")
-
-
-def _check_url_template(template: Any) -> None:
-    if template is None:
-        return
-    form = "write it as https://example.org/adapters/{id}.safetensors, or with {finetune_id} and {step}"
-    if not isinstance(template, str) or not template.startswith(("https://", "http://")):
-        raise ConfigError("adapter_url_template", f"must be a URL (got {shown(template)}); {form}")
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ConfigError("adapter_url_template", f"has unbalanced braces ({error}); {form}") from None
-    names = [name for _, name, _, _ in parts if name is not None]
-    plain = all(not spec and conversion is None for _, name, spec, conversion in parts if name is not None)
-    if not plain or not set(names) <= set(ADAPTER_PLACEHOLDERS) or not {"id", "finetune_id"} & set(names):
-        raise ConfigError("adapter_url_template", f"has the placeholders {names}; {form}")
-    if "{" in template.split("/", 3)[2]:
-        raise ConfigError("adapter_url_template", f"must not have placeholders in its host; {form}")
-
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_batch_size": (1, 4096),
-    "page_size": (1, 1024),
-    "max_adapters": (1, 1024),
-    "max_adapter_rank": (1, 4096),
-    "adapter_memory_bytes": (1, 2**50),
-    "max_prefill_tokens": (1, 2**20),
-    "max_queue_size": (1, 10**7),
-    "vision_batch_crops": (1, 4096),
-    "max_queue_tokens": (1, 2**40),
-    "max_image_pixels": (1, 2**31),
-    "max_image_bytes": (1, 2**40),
-    "max_pending_image_bytes": (1, 2**50),
-    "image_threads": (1, 256),
-    "max_seq_length": (2, 2**20),
-    "kv_cache_pages": (2, 2**31 - 1),
-}
-
-
-def _check_numbers(config: RuntimeConfig) -> None:
-    for name, (low, high) in _RANGES.items():
-        value = getattr(config, name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
-    for name, low, high in (("kv_cache_memory_fraction", 0.01, 0.98), ("priority_ageing_s", 0.001, 1e6)):
-        value = getattr(config, name)
-        if value is None and name == "kv_cache_memory_fraction":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise ConfigError(name, f"must be a number from {low} to {high} (got {shown(value)})")
-    for f in fields(config):
-        if f.type == "bool" and not isinstance(getattr(config, f.name), bool):
-            raise ConfigError(f.name, f"must be True or False (got {shown(getattr(config, f.name))})")
-
-
-def _check_device(device: Any) -> None:
-    valid = isinstance(device, str) and (
-        device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]{1,3}", device) is not None
-    )
-    if not valid:
-        raise ConfigError("device", f"{shown(device)} is not supported; use auto, cpu, cuda or cuda:N")

@@ -25,5 +25,8 @@ class CountingRuntime(Generic[StepT]):
         self.num_vision_passes += len({span.digest for span in spans})
         return self._inner.launch(plan)
 
+    def has_encoded(self, digest: str) -> bool:
+        return self._inner.has_encoded(digest)
+
     def collect(self, step: StepT) -> StepOutput:
         return self._inner.collect(step)

@@ -21,7 +21,7 @@ import torch
 
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.counting import CountingRuntime
-from kestrel.bench.load import find_mode, flood
+from kestrel.bench.load import Load, find_mode, flood
 from kestrel.bench.random_adapters import RandomAdapters
 from kestrel.bench.rows import environment, machine_load
 from kestrel.bench.workloads import Ask, Material, find_workload, question_pieces
@@ -35,7 +35,6 @@ from kestrel.moondream.random_models import random_moondream
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.skills.base import SpecialIds
 
-MAX_WARM_UP_TOKENS = 30
 REQUESTS_BY_BATCH = {1: 64, 4: 128, 16: 256, 64: 384}
 UNREMARKABLE = ("model", "model_path", "weights_path", "tokenizer_path", "device", "dtype", "max_batch_size")
 """Fields of the configuration that have columns of their own."""
@@ -122,27 +121,27 @@ class EngineBench:
     async def _run_group(
         self, model: _CountedModel, config: RuntimeConfig, cases: Sequence[Case], on_row: OnRow
     ) -> None:
-        await self._warm_up(model, config, min(MAX_WARM_UP_TOKENS, max(case.tokens for case in cases)))
         for case in cases:
+            await self._warm_up(model, config, case)
             on_row(await self._run_case(model, config, case))
 
-    async def _warm_up(self, model: _CountedModel, config: RuntimeConfig, tokens: int) -> None:
-        """Whatever happens once per shape (compilation, capture, allocation) happens here: pictures come in while
-        others decode, then all rows decode together."""
-        rows = config.max_batch_size
-        # Twice as many as rows where steps are captured: those that come in later meet other numbers of neighbours.
-        count = 2 * rows if choose_device(config).type == "cuda" else rows
-        async with InferenceEngine.start(config, model.ready) as engine:
-            for workload in ("chart9", "text"):
-                case = Case(workload=workload, mode="flood", max_batch_size=rows, tokens=tokens, requests=count)
-                await flood(engine, self._asks(case, model.ready.profile.ids))
+    async def _warm_up(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> None:
+        """Whatever happens once per shape (compilation, capture, allocation) happens here: the case itself, in an
+        engine of its own, so that its pictures are new again afterwards. Shapes are captured when they come up twice.
+        """
+        on_gpu = choose_device(config).type == "cuda"
+        for _ in range(2 if on_gpu else 1):
+            count = min(case.requests, config.max_batch_size * (2 if on_gpu else 1) + 1)
+            await self._load(model, config, replace(case, requests=count))
 
-    async def _run_case(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Row:
-        asks = self._asks(case, model.ready.profile.ids)
-        before = model.runtime.num_vision_passes
+    async def _load(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Load:
         async with InferenceEngine.start(config, model.ready) as engine:
             await self._fill_slots(engine, model.ready.profile.ids)
-            load = await find_mode(case.mode)(engine, asks)
+            return await find_mode(case.mode)(engine, self._asks(case, model.ready.profile.ids))
+
+    async def _run_case(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Row:
+        before = model.runtime.num_vision_passes
+        load = await self._load(model, config, case)
         device = choose_device(config)
         return {
             **self._environment,

@@ -150,6 +150,9 @@ class TimedRuntime(Generic[StepT]):
     def collect(self, step: StepT) -> StepOutput:
         return self._inner.collect(step)
 
+    def has_encoded(self, digest: str) -> bool:
+        return self._inner.has_encoded(digest)
+
 
 def timed_decoder(clock: PhaseClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
     return lambda model: TimedDecoder(model, clock)

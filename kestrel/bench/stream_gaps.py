@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,15 +27,17 @@ from kestrel.engine import InferenceEngine
 from kestrel.families import ready_from
 from kestrel.moondream.random_models import RANDOM_NAMES
 
+SETTINGS = ("max_prefill_tokens", "streaming_prefill_tokens")
 LONG_PROMPT_WORDS = 1000
 SHORT_TOKENS = 3
 PICTURE_SIZE = (1500, 2000)
 """Height and width; cut into 3 × 4 tiles."""
 
 
-def query(question: str, picture: np.ndarray | None, tokens: int) -> Ask:
+def query(question: str, picture: np.ndarray | None, tokens: int, read_along: bool = False) -> Ask:
     settings = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return Ask("query", {"image": picture, "question": question, "reasoning": False, "settings": settings}, tokens)
+    fields = {"image": picture, "question": question, "reasoning": False, "settings": settings}
+    return Ask("query", {**fields, "read_along": read_along}, tokens)
 
 
 def intruders(seed: int) -> Iterator[Ask]:
@@ -56,9 +59,16 @@ async def measure(engine: InferenceEngine, tokens: int) -> dict[str, float | int
             asked.append(await answer(engine, ask))
 
     clients = [asyncio.create_task(intrude(seed)) for seed in range(engine.max_batch_size - num_streams)]
-    await asyncio.gather(*(answer(engine, query(QUESTION, None, tokens // 4)) for _ in range(num_streams)))  # warm-up
+
+    async def stream_all(num_tokens: int) -> list[Answered]:
+        ask = query(QUESTION, None, num_tokens, read_along=True)
+        return await asyncio.gather(*(answer(engine, ask) for _ in range(num_streams)))
+
+    await stream_all(tokens)  # warm-up: what the device runs for the first time takes longer
     asked.clear()
-    streams = await asyncio.gather(*(answer(engine, query(QUESTION, None, tokens)) for _ in range(num_streams)))
+    began_s = time.perf_counter()
+    streams = await stream_all(tokens)
+    took_s = time.perf_counter() - began_s
     num_asked = len(asked)
     for client in clients:
         client.cancel()
@@ -68,6 +78,7 @@ async def measure(engine: InferenceEngine, tokens: int) -> dict[str, float | int
         "streams": num_streams,
         "tokens": tokens,
         "intruders": num_asked,
+        "intruders_per_s": num_asked / took_s,
         **percentiles("token_gap", gaps_ms, (50, 95, 99, 100)),
         "p99_over_median": float(np.percentile(gaps_ms, 99) / np.percentile(gaps_ms, 50)),
     }
@@ -78,10 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--random", choices=RANDOM_NAMES, required=True)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--max-prefill-tokens", type=int)
+    for name in SETTINGS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--output", type=Path, help="CSV file that gets a row")
     args = parser.parse_args(argv)
-    settings = {} if args.max_prefill_tokens is None else {"max_prefill_tokens": args.max_prefill_tokens}
+    settings = {name: value for name in SETTINGS if (value := vars(args)[name]) is not None}
     config = RuntimeConfig(max_batch_size=args.rows, **settings)
     ready = ready_from(load_model(config, args.random), config)
 
@@ -92,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = asyncio.run(run())
     print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
     if args.output is not None:
-        append_row(args.output, {**environment(), **machine_load(), "model": args.random, **figures})
+        told = " ".join(f"{name}={value}" for name, value in settings.items())
+        append_row(args.output, {**environment(), **machine_load(), "model": args.random, "settings": told, **figures})
 
 
 if __name__ == "__main__":

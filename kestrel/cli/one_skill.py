@@ -41,9 +41,8 @@ async def _answer(call: SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
     async with open_engine(call.config) as engine:
         printer = printer_for(call.skill, engine.model_name, call.output.as_json, call.output.stream)
-        stream: EngineStream = await engine.run(
-            call.skill, stream=True, image=picture, settings=call.settings.given(), **call.fields
-        )
+        fields = {"image": picture, "settings": call.settings.given(), "read_along": call.output.stream, **call.fields}
+        stream: EngineStream = await engine.run(call.skill, stream=True, **fields)
         note_default_model(call.config)
         async for chunk in stream:
             if call.output.stream:

@@ -81,7 +81,8 @@ async def _ask(engine: InferenceEngine, batch: Batch, index: int) -> EngineResul
     """One prompt's result, or what refused it: the others go on."""
     lane = Lane(index + 1, as_json=batch.output.as_json)
     try:
-        stream: EngineStream = await engine.run("query", stream=True, **batch.fields[index])
+        fields = {**batch.fields[index], "read_along": batch.output.stream}
+        stream: EngineStream = await engine.run("query", stream=True, **fields)
         async for chunk in stream:
             if batch.output.stream:
                 lane.chunk(chunk)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -11,6 +13,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import QueueFull
 from kestrel.images.decode import decode_image
 from kestrel.images.limits import ImageLimits
+from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage
 
 T = TypeVar("T")
@@ -26,23 +29,33 @@ class PicturePool:
             honour_exif=config.honour_exif_orientation,
         )
         self._max_pending_bytes = config.max_pending_image_bytes
-        self._held: dict[str, int] = {}
-        self._pool = ThreadPoolExecutor(config.image_threads, thread_name_prefix="kestrel-image")
+        self._recent = RecentPictures(config.recent_image_bytes)
+        self._held: dict[str, list[RgbImage]] = {}
+        self._num_holders: Counter[str] = Counter()
+        self._num_bytes = 0
+        num_threads = config.image_threads or min(8, max(2, (os.cpu_count() or 1) // 2))
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-image")
 
     async def decode(self, request_id: str, sources: Sequence[Any]) -> list[RgbImage]:
         """The pictures of a request; they count until `release`."""
-        calls = [self.run(decode_image, source, self._limits) for source in sources]
+        calls = [self.run(decode_image, source, self._limits, self._recent) for source in sources]
         images = list(await asyncio.gather(*calls))
-        size = sum(image.pixels.nbytes for image in images)
-        if sum(self._held.values()) + size > self._max_pending_bytes and size:
+        fresh = {image.digest: image.pixels.nbytes for image in images if not self._num_holders[image.digest]}
+        if fresh and self._num_bytes + sum(fresh.values()) > self._max_pending_bytes:
             raise QueueFull(
                 "decoded pictures of unanswered requests fill max_pending_image_bytes; retry later or raise it"
             )
-        self._held[request_id] = size
+        self._held[request_id] = images
+        self._num_holders.update(image.digest for image in images)
+        self._num_bytes += sum(fresh.values())
         return images
 
     def release(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
+        for image in self._held.pop(request_id, ()):
+            self._num_holders[image.digest] -= 1
+            if not self._num_holders[image.digest]:
+                del self._num_holders[image.digest]
+                self._num_bytes -= image.pixels.nbytes
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Something slow, off the event loop."""

@@ -25,12 +25,14 @@ class Route:
     request_id: str | None
     priority: int
     tenant: str | None
+    read_along: bool | None
+    """Whether someone waits for each token; None: as `stream` says."""
 
 
 def take_route(fields: dict[str, Any]) -> Route:
     """Takes the engine's fields out of `fields`, checked."""
     request_id, tenant = fields.pop("request_id", None), fields.pop("tenant", None)
-    priority = fields.pop("priority", None)
+    priority, read_along = fields.pop("priority", None), fields.pop("read_along", None)
     for name, value in (("request_id", request_id), ("tenant", tenant)):
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH):
             raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {shown(value)})")
@@ -39,7 +41,9 @@ def take_route(fields: dict[str, Any]) -> Route:
         raise RequestError(
             "priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {shown(priority)})"
         )
-    return Route(request_id, priority, tenant)
+    if read_along is not None and not isinstance(read_along, bool):
+        raise RequestError("read_along", f"must be True or False (got {shown(read_along)})")
+    return Route(request_id, priority, tenant, read_along)
 
 
 def num_characters(fields: Mapping[str, Any]) -> int:

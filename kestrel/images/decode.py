@@ -13,7 +13,8 @@ from kestrel.errors import RequestError
 from kestrel.images.arrays import pixels_from_array
 from kestrel.images.limits import ImageLimits
 from kestrel.images.pillow import pixels_from_encoded, pixels_from_pillow
-from kestrel.images.rgb import RgbImage
+from kestrel.images.recent import RecentPictures
+from kestrel.images.rgb import RgbImage, file_digest
 from kestrel.images.vips import is_vips_image, pixels_from_vips
 
 __all__ = ["ImageLimits", "decode_image"]
@@ -21,8 +22,8 @@ __all__ = ["ImageLimits", "decode_image"]
 _ACCEPTED = "encoded bytes, a path, a PIL image, a uint8 NumPy array, a pyvips image or an RgbImage"
 
 
-def decode_image(source: Any, limits: ImageLimits) -> RgbImage:
-    """Decode one picture.
+def decode_image(source: Any, limits: ImageLimits, recent: RecentPictures | None = None) -> RgbImage:
+    """Decode one picture; a file that is among the `recent` ones is taken from there.
 
     Bytes and paths are encoded files: `limits.honour_exif` applies to them. PIL and pyvips images and arrays are
     taken as they are. Alpha is dropped, not blended. Raises RequestError for everything that is not a picture.
@@ -36,17 +37,21 @@ def decode_image(source: Any, limits: ImageLimits) -> RgbImage:
         return RgbImage.from_pixels(pixels_from_pillow(source, limits), copy=False)
     if isinstance(source, (bytes, bytearray, memoryview)):
         limits.check_bytes(memoryview(source).nbytes)
-        return _from_file(bytes(source), limits)
+        return _from_file(bytes(source), limits, recent)
     if isinstance(source, (str, os.PathLike)):
-        return _from_file(_read_file(source, limits), limits)
+        return _from_file(_read_file(source, limits), limits, recent)
     if is_vips_image(source):
         return RgbImage.from_pixels(pixels_from_vips(source, limits), copy=False)
     raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
 
 
-def _from_file(data: bytes, limits: ImageLimits) -> RgbImage:
-    how = "upright" if limits.honour_exif else "as stored"
-    return RgbImage.from_file(pixels_from_encoded(data, limits), data, how)
+def _from_file(data: bytes, limits: ImageLimits, recent: RecentPictures | None) -> RgbImage:
+    digest = file_digest(data, "upright" if limits.honour_exif else "as stored")
+
+    def decode() -> RgbImage:
+        return RgbImage.from_file(pixels_from_encoded(data, limits), digest)
+
+    return decode() if recent is None else recent.get(digest, decode)
 
 
 def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:

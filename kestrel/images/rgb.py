@@ -15,7 +15,7 @@ class RgbImage:
     pixels: np.ndarray = field(compare=False, repr=False)
     """[height, width, 3] uint8, C-contiguous, read-only."""
     digest: str
-    """Hex SHA-256 of what the pixels follow from: the encoded file, or their shape and bytes."""
+    """Hex BLAKE2b-256 of what the pixels follow from: the encoded file, or their shape and bytes."""
 
     @classmethod
     def from_pixels(cls, pixels: np.ndarray, *, copy: bool = True) -> RgbImage:
@@ -24,13 +24,9 @@ class RgbImage:
         return cls(pixels=owned, digest=_digest(f"rgb8:{owned.shape[0]}x{owned.shape[1]}:", owned.reshape(-1).data))
 
     @classmethod
-    def from_file(cls, pixels: np.ndarray, data: bytes, how: str) -> RgbImage:
-        """The pixels of an encoded file, handed over. `how` names the settings that decoding depends on.
-
-        The file is named and not its pixels, which are ten times as many bytes: on the way to the first token every
-        millisecond counts.
-        """
-        return cls(pixels=_owned(pixels, copy=False), digest=_digest(f"file:{how}:", data))
+    def from_file(cls, pixels: np.ndarray, digest: str) -> RgbImage:
+        """The pixels of an encoded file with this `file_digest`, handed over."""
+        return cls(pixels=_owned(pixels, copy=False), digest=digest)
 
     @property
     def height(self) -> int:
@@ -39,6 +35,15 @@ class RgbImage:
     @property
     def width(self) -> int:
         return self.pixels.shape[1]
+
+
+def file_digest(data: bytes, how: str) -> str:
+    """Of an encoded file; `how` names the settings that decoding depends on.
+
+    The file is named and not its pixels, which are ten times as many bytes: on the way to the first token every
+    millisecond counts, and a file that was decoded before is known before it is decoded again.
+    """
+    return _digest(f"file:{how}:", data)
 
 
 def _owned(pixels: np.ndarray, copy: bool) -> np.ndarray:
@@ -50,6 +55,6 @@ def _owned(pixels: np.ndarray, copy: bool) -> np.ndarray:
 
 
 def _digest(kind: str, data: bytes | memoryview) -> str:
-    hasher = hashlib.sha256(kind.encode())
+    hasher = hashlib.blake2b(kind.encode(), digest_size=32)  # three times as fast as SHA-256 without its instructions
     hasher.update(data)
     return hasher.hexdigest()

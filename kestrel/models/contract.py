@@ -136,7 +136,15 @@ class DecoderModel(Protocol):
         ...
 
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """[num_image_positions, hidden_dim] of each, all encoded together."""
+        """[num_image_positions, hidden_dim] of each, all encoded together: the two that follow, one after the other."""
+        ...
+
+    def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
+        """Features of all crops in their order; the next call may overwrite them."""
+        ...
+
+    def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The embeddings of pictures from the features of their crops."""
         ...
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:

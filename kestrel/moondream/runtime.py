@@ -122,14 +122,17 @@ class MoondreamDecoder:
         self._vision_graphs = VisionGraphs(self._forward.vision, max_crops, pool)
 
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        features_NPD = self._encode_crops([image.patches_NPC for image in images])
+        features_NPD = self.encode_crops([image.patches_NPC for image in images])
         of_each = features_NPD.split([image.num_crops for image in images])
-        return self._model.vision.embed_images(of_each, [image.tiles_hw for image in images])
+        return self.join_crops(of_each, [image.tiles_hw for image in images])
 
-    def _encode_crops(self, patches: list[Tensor]) -> Tensor:
+    def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         if self._vision_graphs is not None:
             return self._vision_graphs.encode_crops(patches)
-        return self._forward.vision.encode_crops(torch.cat(patches))
+        return self._forward.vision.encode_crops(torch.cat(list(patches)))
+
+    def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
+        return self._model.vision.embed_images(features, tiles)
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
         return self._forward.text(x_TD, positions_T, attend, adapt)
@@ -189,6 +192,7 @@ class MoondreamRuntime(Executor):
             graphs = captured_steps(limits, path.ops, GraphPool(decoder.device, is_urgent=True), adapted)
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
         super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype, scales)
+        self.prepare()
         logger.info(
             "%s", memory_report(decoder.shape, limits.num_pages, limits.page_size, path.kv_dtype, decoder.device)
         )
@@ -245,6 +249,13 @@ def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
     return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
 
 
+def steady_budget(config: RuntimeConfig, device: torch.device) -> int:
+    """On a GPU a picture's positions, which have to be computed together, with a question."""
+    if config.streaming_prefill_tokens is not None:
+        return config.streaming_prefill_tokens
+    return 768 if device.type == "cuda" else 256
+
+
 def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
     """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
     return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
@@ -267,4 +278,5 @@ def runtime_limits(
         max_prefill_tokens=config.max_prefill_tokens or prefill_budget(config, decoder.device),
         steps_in_flight=1 if decoder.device.type == "cuda" else 0,
         num_adapter_slots=num_adapter_slots,
+        steady_prefill_tokens=steady_budget(config, decoder.device),
     )

@@ -28,6 +28,8 @@ class RuntimeLimits:
     """1: the next step is planned while one runs. 0: each step is committed before the next is planned."""
     num_adapter_slots: int = 0
     """Adapters that can be in use at the same time."""
+    steady_prefill_tokens: int = 0
+    """Prefill positions of a step while someone reads an answer along; 0: as at other times."""
 
     @property
     def max_positions(self) -> int:
@@ -98,6 +100,15 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureSlice:
+    """Encodes some more crops of a picture that a later step prefills."""
+
+    digest: str
+    image: Any
+    max_crops: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRow:
     """One more token for a row whose last token is on the device; `position` is where that token goes."""
 
@@ -118,10 +129,11 @@ class StepPlan:
     masks: dict[int, bytes] = field(default_factory=dict)
     """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
     adapter_loads: list[AdapterLoad] = field(default_factory=list)
+    picture_slices: list[PictureSlice] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not self.prefill and not self.decode
+        return not self.prefill and not self.decode and not self.picture_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +189,8 @@ class Runtime(Protocol[StepT]):
     def launch(self, plan: StepPlan) -> StepT: ...
 
     def collect(self, step: StepT) -> StepOutput: ...
+
+    def has_encoded(self, digest: str) -> bool:
+        """Whether slices have named all crops of a picture, or failed at it: prefilling it tells. It is known until it
+        is prefilled, or until several others have come after it."""
+        ...

@@ -1,4 +1,4 @@
-"""`FixedDecode` as CUDA graphs: captured when first needed, replayed from then on."""
+"""`FixedDecode` as CUDA graphs: the usual ones are captured at the start, others when first needed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kestrel.grammar import Carries
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots
@@ -53,6 +54,14 @@ class DecodeGraphs(FixedDecode):
         self._steps: dict[tuple[int, DecodeParts], CapturedStep] = {}
         self._samplings: dict[tuple[int, DecodeParts], CapturedStep] = {}
         self._version = table.grammars.version
+
+    def prepare(self) -> None:
+        """Captures what plain texts need, in every size, greedy or drawn."""
+        for size in self._sizes:
+            for draws in (False, True):
+                key = (size, DecodeParts(Carries.NOTHING, draws, has_endings=False))
+                self._steps[key] = self.capture(*key)
+                self._samplings[key] = self._capture_sampling(*key)
 
     def run(self, decode: list[DecodeRow], parts: DecodeParts) -> Sampled:
         self._drop_outdated()

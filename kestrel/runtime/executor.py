@@ -19,6 +19,7 @@ from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
 from kestrel.runtime.contract import (
     AdapterLoad,
     DecodeRow,
+    PictureSlice,
     PrefillChunk,
     RowOutput,
     RuntimeLimits,
@@ -115,6 +116,16 @@ class Executor:
         )
         self._fast = None if make_fast_steps is None else make_fast_steps(model, self._kv, self._table)
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Does what the first requests would otherwise wait for."""
+        if self._fast is None:
+            return
+        with on_device(self._model.device):
+            self._fast.decode.prepare()
+            if self._fast.prefill is not None:
+                self._fast.prefill.prepare()
+
     @property
     def limits(self) -> RuntimeLimits:
         return self._limits
@@ -144,6 +155,7 @@ class Executor:
             if wishes is not None and self._fast.decode.serves(wishes):
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
+        self._advance_pictures(plan.picture_slices)
         self._beside.join(images.values())
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
@@ -154,6 +166,17 @@ class Executor:
     def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         with self._beside.running():
             return self._pictures.encode(prefill)
+
+    def _advance_pictures(self, slices: list[PictureSlice]) -> None:
+        """After the decoding rows, whose tokens people wait for."""
+        if not slices:
+            return
+        with self._beside.in_turn():
+            for slice_ in slices:
+                self._pictures.ahead.advance(slice_)
+
+    def has_encoded(self, digest: str) -> bool:
+        return self._pictures.ahead.has_encoded(digest)
 
     def _run_flat(
         self,

@@ -27,6 +27,9 @@ from kestrel.runtime.contract import PrefillChunk, RowOutput, RowStart, RuntimeL
 from kestrel.runtime.fake_prompt import fake_prompt_part
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
+NUM_CROPS = 5
+"""Of every picture."""
+
 
 @dataclass(slots=True)
 class FakeStep:
@@ -58,6 +61,7 @@ class FakeRuntime:
         self._masks: Mapping[int, bytes] = {}
         self._next_collect = 0
         self.num_positions_computed = 0
+        self.crops_ahead: Counter[str] = Counter()
         self.failing_digests: dict[str, Exception] = {}
 
     @property
@@ -79,6 +83,8 @@ class FakeRuntime:
             pages[write.index : write.index + 1] = [write.page]
         for copy in plan.page_copies:
             self._copy_page(copy.source, copy.target)
+        for slice_ in plan.picture_slices:
+            self.crops_ahead[slice_.digest] += slice_.max_crops
         for chunk in plan.prefill:
             if chunk.row not in output.failures:
                 self._prefill(chunk, output)
@@ -91,6 +97,9 @@ class FakeRuntime:
             self._sample(decode.row, decode.position, output)
         return FakeStep(plan.step_id, output)
 
+    def has_encoded(self, digest: str) -> bool:
+        return self.crops_ahead[digest] >= NUM_CROPS
+
     def collect(self, step: FakeStep) -> StepOutput:
         assert step.step_id >= self._next_collect, "steps must be collected in order"
         self._next_collect = step.step_id + 1
@@ -101,6 +110,7 @@ class FakeRuntime:
         position = chunk.start
         for item in chunk.items:
             if isinstance(item, ImageSpan):
+                self.crops_ahead.pop(item.digest, None)
                 if item.digest in self.failing_digests:
                     output.failures[chunk.row] = self.failing_digests[item.digest]
                     row.failed = True

@@ -78,6 +78,9 @@ class FixedDecode:
         self._ops = ops
         self._sizes = sorted(sizes)
 
+    def prepare(self) -> None:
+        """Whatever can be done before the first request; nothing here."""
+
     def serves(self, parts: DecodeParts) -> bool:
         return self._adapters is not None or not parts.is_adapted
 

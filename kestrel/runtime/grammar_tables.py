@@ -24,6 +24,7 @@ class GrammarTables:
         self.vocab_size = vocab_size
         self._device = device
         self._base: dict[Grammar, int] = {}
+        self._rooms: dict[str, int] = {}  # rows and widths of the tables, which never become less
         self._states: list[tuple[int, State]] = []  # (index of the grammar's first state, state)
         self.tensors = self._filled_tensors()
         self.version = 0
@@ -60,13 +61,13 @@ class GrammarTables:
 
     def _filled_tensors(self) -> GrammarTensors:
         states = [state for _, state in self._states]
-        edge_id_NE = self._padded([[i for i, _ in state.edges] for state in states], NO_ID)
+        edge_id_NE = self._padded("edge_id", [[i for i, _ in state.edges] for state in states], NO_ID)
         goto, emit = self._edge_ends(width=edge_id_NE.shape[1])
         return GrammarTensors(
             vocab_size=self.vocab_size,
-            allowed_NA=self._padded([state.allowed or () for state in states], self.vocab_size),
-            suppressed_NS=self._padded([state.suppressed for state in states], self.vocab_size),
-            end_ids_NF=self._padded([state.end_ids for state in states], self.vocab_size),
+            allowed_NA=self._padded("allowed", [state.allowed or () for state in states], self.vocab_size),
+            suppressed_NS=self._padded("suppressed", [state.suppressed for state in states], self.vocab_size),
+            end_ids_NF=self._padded("end_ids", [state.end_ids for state in states], self.vocab_size),
             is_limited_N=self._column([int(state.allowed is not None) for state in states], 0),
             phase_N=self._column([state.phase for state in states], 0),
             carries_N=self._column([int(state.carries) for state in states], 0),
@@ -86,23 +87,21 @@ class GrammarTables:
             emit.append([NO_ID if edge.emit is None else edge.emit for edge in edges])
         return self._table(goto, width + 1, END_STATE), self._table(emit, width + 1, NO_ID)
 
-    @property
-    def _num_kept(self) -> int:
-        return _room_for(len(self._states), LEAST_STATES)
-
-    def _padded(self, rows: list, fill: int) -> Tensor:
-        return self._table(rows, _room_for(max((len(row) for row in rows), default=0), LEAST_WIDTH), fill)
+    def _padded(self, name: str, rows: list, fill: int) -> Tensor:
+        return self._table(rows, self._room(name, max((len(row) for row in rows), default=0), LEAST_WIDTH), fill)
 
     def _column(self, values: list[int], fill: int) -> Tensor:
         return self._table([[value] for value in values], 1, fill)[:, 0]
 
     def _table(self, rows: list, width: int, fill: int) -> Tensor:
-        return upload_tensor(_filled(rows, self._num_kept, width, fill), self._device)
+        num_kept = self._room("states", len(self._states), LEAST_STATES)
+        return upload_tensor(_filled(rows, num_kept, width, fill), self._device)
 
-
-def _room_for(count: int, least: int) -> int:
-    """A power of two, so that tables seldom have to move."""
-    return max(least, 1 << max(0, count - 1).bit_length())
+    def _room(self, name: str, count: int, least: int) -> int:
+        """A power of two, so that tables seldom have to move."""
+        power = 1 << max(0, count - 1).bit_length()
+        self._rooms[name] = max(least, power, self._rooms.get(name, 0))
+        return self._rooms[name]
 
 
 def _filled(rows: list, height: int, width: int, fill: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Encoding the pictures of a step: each is prepared alone, and as many as fit are encoded together."""
+"""Encoding the pictures of a step: each is prepared alone, and as many as fit are encoded together. What earlier steps
+have encoded in slices is taken from there."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from kestrel.models.contract import DecoderModel, PreparedImage
 from kestrel.runtime.contract import PrefillChunk
+from kestrel.runtime.pictures_ahead import PicturesAhead
 from kestrel.tokens import ImageSpan
 
 
@@ -15,12 +17,14 @@ class PictureEncoder:
     def __init__(self, model: DecoderModel, max_crops: int) -> None:
         self._model = model
         self._max_crops = max_crops
+        self.ahead = PicturesAhead(model)
 
     def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only, so a
         group that fails is tried again picture by picture."""
-        prepared, failures = self._prepare(prefill)
         embedded: dict[str, Tensor] = {}
+        failures: dict[int, Exception] = {}
+        prepared = self._prepare(prefill, embedded, failures)
         for group in self._groups(prepared):
             try:
                 embedded |= zip(group, self._model.embed_images(list(group.values())), strict=True)
@@ -32,16 +36,23 @@ class PictureEncoder:
                 embedded |= self._one_by_one(group, prefill, failures)
         return embedded, failures
 
-    def _prepare(self, prefill: list[PrefillChunk]) -> tuple[dict[str, PreparedImage], dict[int, Exception]]:
+    def _prepare(
+        self, prefill: list[PrefillChunk], embedded: dict[str, Tensor], failures: dict[int, Exception]
+    ) -> dict[str, PreparedImage]:
+        """What is still to be encoded; the rest is added to `embedded` or `failures`."""
         prepared: dict[str, PreparedImage] = {}
-        failures: dict[int, Exception] = {}
         for chunk, digest in _pictures(prefill):
-            if digest not in prepared:
-                try:
+            if digest in prepared or digest in embedded:
+                continue
+            try:
+                found = self.ahead.take(digest)
+                if found is None:
                     prepared[digest] = self._model.prepare_image(chunk.images[digest])
-                except Exception as error:
-                    failures[chunk.row] = error
-        return prepared, failures
+                else:
+                    embedded[digest] = found
+            except Exception as error:
+                failures[chunk.row] = error
+        return prepared
 
     def _groups(self, prepared: dict[str, PreparedImage]) -> Iterator[dict[str, PreparedImage]]:
         """At most `max_crops` together; a picture with more is alone."""

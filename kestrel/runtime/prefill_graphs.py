@@ -1,4 +1,5 @@
-"""The layers of a prefill step as CUDA graphs.
+"""The layers of a prefill step as CUDA graphs: those of single prompts captured at the start, others when they come up
+for the second time.
 
 A step's positions are filled up to the next size with positions of the spare row, its chunks with empty ones; where
 they lie, the graph reads from tensors that are written before each replay. Without this the host, which has a few
@@ -86,6 +87,20 @@ class PrefillGraphs:
         self._x_TD = torch.zeros(shape, dtype=model.dtype, device=table.device)
         self._hidden_TD = torch.zeros_like(self._x_TD)
         self._captured: dict[PrefillForm, CapturedPrefill] = {}
+        self._seen: set[PrefillForm] = set()
+
+    def prepare(self) -> None:
+        """Captures what a short prompt and a picture with a question need."""
+        spare, few, many = self._table.spare_row, FINE // 4, self._model.shape.num_image_positions + 1
+        question = ChunkNumbers(first=0, num_positions=few, start=0, sees_all=0, row=spare)
+        picture = ChunkNumbers(first=0, num_positions=many, start=0, sees_all=1, row=spare)
+        usual = (
+            PrefillForm.of(few, [], [question], is_adapted=False),
+            PrefillForm.of(many + few, [picture], [question], is_adapted=False),
+        )
+        for form in usual:
+            if form.num_positions <= self._max_positions:
+                self._captured[form] = self._capture(form)
 
     def fits(self, num_positions: int, is_adapted: bool) -> bool:
         return num_positions <= self._max_positions and (self._adapters is not None or not is_adapted)
@@ -101,8 +116,7 @@ class PrefillGraphs:
         """The residual stream of all positions; the next run overwrites it."""
         long, short = long_and_short(chunks)
         form = PrefillForm.of(len(positions), long, short, is_adapted)
-        if form not in self._captured and len(self._captured) < MAX_FORMS:
-            self._captured[form] = self._capture(form)
+        self._note(form)
         torch.cat(embedded, out=self._x_TD[: len(positions)])
         integers = upload(self._integers(form, long, short, rows, positions), self._table.device)
         captured = self._captured.get(form)
@@ -112,6 +126,14 @@ class PrefillGraphs:
             captured.integers.copy_(integers)
             captured.graph.replay()
         return self._hidden_TD[: len(positions)]
+
+    def _note(self, form: PrefillForm) -> None:
+        """Capturing takes three times as long as running: what comes up once is not worth it."""
+        if form in self._captured or len(self._captured) >= MAX_FORMS:
+            return
+        if form in self._seen:
+            self._captured[form] = self._capture(form)
+        self._seen.add(form)
 
     def _integers(
         self,

@@ -29,6 +29,18 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """What is launched inside comes after what the main stream has been given, and before what it gets later."""
+        if self._stream is None:
+            yield
+            return
+        main = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            yield
+        main.wait_stream(self._stream)
+
     def join(self, results: Iterable[Tensor]) -> None:
         """From here on the main stream may use the results."""
         waiting = list(results)

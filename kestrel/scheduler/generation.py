@@ -58,7 +58,7 @@ class GenerationScheduler(Generic[StepT]):
         self._queue = WaitingQueue(priority_ageing_s)
         self._slots = SlotPool(limits.num_adapter_slots)
         self._admission = Admission(cache, self._queue, limits.max_batch_size, self._slots)
-        self._planner = StepPlanner(limits)
+        self._planner = StepPlanner(limits, runtime.has_encoded)
         self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight)
         self._committer = Committer(clock, self._admission.picture_done)
         self._sequences: dict[str, Sequence] = {}

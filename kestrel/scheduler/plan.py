@@ -1,7 +1,12 @@
-"""What the next step does: one token for every running sequence, then prefill within the token budget."""
+"""What the next step does: one token for every running sequence, then prefill within the token budget.
+
+While someone reads an answer along, the budget is smaller, and pictures are encoded in slices before they are
+prefilled: a step then takes about as long as the one before it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kestrel.errors import OutOfPages
@@ -9,6 +14,7 @@ from kestrel.runtime.contract import (
     DecodeRow,
     PageCopy,
     PageWrite,
+    PictureSlice,
     PrefillChunk,
     RowStart,
     RuntimeLimits,
@@ -18,6 +24,9 @@ from kestrel.scheduler.pipeline import PlannedWork
 from kestrel.scheduler.sequence import Sequence, Stage
 from kestrel.tokens import ImageSpan
 
+POSITIONS_PER_CROP = 128
+"""Encoding a crop takes about as long as prefilling so many positions."""
+
 
 @dataclass(slots=True)
 class PlannedStep:
@@ -26,8 +35,9 @@ class PlannedStep:
 
 
 class StepPlanner:
-    def __init__(self, limits: RuntimeLimits) -> None:
+    def __init__(self, limits: RuntimeLimits, has_encoded: Callable[[str], bool]) -> None:
         self._limits = limits
+        self._has_encoded = has_encoded
         self._next_step_id = 0
         self._started: list[Sequence] = []
 
@@ -48,10 +58,11 @@ class StepPlanner:
         for sequence in running:
             if sequence.can_decode:
                 self._plan_decode(step, sequence)
-        budget = self._limits.max_prefill_tokens
+        in_slices = self._limits.steady_prefill_tokens > 0 and any(s.is_read_along for s in running)
+        budget = self._limits.steady_prefill_tokens if in_slices else self._limits.max_prefill_tokens
         for sequence in running:
             if sequence.stage is Stage.PREFILL and budget > 0:
-                budget = self._plan_prefill(step, sequence, budget)
+                budget = self._plan_prefill(step, sequence, budget, in_slices)
         return step
 
     def _plan_starts(self, plan: StepPlan) -> None:
@@ -89,12 +100,17 @@ class StepPlanner:
         sequence.num_launched = position + 1
         step.work[sequence.row] = PlannedWork(sequence, position + 1, samples=True, publishes=False)
 
-    def _plan_prefill(self, step: PlannedStep, sequence: Sequence, budget: int) -> int:
+    def _plan_prefill(self, step: PlannedStep, sequence: Sequence, budget: int, in_slices: bool) -> int:
         """Add the sequence's next chunks; returns the budget left. A span alone may exceed the budget."""
         publishes = False
         while budget > 0 and sequence.next_item < len(sequence.items):
             chunk = self._next_chunk(sequence, budget)
-            if chunk.num_positions > budget and step.plan.prefill:
+            picture = self._picture_to_encode(chunk) if in_slices else None
+            if picture is not None:
+                max_crops = max(1, budget // POSITIONS_PER_CROP)
+                step.plan.picture_slices.append(PictureSlice(picture, chunk.images.get(picture), max_crops))
+                return budget - max_crops * POSITIONS_PER_CROP
+            if chunk.num_positions > budget and (step.plan.prefill or step.plan.picture_slices):
                 break
             step.plan.prefill.append(chunk)
             sequence.next_item += len(chunk.items)
@@ -108,6 +124,12 @@ class StepPlanner:
         if sequence.next_item == len(sequence.items):
             sequence.stage = Stage.DECODE
         return budget
+
+    def _picture_to_encode(self, chunk: PrefillChunk) -> str | None:
+        first = chunk.items[0]
+        if not isinstance(first, ImageSpan) or self._has_encoded(first.digest):
+            return None
+        return first.digest
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
         items, first = sequence.items, sequence.next_item

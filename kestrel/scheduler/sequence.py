@@ -75,6 +75,10 @@ class Sequence:
         return self.stage is Stage.DECODE and self.num_generated + self.num_sampling < self.max_total_tokens
 
     @property
+    def is_read_along(self) -> bool:
+        return self.request.is_streamed and self.stage is Stage.DECODE
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Outputs of the prompt need every position of it computed; once they are known, a restart needs them not."""
         return self.open_report is None

@@ -227,6 +227,15 @@ async def test_decoded_pictures_have_a_memory_limit() -> None:
     await engine.shutdown()
 
 
+async def test_a_picture_that_many_ask_about_counts_once() -> None:
+    engine = fake_engine(max_pending_image_bytes=100 * 100 * 3)
+    picture = np.full((100, 100, 3), 7, dtype=np.uint8)
+    await asyncio.gather(*(engine.caption(picture, temperature=0.0, max_new_tokens=20) for _ in range(8)))
+    other = np.full((100, 100, 3), 8, dtype=np.uint8)
+    await engine.caption(other, temperature=0.0, max_new_tokens=2)  # what the others held is free again
+    await engine.shutdown()
+
+
 @pytest.mark.parametrize("name", ["max_new_tokens", "temperature", "seed", "priority"])
 @pytest.mark.parametrize("sign", [1, -1])
 async def test_absurd_numbers_are_refused_by_name(name: str, sign: int) -> None:

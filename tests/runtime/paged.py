@@ -54,6 +54,7 @@ class Case:
     sampling: SamplingParams | None = None
     prompt_outputs: PromptOutputs | None = None
     adapter: AdapterUse | None = None
+    is_streamed: bool = False
 
     def request(self) -> GenerationRequest:
         return GenerationRequest(
@@ -65,6 +66,7 @@ class Case:
             images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
             prompt_outputs=self.prompt_outputs,
             adapter=self.adapter,
+            is_streamed=self.is_streamed,
         )
 
 

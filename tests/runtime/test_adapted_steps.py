@@ -77,9 +77,12 @@ def test_pictures_too_long_for_a_captured_form_run_as_usual_and_their_questions_
     eager_adapts: list[Adapt],
 ) -> None:
     cases, pool = crowd("md2", "x"), RepeatingPool()
-    assert captured("md2", pool, 5, max_prefill_tokens=100).run(*cases) == each_alone("md2", cases)
+    engine, expected = captured("md2", pool, 5, max_prefill_tokens=100), each_alone("md2", cases)
+    assert engine.run(*cases) == expected
     assert eager_adapts
-    assert pool.num_captures > 1
+    for tag in ("again", "once more"):
+        assert untagged(engine.run(*crowd("md2", tag))) == untagged(expected)
+    assert pool.num_captures > 1, "forms that come up again are captured"
 
 
 def test_experts_are_adapted_by_the_plain_model(eager_adapts: list[Adapt]) -> None:

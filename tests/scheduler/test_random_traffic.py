@@ -19,7 +19,7 @@ contexts = st.tuples(
     st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=6),
 )
 adapters = st.sampled_from([None, None, "red", "green", "blue", "grey"])
-additions = st.tuples(st.just("add"), contexts, st.integers(1, 20), st.integers(-2, 2), adapters)
+additions = st.tuples(st.just("add"), contexts, st.integers(1, 20), st.integers(-2, 2), adapters, st.booleans())
 actions = st.one_of(
     additions,
     additions,
@@ -35,12 +35,21 @@ actions = st.one_of(
     pool=st.integers(60, 160),
     rows=st.integers(1, 5),
     budget=st.integers(1, 40),
+    steady_budget=st.sampled_from([0, 1, 200, 300]),
     depth=st.integers(0, 1),
     prefix_cache=st.booleans(),
     slots=st.integers(1, 3),
 )
 def test_random_traffic(
-    script: list[tuple], page_size: int, pool: int, rows: int, budget: int, depth: int, prefix_cache: bool, slots: int
+    script: list[tuple],
+    page_size: int,
+    pool: int,
+    rows: int,
+    budget: int,
+    steady_budget: int,
+    depth: int,
+    prefix_cache: bool,
+    slots: int,
 ) -> None:
     scheduler, _ = make(
         vocab_size=VOCAB,
@@ -52,6 +61,7 @@ def test_random_traffic(
         steps_in_flight=depth,
         max_seq_length=80,
         num_adapter_slots=slots,
+        steady_prefill_tokens=steady_budget,
     )
     expected: dict[str, tuple[list[ContextItem], int, str | None]] = {}
     final: dict[str, StreamUpdate] = {}
@@ -64,13 +74,13 @@ def test_random_traffic(
 
     for action in script:
         match action:
-            case ("add", context, max_new, priority, adapter):
+            case ("add", context, max_new, priority, adapter, is_streamed):
                 name, items = f"r{len(expected)}", context_items(context)
                 if reused := [n for n in expected if n in final and final[n].finish_reason is FinishReason.CANCELLED]:
                     name = reused[0]
                     del expected[name], final[name]
                 try:
-                    scheduler.add(request(name, items, max_new_tokens=max_new, priority=priority, adapter=adapter))
+                    scheduler.add(request(name, items, max_new, None, priority, None, adapter, is_streamed=is_streamed))
                 except RequestError:
                     continue
                 expected[name] = (items, max_new, adapter)

@@ -110,7 +110,7 @@ class KestrelBackend:
 
     async def _send_answers(self, tensors: list[InputTensor], channel: ResponseChannel) -> None:
         call = await read_call(tensors, self._engine.config.max_image_bytes)
-        async with await self._engine.run(call.skill, stream=True, **call.fields) as stream:
+        async with await self._engine.run(call.skill, stream=True, read_along=call.stream, **call.fields) as stream:
             async for answer in answers(stream, call.stream):
                 channel.send(answer)
 

@@ -1,0 +1,47 @@
+"""Decoded files that were asked for lately: many questions about one picture decode it once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kestrel.images.rgb import RgbImage
+
+
+class RecentPictures:
+    """For several threads. Whoever asks for a file that another thread is decoding waits for that."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._pictures: OrderedDict[str, Future[RgbImage]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, digest: str, decode: Callable[[], RgbImage]) -> RgbImage:
+        """The picture with this digest; `decode` makes it. A failure is everyone's who waited, and is not kept."""
+        own: Future[RgbImage] = Future()
+        with self._lock:
+            found = self._pictures.setdefault(digest, own)
+            self._pictures.move_to_end(digest)
+        if found is not own:
+            return found.result()
+        try:
+            picture = decode()
+        except BaseException as error:
+            with self._lock:
+                del self._pictures[digest]
+            own.set_exception(error)
+            raise
+        own.set_result(picture)
+        self._account(picture)
+        return picture
+
+    def _account(self, picture: RgbImage) -> None:
+        with self._lock:
+            self._num_bytes += picture.pixels.nbytes
+            for digest in [digest for digest, future in self._pictures.items() if future.done()]:
+                if self._num_bytes <= self._max_bytes:
+                    return
+                self._num_bytes -= self._pictures.pop(digest).result().pixels.nbytes

@@ -1,0 +1,81 @@
+"""Pictures that are encoded a few crops at a time, before the step that prefills them.
+
+A picture of 13 crops keeps a GPU busy for as long as ten tokens of a running answer take. In slices, it leaves room
+for a token after each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kestrel.models.contract import DecoderModel, PreparedImage
+from kestrel.runtime.contract import PictureSlice
+
+MAX_PICTURES = 8
+"""Kept; the oldest is forgotten, and encoded anew if it is asked for after all."""
+
+
+@dataclass(slots=True, eq=False)
+class PictureAhead:
+    prepared: PreparedImage
+    features: list[Tensor] = field(default_factory=list)
+    """Of the crops so far."""
+    embedded: Tensor | None = None
+
+    @property
+    def num_encoded(self) -> int:
+        return sum(map(len, self.features))
+
+
+class PicturesAhead:
+    def __init__(self, model: DecoderModel) -> None:
+        self._model = model
+        self._pictures: OrderedDict[str, PictureAhead | Exception] = OrderedDict()
+
+    def advance(self, slice_: PictureSlice) -> None:
+        """What goes wrong is told by `take`."""
+        try:
+            known = self._pictures.get(slice_.digest)
+            if known is None:
+                known = PictureAhead(self._model.prepare_image(slice_.image))
+                self._keep(slice_.digest, known)
+            if isinstance(known, PictureAhead):
+                self._encode(known, slice_.max_crops)
+        except Exception as error:
+            self._keep(slice_.digest, error)
+
+    def has_encoded(self, digest: str) -> bool:
+        known = self._pictures.get(digest)
+        return isinstance(known, Exception) or (known is not None and known.embedded is not None)
+
+    def take(self, digest: str) -> Tensor | None:
+        """The embedding of a picture, whose remaining crops are encoded now; None when no slice named it. Raises what
+        went wrong with its slices."""
+        known = self._pictures.pop(digest, None)
+        if known is None:
+            return None
+        if isinstance(known, Exception):
+            raise known
+        self._encode(known, known.prepared.num_crops)
+        return known.embedded
+
+    def _keep(self, digest: str, picture: PictureAhead | Exception) -> None:
+        self._pictures[digest] = picture
+        while len(self._pictures) > MAX_PICTURES:
+            self._pictures.popitem(last=False)
+
+    def _encode(self, picture: PictureAhead, max_crops: int) -> None:
+        if picture.embedded is not None:
+            return
+        patches_NPC = picture.prepared.patches_NPC
+        first = picture.num_encoded
+        encoded = self._model.encode_crops([patches_NPC[first : first + max_crops]])
+        picture.features.append(encoded.clone())  # the encoder may write over what it returned
+        if picture.num_encoded == len(patches_NPC):
+            whole_NPD = torch.cat(picture.features)
+            picture.embedded = self._model.join_crops([whole_NPD], [picture.prepared.tiles_hw])[0]
+            picture.features.clear()

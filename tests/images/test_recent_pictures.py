@@ -1,0 +1,71 @@
+"""A file that is sent again is not decoded again."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kestrel.errors import RequestError
+from kestrel.images.decode import ImageLimits, decode_image
+from kestrel.images.recent import RecentPictures
+from kestrel.images.rgb import RgbImage
+
+from .pictures import ROOMY, encode, pattern
+
+PICTURE = encode(pattern(40, 50, 2), "PNG")
+BYTES = 40 * 50 * 3
+
+
+def rgb(value: int) -> RgbImage:
+    return RgbImage.from_pixels(np.full((10, 10, 3), value, dtype=np.uint8))
+
+
+def test_the_same_file_gives_the_same_picture_and_another_setting_does_not() -> None:
+    recent = RecentPictures(10 * BYTES)
+    first = decode_image(PICTURE, ROOMY, recent)
+    assert decode_image(bytes(PICTURE), ROOMY, recent) is first
+    np.testing.assert_array_equal(first.pixels, decode_image(PICTURE, ROOMY).pixels)
+    as_stored = ImageLimits(ROOMY.max_pixels, ROOMY.max_bytes, honour_exif=not ROOMY.honour_exif)
+    assert decode_image(PICTURE, as_stored, recent) is not first
+
+
+def test_the_least_recently_used_goes_when_memory_is_full() -> None:
+    recent = RecentPictures(2 * 300)
+    for name, value in (("a", 1), ("b", 2)):
+        recent.get(name, lambda value=value: rgb(value))
+    recent.get("a", lambda: pytest.fail("it is known"))
+    recent.get("c", lambda: rgb(3))
+    assert recent.get("a", lambda: pytest.fail("it was used after b")) == rgb(1)
+    assert recent.get("b", lambda: rgb(9)) == rgb(9), "b was forgotten"
+
+
+def test_without_memory_nothing_is_kept() -> None:
+    recent = RecentPictures(0)
+    recent.get("a", lambda: rgb(1))
+    assert recent.get("a", lambda: rgb(2)) == rgb(2)
+
+
+def test_a_damaged_file_is_refused_each_time() -> None:
+    recent = RecentPictures(1000)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="damaged or cut short"):
+            decode_image(PICTURE[:60], ROOMY, recent)
+
+
+def test_threads_that_ask_for_one_file_decode_it_once() -> None:
+    recent, going = RecentPictures(1000), threading.Event()
+    calls: list[int] = []
+
+    def decode() -> RgbImage:
+        calls.append(1)
+        assert going.wait(10)
+        return rgb(1)
+
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(recent.get, "a", decode) for _ in range(4)]
+        going.set()
+        assert {future.result().digest for future in asked} == {rgb(1).digest}
+    assert calls == [1]

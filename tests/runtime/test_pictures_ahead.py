@@ -1,0 +1,80 @@
+"""Pictures that are encoded in slices are those that are encoded at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel.images.rgb import RgbImage
+from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.runtime.contract import PictureSlice, PrefillChunk
+from kestrel.runtime.pictures import PictureEncoder
+from kestrel.runtime.pictures_ahead import MAX_PICTURES
+from kestrel.tokens import ImageSpan
+from tests.moondream.goldens import golden, pixels
+
+MULTI = RgbImage.from_pixels(pixels("multi"))
+
+
+def encoder() -> PictureEncoder:
+    return PictureEncoder(MoondreamDecoder(golden("md2").model), max_crops=64)
+
+
+def slice_of(image: RgbImage, max_crops: int) -> PictureSlice:
+    return PictureSlice(image.digest, image, max_crops)
+
+
+def chunk(image: RgbImage, row: int = 0) -> PrefillChunk:
+    return PrefillChunk(row, 0, [ImageSpan(image.digest, 730, 1)], 730, samples=False, images={image.digest: image})
+
+
+def other(index: int) -> RgbImage:
+    return RgbImage.from_pixels(pixels("small")[: 40 + index])
+
+
+@pytest.mark.parametrize("max_crops", [1, 2, 100])
+@torch.inference_mode()
+def test_slices_give_the_embedding_of_the_whole(max_crops: int) -> None:
+    whole = encoder().encode([chunk(MULTI)])[0][MULTI.digest]
+    pictures = encoder()
+    num_crops = pictures._model.prepare_image(MULTI).num_crops
+    assert num_crops > 2
+    for count in range(1, -(-num_crops // max_crops) + 1):
+        assert not pictures.ahead.has_encoded(MULTI.digest)
+        pictures.ahead.advance(slice_of(MULTI, max_crops))
+        assert pictures.ahead.has_encoded(MULTI.digest) == (count * max_crops >= num_crops)
+    embedded, failures = pictures.encode([chunk(MULTI)])
+    assert failures == {}
+    torch.testing.assert_close(embedded[MULTI.digest], whole, rtol=0.0, atol=2e-5)
+    assert not pictures.ahead.has_encoded(MULTI.digest), "what was prefilled is not kept"
+
+
+@torch.inference_mode()
+def test_a_picture_prefilled_early_is_finished_then() -> None:
+    whole = encoder().encode([chunk(MULTI)])[0][MULTI.digest]
+    pictures = encoder()
+    pictures.ahead.advance(slice_of(MULTI, 1))
+    embedded, _ = pictures.encode([chunk(MULTI), chunk(MULTI, row=1)])
+    torch.testing.assert_close(embedded[MULTI.digest], whole, rtol=0.0, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_a_failure_is_told_when_the_picture_is_prefilled_and_hits_its_rows_only() -> None:
+    pictures = encoder()
+    pictures.ahead.advance(PictureSlice("feed", None, 1))
+    assert pictures.ahead.has_encoded("feed")
+    bad = PrefillChunk(1, 0, [ImageSpan("feed", 730, 1)], 730, samples=False)
+    embedded, failures = pictures.encode([chunk(MULTI), bad])
+    assert list(embedded) == [MULTI.digest]
+    assert list(failures) == [1]
+
+
+@torch.inference_mode()
+def test_pictures_that_nobody_prefills_are_forgotten_in_the_end() -> None:
+    pictures = encoder()
+    first = other(0)
+    for index in range(MAX_PICTURES + 1):
+        pictures.ahead.advance(slice_of(other(index), 100))
+    assert not pictures.ahead.has_encoded(first.digest)
+    assert pictures.ahead.has_encoded(other(1).digest)
+    assert first.digest in pictures.encode([chunk(first)])[0], "it is encoded anew"

@@ -1,0 +1,110 @@
+"""While someone reads an answer along, steps stay small and pictures are encoded in slices; answers do not change."""
+
+from __future__ import annotations
+
+import pytest
+
+from kestrel.runtime.contract import StepPlan
+from kestrel.runtime.fake import NUM_CROPS, FakeRuntime, FakeStep
+from kestrel.scheduler import GenerationScheduler
+from kestrel.scheduler.plan import POSITIONS_PER_CROP
+from tests.scheduler.harness import by_hand, image, make, request, run, text, tokens_of
+
+TWO_CROPS = 2 * POSITIONS_PER_CROP
+PROMPT = [image("far", 12), *text(*range(1, 20))]
+
+
+def watched(steady: int) -> tuple[GenerationScheduler, list[StepPlan]]:
+    """A scheduler, and the plans it launches."""
+    scheduler, runtime = make(num_pages=400, steady_prefill_tokens=steady, max_prefill_tokens=4096, max_seq_length=1000)
+    plans: list[StepPlan] = []
+    launch = runtime.launch
+
+    def note_and_launch(plan: StepPlan) -> FakeStep:
+        plans.append(plan)
+        return launch(plan)
+
+    runtime.launch = note_and_launch
+    return scheduler, plans
+
+
+def start_reader(scheduler: GenerationScheduler, is_streamed: bool = True) -> None:
+    scheduler.add(request("reader", text(3, 4), max_new_tokens=60, is_streamed=is_streamed))
+    for _ in range(3):
+        scheduler.step()
+
+
+def check_answers(scheduler: GenerationScheduler) -> None:
+    final = run(scheduler)
+    assert tokens_of(final["guest"]) == by_hand(PROMPT, 4, 50)
+    assert tokens_of(final["reader"]) == by_hand(text(3, 4), 60, 50)
+
+
+def test_a_picture_comes_in_slices_of_the_budget_and_is_prefilled_after_the_last() -> None:
+    scheduler, plans = watched(TWO_CROPS)
+    start_reader(scheduler)
+    scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    check_answers(scheduler)
+    sliced = [plan for plan in plans if plan.picture_slices]
+    assert [slice_.max_crops for plan in sliced for slice_ in plan.picture_slices] == [2, 2, 2]
+    assert NUM_CROPS == 5
+    assert all(not plan.prefill and plan.decode for plan in sliced), "a slice is all that a step has beside the reader"
+    with_picture = next(plan for plan in plans if any(chunk.items[0] == PROMPT[0] for chunk in plan.prefill))
+    assert plans.index(with_picture) == plans.index(sliced[-1]) + 1
+
+
+@pytest.mark.parametrize(("steady", "is_streamed"), [(TWO_CROPS, False), (0, True)])
+def test_nobody_who_reads_along_or_no_budget_for_it_means_whole_pictures(steady: int, is_streamed: bool) -> None:
+    scheduler, plans = watched(steady)
+    start_reader(scheduler, is_streamed)
+    scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    check_answers(scheduler)
+    assert not any(plan.picture_slices for plan in plans)
+
+
+def test_long_prompts_are_cut_to_the_smaller_budget() -> None:
+    scheduler, plans = watched(steady=30)
+    start_reader(scheduler)
+    scheduler.add(request("long", text(*[7] * 100), max_new_tokens=2))
+    scheduler.step()
+    run(scheduler)
+    assert [sum(chunk.num_positions for chunk in plan.prefill) for plan in plans if plan.prefill][1:] == [
+        30,
+        30,
+        30,
+        10,
+    ]
+
+
+def test_what_is_left_of_a_slice_goes_to_short_prompts() -> None:
+    scheduler, plans = watched(TWO_CROPS + 20)
+    start_reader(scheduler)
+    scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    scheduler.add(request("short", text(5, 6), max_new_tokens=4))
+    final = run(scheduler)
+    assert tokens_of(final["short"]) == by_hand(text(5, 6), 4, 50)
+    shared = next(plan for plan in plans if plan.picture_slices)
+    assert [chunk.items for chunk in shared.prefill] == [text(5, 6)]
+
+
+def test_an_answer_that_ends_lets_the_rest_of_a_picture_come_whole() -> None:
+    scheduler, plans = watched(POSITIONS_PER_CROP)
+    start_reader(scheduler)
+    scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    scheduler.step()
+    scheduler.step()
+    scheduler.cancel("reader")
+    final = run(scheduler)
+    assert tokens_of(final["guest"]) == by_hand(PROMPT, 4, 50)
+    assert 0 < sum(len(plan.picture_slices) for plan in plans) < NUM_CROPS
+
+
+def test_a_picture_that_fails_in_slices_fails_its_request_alone() -> None:
+    scheduler, runtime = make(num_pages=400, steady_prefill_tokens=TWO_CROPS)
+    assert isinstance(runtime, FakeRuntime)
+    start_reader(scheduler)
+    runtime.failing_digests[PROMPT[0].digest] = ValueError("damaged")  # type: ignore[union-attr]
+    scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    final = run(scheduler)
+    assert "damaged" in str(final["guest"].error)
+    assert tokens_of(final["reader"]) == by_hand(text(3, 4), 60, 50)
