@@ -1,0 +1,42 @@
+"""Block sizes that were measured, by operation and size; where nothing was measured, a kernel's own rules decide.
+
+A size is made of what the time depends on. Rows vary from step to step, so they count in steps of four: 1, 2 to 4, 5 to
+16, 17 to 64 and so on, named by the upper end. Kernels change their ways on these edges too (1, 4 and 16 rows, 64 and
+1024 for adapters). Everything else belongs to the model and must be equal: the dimensions of matrices and heads, and the
+dtypes. A measurement so answers for its own step and for no other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class TunedSize(NamedTuple):
+    op: str
+    max_rows: int
+    """The upper end of a step of rows: a power of four."""
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class TuningTable:
+    def __init__(self, tunings: Mapping[TunedSize, Any]) -> None:
+        self._tunings = dict(tunings)
+
+    def __len__(self) -> int:
+        return len(self._tunings)
+
+    def find(self, op: str, num_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
+        """The `Tuning` of the kernel `op`, or None where its rules decide."""
+        return self._tunings.get(TunedSize(op, rows_step(num_rows), dims, dtypes))
+
+
+NO_TABLE = TuningTable({})
+
+
+def rows_step(num_rows: int) -> int:
+    """The upper end of the step of rows that a number of rows belongs to."""
+    return 1 << ((num_rows - 1).bit_length() + 1) // 2 * 2
