@@ -1,1 +1,1 @@
-"""Measured block sizes as files: one table per GPU, shipped in `tables/` or made by `kestrel tune` in the user's cache."""
+"""Measured block sizes as files, a table per GPU: shipped in `tables/`, or left in a user's cache by `kestrel tune`."""

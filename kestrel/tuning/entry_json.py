@@ -1,7 +1,7 @@
 """One line of a table as JSON: the size, the tuning, and what was measured. Reading is strict.
 
-    {"size": {"max_rows": 16, "num_out": 14336, "num_in": 2048, "dtypes": ["bfloat16", "bfloat16"]},
-     "tuning": {"block_out": 64, "block_in": 128, "num_warps": 4, "num_stages": 3}, "us": 14.6, "default_us": 15.4}
+{"size": {"max_rows": 16, "num_out": 14336, "num_in": 2048, "dtypes": ["bfloat16", "bfloat16"]},
+ "tuning": {"block_out": 64, "block_in": 128, "num_warps": 4, "num_stages": 3}, "us": 14.6, "default_us": 15.4}
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kestrel.errors import did_you_mean, shown
-from kestrel.kernels.triton.tuning_table import TunedSize, rows_step
+from kestrel.kernels.triton.tuning_table import TunedSize, rows_range
 from kestrel.tuning.tuned_ops import TUNED_OPS, TunedOp
 
 DTYPES = {
@@ -83,7 +83,7 @@ def check_names(place: str, found: Iterable[str], known: Collection[str]) -> Non
 def _read_size(op: str, tuned: TunedOp, found: object) -> TunedSize:
     parts = exact_object("size", found, ("max_rows", *tuned.dims, "dtypes"))
     max_rows = _read_count("size.max_rows", parts["max_rows"])
-    if rows_step(max_rows) != max_rows:
+    if rows_range(max_rows) != max_rows:
         raise TableFault(f"size.max_rows: must be a power of four (got {max_rows})")
     names = parts["dtypes"]
     if not isinstance(names, list) or len(names) != tuned.num_dtypes:

@@ -51,8 +51,6 @@ TUNED_OPS = {
     "moe_grouped_fp8": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
     "best_ids": TunedOp((best_ids.Tuning,), ("vocab",)),
     "row_inputs": TunedOp((row_inputs.Tuning,), ()),
-    "add_input_deltas": TunedOp(
-        (low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "qkv_dim", "ff_dim")
-    ),
+    "add_input_deltas": TunedOp((low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "qkv_dim", "ff_dim")),
     "add_output_deltas": TunedOp((low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "ff_dim")),
 }

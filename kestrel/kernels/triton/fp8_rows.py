@@ -66,16 +66,12 @@ def _quantise(
         store_tile(out_ptr, row * dim, rest, dim, x_rest * per_scale, REST_MASKED)
 
 
-def rows_to_fp8(
-    x_TD: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE
-) -> tuple[Tensor, Tensor]:
+def rows_to_fp8(x_TD: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
     """(x_fp8 [T, D], scales [T, 1] fp32), as row-wise scaled products take them. Rows may lie apart."""
     return _launch(x_TD, False, tuning or _found("rows_to_fp8", x_TD, table))
 
 
-def gelu_to_fp8(
-    x_TF: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE
-) -> tuple[Tensor, Tensor]:
+def gelu_to_fp8(x_TF: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
     """(y_fp8 [T, F], scales [T, 1] fp32) of y = GELU_tanh(x). Rows may lie apart."""
     return _launch(x_TF, True, tuning or _found("gelu_to_fp8", x_TF, table))
 

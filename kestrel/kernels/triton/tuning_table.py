@@ -1,9 +1,9 @@
 """Block sizes that were measured, by operation and size; where nothing was measured, a kernel's own rules decide.
 
-A size is made of what the time depends on. Rows vary from step to step, so they count in steps of four: 1, 2 to 4, 5 to
-16, 17 to 64 and so on, named by the upper end. Kernels change their ways on these edges too (1, 4 and 16 rows, 64 and
-1024 for adapters). Everything else belongs to the model and must be equal: the dimensions of matrices and heads, and the
-dtypes. A measurement so answers for its own step and for no other one.
+A size is what the time depends on. Rows change with every batch, so they count in ranges that grow by four, named by
+their upper end: 1, 2 to 4, 5 to 16, 17 to 64 and so on. Kernels change their ways on these edges too (1, 4 and 16 rows,
+64 and 1024 for adapters). The rest belongs to the model and must be equal: dimensions of matrices and heads, dtypes.
+A measurement answers for its own range and for no other one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 class TunedSize(NamedTuple):
     op: str
     max_rows: int
-    """The upper end of a step of rows: a power of four."""
+    """The upper end of a range of rows: a power of four."""
     dims: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
@@ -31,12 +31,12 @@ class TuningTable:
 
     def find(self, op: str, num_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
         """The `Tuning` of the kernel `op`, or None where its rules decide."""
-        return self._tunings.get(TunedSize(op, rows_step(num_rows), dims, dtypes))
+        return self._tunings.get(TunedSize(op, rows_range(num_rows), dims, dtypes))
 
 
 NO_TABLE = TuningTable({})
 
 
-def rows_step(num_rows: int) -> int:
-    """The upper end of the step of rows that a number of rows belongs to."""
+def rows_range(num_rows: int) -> int:
+    """The upper end of the range that a number of rows lies in."""
     return 1 << ((num_rows - 1).bit_length() + 1) // 2 * 2
