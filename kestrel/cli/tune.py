@@ -61,7 +61,7 @@ def _check_flags(random: str | None, ops: list[str] | None, output: Path | None,
         raise ConfigError("--ops", "--random decides which operations are tuned; give one of them")
     if ops == []:
         raise ConfigError("--ops", "names no operation; write them as in --ops small_linear,attend_rows")
-    if time_limit is not None and time_limit <= 0:
+    if time_limit is not None and not time_limit > 0:
         raise ConfigError("--time-limit", f"must be above 0 seconds (got {time_limit:g})")
     if output is None:
         return

@@ -35,12 +35,12 @@ def load_table(gpu: str, capability: tuple[int, int]) -> TuningTable:
 
 def find_table(here: MeasuredWith, user: Path, shipped: Path) -> TuningTable:
     name, ops = table_name(here.gpu), {}
-    if (shipped / name).exists():
+    if os.path.exists(shipped / name):
         raw = RawTable.read(shipped / name)
         # Made by an earlier version and checked by the tests of this one.
         if raw.measured_with.is_same_gpu(here):
             ops.update(raw.checked().ops)
-    if (user / name).exists():
+    if os.path.exists(user / name):
         raw = RawTable.read(user / name)
         fault = raw.measured_with.why_not_here(here)
         if fault is None:

@@ -76,7 +76,7 @@ class TableFile:
         for op in TUNED_OPS:
             if op in self.ops:
                 entries = [json.dumps(entry_to_json(size, entry)) for size, entry in sorted_entries(self.ops[op])]
-                lines = "".join(f"\n      {line}," for line in entries).removesuffix(",")
+                lines = ",".join(f"\n      {line}" for line in entries) + ("\n    " if entries else "")
                 ops.append(f"    {json.dumps(op)}: [{lines}]")
         return "{\n" + "".join(head) + '  "ops": {\n' + ",\n".join(ops) + "\n  }\n}\n"
 

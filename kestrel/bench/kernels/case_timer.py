@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,35 +30,41 @@ class CaseTimer:
         """None stands for the kernel's rules. Tunings that this GPU has no room for are left out."""
         makers = [Maker(self._device, self._dtype, seed) for seed in range(num_copies(case.bytes_moved))]
         found: dict[Any | None, float] = {}
-        try:
+        with _on_this_gpu():
             inputs = [case.make(maker) for maker in makers]
             for tuning in tunings:
                 calls = [partial(case.triton, *arguments, tuning=tuning) for arguments in inputs]
                 try:
                     found[tuning] = seconds_per_call(calls, captured=True)
                 except TritonError:
-                    continue
-        except torch.OutOfMemoryError as error:
-            raise CannotRun("it does not fit in the memory of this GPU") from error
+                    if tuning is None:
+                        raise
         return found
 
     def is_right(self, case: Case, tuning: Any) -> bool:
         """Whether the result is that of the plain version, as closely as any kernel's has to be."""
-        got = case.triton(*case.make(Maker(self._device, self._dtype)), tuning=tuning)
-        expected = case.plain(*case.make(Maker(self._device, self._dtype)))
-        return is_close(case, distance(got, expected), self._dtype)
+        with _on_this_gpu():
+            got = case.triton(*case.make(Maker(self._device, self._dtype)), tuning=tuning)
+            expected = case.plain(*case.make(Maker(self._device, self._dtype)))
+            return is_close(case, distance(got, expected), self._dtype)
 
     def size(self, case: Case, op: str) -> TunedSize:
         """What the kernel asks a table for when it runs."""
         asked = _AskedTable()
-        try:
+        with _on_this_gpu():
             case.triton(*case.make(Maker(self._device, self._dtype)), table=asked)
-        except torch.OutOfMemoryError as error:
-            raise CannotRun("it does not fit in the memory of this GPU") from error
-        except TritonError as error:
-            raise CannotRun(f"this GPU cannot run it ({type(error).__name__})") from error
         (size,) = {size for size in asked.sizes if size.op == op}
         return size
+
+
+@contextmanager
+def _on_this_gpu() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CannotRun("it does not fit in the memory of this GPU") from error
+    except TritonError as error:
+        raise CannotRun(f"this GPU cannot run it ({type(error).__name__})") from error
 
 
 class _AskedTable(TuningTable):
