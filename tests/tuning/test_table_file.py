@@ -150,7 +150,7 @@ def test_a_table_of_another_triton_is_made_anew_and_one_of_another_gpu_is_left_a
 
 
 def test_shipped_tables_are_sound_and_named_after_their_gpu() -> None:
-    for file in SHIPPED_FOLDER.glob("*"):
+    for file in SHIPPED_FOLDER.glob("*.json"):
         table = RawTable.read(file).checked()
         assert file.name == table_name(table.measured_with.gpu)
-        assert all(e.us <= 0.97 * e.default_us for entries in table.ops.values() for e in entries.values())
+        assert all(e.us < 0.975 * e.default_us for entries in table.ops.values() for e in entries.values())

@@ -1,6 +1,6 @@
 """The best block sizes of every kernel at the sizes of the models, for a table.
 
-Cases of one size, as a table knows it, are judged together: by the mean of what each of them gains or loses. A tuning
+Cases of one size, as a table knows it, are judged together, by the mean of what each of them gains or loses. A tuning
 counts when it beats the rules by the margin, gives the right result, and beats them again when only the two are timed:
 the best of many noisy times looks better than it is.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, geometric_mean
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class TuningRun:
             entry = self._confirmed(group, tuning)
             if entry is not None:
                 break
-        default_us = 1e6 * fmean(found[None] for found in times)
+        default_us = 1e6 * geometric_mean(found[None] for found in times)
         return Tuned(size, tuple(case.size for case in group), default_us, entry)
 
     def _confirmed(self, group: Sequence[Case], tuning: Any) -> Entry | None:
@@ -129,7 +129,7 @@ class TuningRun:
         again = [self._timer.seconds(case, (None, tuning)) for case in group]
         if _shares(again)[tuning] > 1.0 - MARGIN:
             return None
-        us, default_us = (1e6 * fmean(found[chosen] for found in again) for chosen in (tuning, None))
+        us, default_us = (1e6 * geometric_mean(found[chosen] for found in again) for chosen in (tuning, None))
         return Entry(tuning, us, default_us)
 
 

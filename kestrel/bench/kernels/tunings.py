@@ -109,7 +109,8 @@ def low_rank_tunings(rows_per_tile: int, max_rank: int) -> tuple[Any, ...]:
     if rows_per_tile <= low_rank_shrink.FEW_ROWS:
         columns = (256, 512, 1024) if is_small else (512, 1024, 2048)
         outputs = ((32, 16), (64, 32), (128, 32)) if is_small else ((16, 16), (32, 16), (64, 32))
-        tried = product((128, 256), columns, outputs, (16, 32) if is_small else (64, 128), (2, 4), (3, 4))
+        expand = ((16,) if max_rank <= 16 else (16, 32)) if is_small else (64, 128)
+        tried = product((128, 256), columns, outputs, expand, (2, 4), (3, 4))
         return tuple(low_rank_shrink.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
     if is_small:
         # Most of the time goes to adding small deltas to wide rows: several sizes of that block.
