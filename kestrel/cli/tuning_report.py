@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def run_tuning(run: TuningRun, table: GrowingTable) -> None:
         note(f"the table is made anew: {table.made_anew}")
     console = stderr_console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    # Lines go above the bar on a terminal, and where they belong when stdout is a file.
+    shown = {"disable": not console.is_terminal, "redirect_stdout": sys.stdout.isatty(), "transient": True}
+    with Progress(*columns, console=console, **shown) as bar:
         task = bar.add_task("tuning", total=run.num_cases)
         for result in run.results():
             if isinstance(result, Tuned):

@@ -24,7 +24,7 @@ class TunedSize(NamedTuple):
 
 class TuningTable:
     def __init__(self, tunings: Mapping[TunedSize, Any]) -> None:
-        self._tunings: dict[tuple[Any, ...], Any] = dict(tunings)
+        self._tunings: dict[tuple[Any, ...], Any] = {(*size,): tuning for size, tuning in tunings.items()}
 
     def __len__(self) -> int:
         return len(self._tunings)
