@@ -89,7 +89,7 @@ def test_the_module_is_the_same_program_as_the_command() -> None:
     told = python("-m", "kestrel.main", "--help")
     assert told.returncode == 0, told.stderr
     verbs = set(re.findall(r"^\| `kestrel (\w+)", README, re.MULTILINE))
-    assert len(verbs) == 14
+    assert len(verbs) == 15
     assert [verb for verb in verbs if verb not in told.stdout] == []
 
 

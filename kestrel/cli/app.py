@@ -28,8 +28,9 @@ from kestrel.cli.schedule import schedule
 from kestrel.cli.segment import segment
 from kestrel.cli.serve import serve
 from kestrel.cli.train import add_train_group
+from kestrel.cli.tune import tune
 
-VERBS = (query, caption, point, detect, segment, schedule, serve, eval, profile, models, demo)
+VERBS = (query, caption, point, detect, segment, schedule, serve, eval, profile, tune, models, demo)
 
 
 def run(arguments: Sequence[str]) -> int:

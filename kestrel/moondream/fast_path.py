@@ -61,9 +61,11 @@ class FastPath:
     note: str | None = None
     """Why a faster way was not taken; for the log."""
 
-    @property
-    def ops(self) -> Ops:
-        return triton_ops() if self.is_fused else PLAIN
+    def make_ops(self, abilities: Abilities) -> Ops:
+        """For the device that the path was chosen for, with the block sizes measured on its kind."""
+        if not self.is_fused or abilities.capability is None:
+            return PLAIN
+        return tuned_triton_ops(abilities.name, abilities.capability)
 
 
 def choose_fast_path(
@@ -116,6 +118,13 @@ def triton_ops() -> Ops:
     from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415
 
     return TRITON
+
+
+def tuned_triton_ops(gpu: str, capability: tuple[int, int]) -> Ops:
+    from kestrel.kernels.triton import ops  # noqa: PLC0415 - as above
+    from kestrel.tuning.table_choice import load_table  # noqa: PLC0415
+
+    return ops.triton_ops(load_table(gpu, capability))
 
 
 def _triton_fault() -> str | None:

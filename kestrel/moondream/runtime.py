@@ -174,14 +174,16 @@ class MoondreamRuntime(Executor):
     ) -> None:
         """`make_decoder` may give one that also observes what it is asked. `kv_scales`: those of the checkpoint."""
         decoder = make_decoder(model)
-        path = choose_fast_path(config, Abilities.of(decoder.device), decoder.dtype, with_adapters)
+        abilities = Abilities.of(decoder.device)
+        path = choose_fast_path(config, abilities, decoder.dtype, with_adapters)
+        ops = path.make_ops(abilities)
         if path.note is not None:
             logger.log(logging.WARNING if decoder.device.type == "cuda" else logging.INFO, "%s", path.note)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
         # Slots and matrices first: the KV cache is planned from what they leave.
         slots = self._make_slots(config) if with_adapters else None
-        put_on_path(decoder, path)
+        put_on_path(decoder, path, ops)
         limits = runtime_limits(decoder, config, path.kv_dtype, 0 if slots is None else slots.num_slots)
         num_crops = batch_crops(config, decoder.device)
         graphs: MakeFastSteps | None = None
@@ -189,9 +191,9 @@ class MoondreamRuntime(Executor):
             # Apart from each other, since pictures are encoded beside the rest of a step.
             decoder.capture_vision(num_crops, GraphPool(decoder.device))
             adapted = slots if decoder.can_adapt_on_device else None
-            graphs = captured_steps(limits, path.ops, GraphPool(decoder.device, is_urgent=True), adapted)
+            graphs = captured_steps(limits, ops, GraphPool(decoder.device, is_urgent=True), adapted)
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
-        super().__init__(decoder, limits, slots, num_crops, graphs, path.ops, path.kv_dtype, scales)
+        super().__init__(decoder, limits, slots, num_crops, graphs, ops, path.kv_dtype, scales)
         self.prepare()
         logger.info(
             "%s", memory_report(decoder.shape, limits.num_pages, limits.page_size, path.kv_dtype, decoder.device)
@@ -204,12 +206,12 @@ class MoondreamRuntime(Executor):
         return AdapterSlots(self.adapter_shape, config.max_adapters, max_rank, self.decoder.device, self.decoder.dtype)
 
 
-def put_on_path(decoder: MoondreamDecoder, path: FastPath) -> None:
+def put_on_path(decoder: MoondreamDecoder, path: FastPath, ops: Ops) -> None:
     decoder.check_whole()
     if path.quantization != "none":
-        decoder.quantise(path.quantization, path.ops)
+        decoder.quantise(path.quantization, ops)
     elif path.is_fused:
-        decoder.fuse(path.ops)
+        decoder.fuse(ops)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # other streams will read the new matrices
         torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned

@@ -44,7 +44,7 @@ def test_a_gpu_that_can_runs_triton_kernels(abilities: Abilities, backend: str) 
 )
 def test_where_triton_cannot_run_auto_says_why_and_triton_is_refused(abilities: Abilities, reason: str) -> None:
     path = chosen(abilities)
-    assert (path.is_fused, path.ops) == (False, PLAIN)
+    assert (path.is_fused, path.make_ops(abilities)) == (False, PLAIN)
     assert path.note == f"attention runs without the Triton kernels (sdpa): {reason}"
     with pytest.raises(ConfigError) as caught:
         chosen(abilities, attention_backend="triton")

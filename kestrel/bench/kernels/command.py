@@ -57,6 +57,10 @@ class Checked:
     is_close: bool
 
 
+def is_close(case: Case, far: float, dtype: torch.dtype) -> bool:
+    return far <= (FP8_TOLERANCES if case.gives_fp8 else TOLERANCES)[dtype]
+
+
 def all_cases(sizes: Sizes, ops: list[str] | None) -> list[Case]:
     cases = [
         *vision_cases(sizes),
@@ -86,8 +90,7 @@ def check_kernels(ops: list[str] | None, device: torch.device) -> Iterator[Check
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for case in all_cases(small_sizes(), ops):
         far = _distance(case, device, dtype)
-        tolerances = FP8_TOLERANCES if case.gives_fp8 else TOLERANCES
-        yield Checked(case, far, far <= tolerances[dtype])
+        yield Checked(case, far, is_close(case, far, dtype))
 
 
 def _timed(case: Case, ceilings: Ceilings) -> Timed:

@@ -79,9 +79,9 @@ def _triton_greedy(
     rows_B: Tensor,
     tables: Tables,
     region: RegionHeads,
-    tuning: triton_best_ids.Tuning | None = None,
+    **chosen: Any,
 ) -> tuple[Tensor, Tensor]:
-    ranks_SBC = triton_best_ids.best_ids(logits, rows_B, *tables, tuning=tuning)
+    ranks_SBC = triton_best_ids.best_ids(logits, rows_B, *tables, **chosen)
     return triton_commit_ids.commit_ids(ranks_SBC, rows_B, *tables, region)
 
 

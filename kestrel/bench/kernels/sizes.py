@@ -30,8 +30,9 @@ class Sizes:
     tau_tokens: tuple[int, ...]
     routed_tokens: tuple[int, ...]
     """Tokens of a large mixture of experts."""
-    adapters: tuple[tuple[int, int], ...]
-    """How many, and of which rank."""
+    adapters: tuple[tuple[int, int, int], ...]
+    """How many, of which rank, in slots of which rank."""
+    adapted_rows: tuple[int, ...]
 
 
 def full_sizes() -> Sizes:
@@ -52,7 +53,21 @@ def full_sizes() -> Sizes:
         prompts=(1, 4, 8),
         tau_tokens=(1, 4, 16, 64, 750, 3000),
         routed_tokens=(16, 64, 750, 3000),
-        adapters=((8, 16), (1, 512)),
+        adapters=((8, 16, 16), (1, 512, 512)),
+        adapted_rows=(16, 750, 3000),
+    )
+
+
+def tuning_sizes() -> Sizes:
+    """One in every range of rows (`kestrel.kernels.triton.tuning_table`) that serving meets often."""
+    return replace(
+        full_sizes(),
+        crops=(1, 4, 9, 36),
+        prefill_tokens=(250, 750, 3000),
+        routed_tokens=(16, 64, 250, 750, 3000),
+        tau_tokens=(1, 4, 16, 64, 250, 750, 3000),
+        adapters=((8, 16, 16), (8, 16, 64), (1, 512, 512)),
+        adapted_rows=(4, 16, 64, 250, 750, 3000),
     )
 
 
@@ -83,6 +98,7 @@ def small_sizes() -> Sizes:
         prompt=(37, 6),
         prompts=(2,),
         tau_tokens=(3, 21),
-        routed_tokens=(7,),
-        adapters=((3, 12),),
+        routed_tokens=(7, 70),
+        adapters=((3, 12, 12), (2, 16, 32)),
+        adapted_rows=(6, 70),
     )

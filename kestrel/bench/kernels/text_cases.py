@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from kestrel.bench.kernels.tunings import (
     tau_tunings,
 )
 from kestrel.bench.kernels.vision_cases import (
+    FP8_BYTES,
     HALF_BYTES,
     add_norm_case,
     add_norm_to_fp8_case,
@@ -27,6 +27,7 @@ from kestrel.bench.kernels.vision_cases import (
     norm_to_fp8_case,
 )
 from kestrel.kernels import chunk_attention, paged_attention, rotate_and_store, small_linear, tau
+from kestrel.kernels.fp8_linear import weights_to_fp8
 from kestrel.kernels.rope import rope_tables
 from kestrel.kernels.triton import chunk_attention as triton_chunk_attention
 from kestrel.kernels.triton import paged_attention as triton_paged_attention
@@ -59,9 +60,14 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
         yield _chunks_case(sizes, prompts, [picture], None)
         yield _chunks_case(sizes, prompts, [text_behind], None)
     for rows in sizes.few_rows:
-        yield _linear_case("qkv|fc1", rows, text.qkv_dim + text.ff_dim, text.dim, gelu_from=text.qkv_dim)
-        yield _linear_case("proj|fc2", rows, text.dim, text.dim + text.ff_dim, gelu_from=None)
-        yield _linear_case("head", rows, text.vocab_size, text.dim, gelu_from=None)
+        both_in, both_out = (text.qkv_dim + text.ff_dim, text.dim), (text.dim, text.dim + text.ff_dim)
+        yield _linear_case("qkv|fc1", rows, *both_in, gelu_from=text.qkv_dim)
+        yield _linear_case("proj|fc2", rows, *both_out)
+        yield _linear_case("qkv|fc1", rows, *both_in, gelu_from=text.qkv_dim, has_fp8_weights=True)
+        yield _linear_case("proj|fc2", rows, *both_out, has_fp8_weights=True)
+        yield _linear_case("qkv", rows, text.qkv_dim, text.dim)
+        yield _linear_case("proj", rows, text.dim, text.dim)
+        yield _linear_case("head", rows, text.vocab_size, text.dim)
 
 
 def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
@@ -189,18 +195,24 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
     )
 
 
-def _linear_case(name: str, rows: int, num_out: int, num_in: int, gelu_from: int | None) -> Case:
-    def make(maker: Maker) -> tuple[Tensor, ...]:
-        weight = maker.numbers(num_out, num_in, scale=num_in**-0.5)
-        return maker.numbers(rows, num_in), weight, maker.numbers(num_out), maker.numbers(rows, num_out)
+def _linear_case(
+    name: str, rows: int, num_out: int, num_in: int, gelu_from: int | None = None, has_fp8_weights: bool = False
+) -> Case:
+    def make(maker: Maker) -> tuple[Any, ...]:
+        weight, scale = maker.numbers(num_out, num_in, scale=num_in**-0.5), None
+        if has_fp8_weights:
+            weight, scale = weights_to_fp8(weight)
+        x, bias, residual = maker.numbers(rows, num_in), maker.numbers(num_out), maker.numbers(rows, num_out)
+        return x, weight, bias, residual, gelu_from, scale
 
+    weight_bytes = num_out * num_in * (FP8_BYTES if has_fp8_weights else HALF_BYTES)
     return Case(
         op="small_linear",
-        size=f"{name}, {rows}x{num_in} to {num_out}",
-        plain=partial(small_linear.small_linear, gelu_from=gelu_from),
-        triton=partial(triton_small_linear.small_linear, gelu_from=gelu_from),
+        size=f"{name}, {rows}x{num_in} to {num_out}{', fp8 weights' * has_fp8_weights}",
+        plain=small_linear.small_linear,
+        triton=triton_small_linear.small_linear,
         make=make,
-        bytes_moved=(num_out * num_in + rows * (num_in + 2 * num_out)) * HALF_BYTES,
+        bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
         tunings=small_linear_tunings(rows),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+from triton import next_power_of_2
+
 from kestrel.kernels.triton import (
     best_ids,
     chunk_attention,
@@ -75,10 +77,22 @@ def moe_small_tunings() -> tuple[Any, ...]:
 
 
 def moe_grouped_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
-    """Blocks from half to twice an expert's share of the pairs."""
-    rows = [size for size in (16, 32, 64, 128) if 0.5 * pairs_per_expert <= size <= 2 * max(16.0, pairs_per_expert)]
-    tried = product(rows or [128], ((64, 64), (64, 128), (128, 128), (128, 256)), ((64, 4, 4), (64, 8, 3), (128, 8, 3)))
-    return tuple(moe_grouped.Tuning(size, *outputs, *rest) for size, outputs, rest in tried)
+    outputs, rest = ((64, 64), (64, 128), (128, 128), (128, 256)), ((64, 4, 4), (64, 8, 3), (128, 8, 3))
+    tried = product(_rows_per_block(pairs_per_expert), outputs, rest)
+    return tuple(moe_grouped.Tuning(rows, *outs, *more) for rows, outs, more in tried)
+
+
+def moe_fp8_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
+    """The same with blocks for matrices in float8."""
+    outputs, rest = ((64, 64), (64, 128), (128, 128)), ((64, 4, 4), (128, 4, 3), (128, 8, 3), (256, 8, 3))
+    tried = product(_rows_per_block(pairs_per_expert), outputs, rest)
+    return tuple(moe_grouped.Tuning(rows, *outs, *more) for rows, outs, more in tried)
+
+
+def _rows_per_block(pairs_per_expert: float) -> list[int]:
+    """From half to twice an expert's share of the pairs."""
+    fitting = [size for size in (16, 32, 64, 128) if 0.5 * pairs_per_expert <= size <= 2 * max(16.0, pairs_per_expert)]
+    return fitting or [128]
 
 
 def best_ids_tunings() -> tuple[Any, ...]:
@@ -89,14 +103,21 @@ def row_inputs_tunings() -> tuple[Any, ...]:
     return tuple(row_inputs.Tuning(*tried) for tried in product((64, 128, 256), (1, 2, 4)))
 
 
-def low_rank_tunings(num_rows: int, max_rank: int) -> tuple[Any, ...]:
+def low_rank_tunings(rows_per_tile: int, max_rank: int) -> tuple[Any, ...]:
     """Few rows: how the factors are cut up. Many: blocks of two matrix products."""
     is_small = max_rank <= low_rank_shrink.SMALL_RANK
-    if num_rows <= low_rank_shrink.FEW_ROWS:
+    if rows_per_tile <= low_rank_shrink.FEW_ROWS:
         columns = (256, 512, 1024) if is_small else (512, 1024, 2048)
         outputs = ((32, 16), (64, 32), (128, 32)) if is_small else ((16, 16), (32, 16), (64, 32))
-        tried = product((128, 256), columns, outputs, (16, 32) if is_small else (64, 128), (2, 4), (3, 4))
+        expand = ((16,) if max_rank <= 16 else (16, 32)) if is_small else (64, 128)
+        tried = product((128, 256), columns, outputs, expand, (2, 4), (3, 4))
         return tuple(low_rank_shrink.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
-    ranks, expand = ((16,), (16,)) if is_small else ((64, 128), (32, 64))
-    tried = product(ranks, (64, 128), (1024, 2048, 8192), (64, 128), expand, (4, 8), (3,))
+    if is_small:
+        # Most of the time goes to adding small deltas to wide rows: several sizes of that block.
+        cuts = ((64, 512), (64, 1024), (64, 2048), (128, 512), (128, 1024), (256, 1024))
+        blocks = product(dict.fromkeys((16, max(16, next_power_of_2(max_rank)))), cuts, (32, 64, 128, 256))
+        tried = ((r, *cut, outs, outs, min(r, 32)) for r, cut, outs in blocks)
+        launches = ((4, 2), (4, 3), (8, 2), (8, 3))
+        return tuple(low_rank_shrink.Tuning(*block, *launch) for block, launch in product(tried, launches))
+    tried = product((64, 128), (64, 128), (1024, 2048, 8192), (64, 128), (32, 64), (4, 8), (3,))
     return tuple(low_rank_shrink.Tuning(r, ins, cols, outs, outs, *rest) for r, ins, cols, outs, *rest in tried)

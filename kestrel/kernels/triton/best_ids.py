@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kestrel.kernels.best_ids import LAST_ID, NAN_KEY, SCORE_UNIT
 from kestrel.kernels.row_tables import EndingTensors, GrammarTensors, RowState
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 NAN, UNIT, LAST = tl.constexpr(NAN_KEY), tl.constexpr(SCORE_UNIT), tl.constexpr(LAST_ID)
 
@@ -93,6 +94,7 @@ def best_ids(
     grammar: GrammarTensors,
     endings: EndingTensors | None,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """Ranks [sets, B, candidates], for `commit_ids`. Logits may lie anyhow."""
     num_entries, vocab = logits_BV.shape
@@ -100,7 +102,7 @@ def best_ids(
     assert rows_B.shape == (num_entries,)
     for tensor in (rows_B, rows.state, rows.spent, *grammar.tables):
         assert tensor.is_contiguous()
-    chosen = tuning or Tuning()
+    chosen = tuning or table.find("best_ids", num_entries, (vocab,), logits_BV.dtype) or Tuning()
     vocab_blocks = triton.cdiv(vocab, chosen.block_ids)
     blocks = vocab_blocks + triton.cdiv(grammar.allowed_NA.shape[1], chosen.block_ids)
     ranks = torch.empty(2 if endings else 1, num_entries, blocks, dtype=torch.int64, device=rows_B.device)

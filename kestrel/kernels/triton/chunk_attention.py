@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.paged_attention import tile_slots
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ def attend_chunks(
     v_scale: float = 1.0,
     out_THD: Tensor | None = None,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """Queries of several chunks over their own pages. Rows of q and of `out_THD` may lie apart."""
     _, num_heads, head_dim = q_THD.shape
@@ -156,7 +158,9 @@ def attend_chunks(
         assert tensor.stride()[1:] == (head_dim, 1)
     if num_chunks == 0 or max_count == 0:
         return out_THD
-    chosen = tuning or Tuning.of(max_count, head_dim, q_THD.element_size())
+    dims = num_heads, num_kv_heads, head_dim
+    found = tuning or table.find("attend_chunks", max_count, dims, q_THD.dtype, k_cache.dtype)
+    chosen = found or Tuning.of(max_count, head_dim, q_THD.element_size())
     _attend_chunks[(triton.cdiv(max_count, chosen.block_queries), num_heads, num_chunks)](
         q_THD, k_cache, v_cache, pages_CP, first_C, count_C, start_C, bidirectional_C, out_THD,
         k_scale * math.log2(math.e) / math.sqrt(head_dim), v_scale,

@@ -13,6 +13,7 @@ from torch import Tensor
 from kestrel.kernels.fp8_rows import LARGEST_FP8, SMALLEST_SCALE
 from kestrel.kernels.triton.activations import gelu_tanh
 from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 _LARGEST = tl.constexpr(LARGEST_FP8)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -65,14 +66,19 @@ def _quantise(
         store_tile(out_ptr, row * dim, rest, dim, x_rest * per_scale, REST_MASKED)
 
 
-def rows_to_fp8(x_TD: Tensor, tuning: Tuning | None = None) -> tuple[Tensor, Tensor]:
+def rows_to_fp8(x_TD: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
     """(x_fp8 [T, D], scales [T, 1] fp32), as row-wise scaled products take them. Rows may lie apart."""
-    return _launch(x_TD, False, tuning)
+    return _launch(x_TD, False, tuning or _found("rows_to_fp8", x_TD, table))
 
 
-def gelu_to_fp8(x_TF: Tensor, tuning: Tuning | None = None) -> tuple[Tensor, Tensor]:
+def gelu_to_fp8(x_TF: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
     """(y_fp8 [T, F], scales [T, 1] fp32) of y = GELU_tanh(x). Rows may lie apart."""
-    return _launch(x_TF, True, tuning)
+    return _launch(x_TF, True, tuning or _found("gelu_to_fp8", x_TF, table))
+
+
+def _found(op: str, x_TD: Tensor, table: TuningTable) -> Tuning | None:
+    num_rows, dim = x_TD.shape
+    return table.find(op, num_rows, (dim,), x_TD.dtype)
 
 
 def fp8_rows_like(x_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.fp8_rows import fp8_rows_like, store_fp8_scale
 from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 MANY_ROWS = 1024
 
@@ -96,10 +97,18 @@ def _normalise(
             store_tile(y_ptr, offset, rest, dim, y_rest, REST_MASKED)
 
 
-def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, tuning: Tuning | None = None) -> Tensor:
+def layer_norm(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> Tensor:
     """Rows normalised over their last dimension; any number of leading dimensions."""
     y_TD = torch.empty_like(x_TD)
-    _launch(x_TD, None, None, x_TD, y_TD, None, weight_D, bias_D, eps, tuning)
+    chosen = tuning or _found("layer_norm", x_TD, table)
+    _launch(x_TD, None, None, x_TD, y_TD, None, weight_D, bias_D, eps, chosen)
     return y_TD
 
 
@@ -111,19 +120,27 @@ def add_layer_norm(
     bias_D: Tensor,
     eps: float,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor]:
     """(sum, normed sum), both of the shape and dtype of x."""
     total_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, None, weight_D, bias_D, eps, tuning)
+    chosen = tuning or _found("add_layer_norm", x_TD, table)
+    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, None, weight_D, bias_D, eps, chosen)
     return total_TD, y_TD
 
 
 def layer_norm_to_fp8(
-    x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, tuning: Tuning | None = None
+    x_TD: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor]:
     """(normed rows in float8 [T, D], their scales [T, 1] fp32)."""
     y_TD, scale_T1 = fp8_rows_like(x_TD)
-    _launch(x_TD, None, None, x_TD, y_TD, scale_T1, weight_D, bias_D, eps, tuning)
+    chosen = tuning or _found("layer_norm_to_fp8", x_TD, table)
+    _launch(x_TD, None, None, x_TD, y_TD, scale_T1, weight_D, bias_D, eps, chosen)
     return y_TD, scale_T1
 
 
@@ -135,12 +152,19 @@ def add_layer_norm_to_fp8(
     bias_D: Tensor,
     eps: float,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32)."""
     total_TD = torch.empty_like(x_TD)
     y_TD, scale_T1 = fp8_rows_like(x_TD)
-    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, scale_T1, weight_D, bias_D, eps, tuning)
+    chosen = tuning or _found("add_layer_norm_to_fp8", x_TD, table)
+    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, scale_T1, weight_D, bias_D, eps, chosen)
     return total_TD, y_TD, scale_T1
+
+
+def _found(op: str, x_TD: Tensor, table: TuningTable) -> Tuning | None:
+    dim = x_TD.shape[-1]
+    return table.find(op, x_TD.numel() // dim, (dim,), x_TD.dtype)
 
 
 def _launch(

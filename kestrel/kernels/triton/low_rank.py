@@ -17,6 +17,7 @@ from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
 from kestrel.kernels.triton.activations import gelu_tanh
 from kestrel.kernels.triton.low_rank_shrink import FEW_ROWS, Tuning, shrink
 from kestrel.kernels.triton.moe_grouping import group_pairs
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 
 def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None) -> SlotTiles:
@@ -140,6 +141,7 @@ def add_input_deltas(
     *,
     activates_base: bool,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> None:
     _check_sizes(y_TD, qkv, qkv_TF)
     _check_sizes(y_TD, fc1, hidden_TF)
@@ -147,7 +149,9 @@ def add_input_deltas(
     num_tiles, rows = tiles.rows_KN.shape
     if num_tiles == 0:
         return
-    chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
+    dims = rows, max_rank, y_TD.shape[1], qkv_TF.shape[1], hidden_TF.shape[1]
+    found = tuning or table.find("add_input_deltas", len(y_TD), dims, y_TD.dtype)
+    chosen = found or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
     shrunk = shrink(tiles, chosen, y_TD, None, None, qkv, y_TD, fc1)
     blocks = [triton.cdiv(out_TF.shape[1], chosen.block_out) for out_TF in (qkv_TF, hidden_TF)]
     _expand_inputs[(num_tiles, sum(blocks))](
@@ -172,6 +176,7 @@ def add_output_deltas(
     fc2: SlotFactors,
     *,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> None:
     _check_sizes(mixed_TD, proj, total_TD)
     _check_sizes(y_TD, proj, total_TD)
@@ -180,7 +185,9 @@ def add_output_deltas(
     num_out, max_rank = proj.b_SFR.shape[1:]
     if num_tiles == 0:
         return
-    chosen = tuning or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
+    dims = rows, max_rank, y_TD.shape[1], hidden_TF.shape[1]
+    found = tuning or table.find("add_output_deltas", len(y_TD), dims, y_TD.dtype)
+    chosen = found or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
     shrunk = shrink(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,

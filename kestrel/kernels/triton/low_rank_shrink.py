@@ -36,6 +36,13 @@ class Tuning:
     num_warps: int = 4
     num_stages: int = 3
 
+    def __post_init__(self) -> None:
+        if self.columns_per_split % self.block_in != 0:
+            raise ValueError(
+                f"columns_per_split {self.columns_per_split} is no multiple of block_in {self.block_in}: "
+                "columns would count twice"
+            )
+
     @classmethod
     def of(cls, rows_per_tile: int, num_rows: int, max_rank: int, dtype: torch.dtype) -> Tuning:
         """Columns are split until there are programs for a whole GPU: the smaller the rank, the more."""

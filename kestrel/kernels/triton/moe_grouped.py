@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from kestrel.kernels.triton.activations import gelu_erf
 from kestrel.kernels.triton.fp8_rows import rows_to_fp8
 from kestrel.kernels.triton.moe_grouping import Blocks, group_pairs
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ def moe_grouped(
     fc1_scale_EF: Tensor | None = None,
     fc2_scale_ED: Tensor | None = None,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """What `kestrel.kernels.moe_mlp.moe_mlp` gives; scales are those of matrices kept in float8, one per output."""
     num_tokens, num_in = x_TD.shape
@@ -162,7 +164,9 @@ def moe_grouped(
         assert tensor is None or tensor.is_contiguous()
     if num_tokens == 0:
         return torch.empty(0, num_out, dtype=x_TD.dtype, device=x_TD.device)
-    chosen = tuning or Tuning.of(ids_TK.numel(), num_experts)
+    dims = num_experts, ids_TK.shape[1], num_inner, num_in
+    found = tuning or table.find("moe_grouped", num_tokens, dims, x_TD.dtype, fc1_EFD.dtype)
+    chosen = found or Tuning.of(ids_TK.numel(), num_experts)
     blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
     x, dtype = ScaledRows(x_TD), x_TD.dtype
     hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
@@ -179,16 +183,20 @@ def moe_grouped_fp8(
     fc1_scale_EF: Tensor,
     fc2_scale_ED: Tensor,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """What `kestrel.kernels.moe_mlp.moe_mlp_fp8` gives: rows are quantised too, and the tensor cores take float8."""
-    num_experts, num_out, _ = fc2_EDI.shape
-    if len(x_TD) == 0:
+    num_tokens, num_in = x_TD.shape
+    num_experts, num_out, num_inner = fc2_EDI.shape
+    if num_tokens == 0:
         return torch.empty(0, num_out, dtype=x_TD.dtype, device=x_TD.device)
-    chosen = tuning or Tuning.of_fp8(ids_TK.numel(), num_experts)
+    dims = num_experts, ids_TK.shape[1], num_inner, num_in
+    found = tuning or table.find("moe_grouped_fp8", num_tokens, dims, x_TD.dtype, fc1_EFD.dtype)
+    chosen = found or Tuning.of_fp8(ids_TK.numel(), num_experts)
     blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
-    x, dtype = ScaledRows(*rows_to_fp8(x_TD)), x_TD.dtype
+    x, dtype = ScaledRows(*rows_to_fp8(x_TD, table=table)), x_TD.dtype
     hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
-    hidden = ScaledRows(*rows_to_fp8(hidden_RI))
+    hidden = ScaledRows(*rows_to_fp8(hidden_RI, table=table))
     out_QD = _projected(hidden, ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
     return _summed(out_QD, weights_TK)
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.triton.activations import gelu_erf
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ def moe_small(
     fc1_scale_EF: Tensor | None = None,
     fc2_scale_ED: Tensor | None = None,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """What `kestrel.kernels.moe_mlp.moe_mlp` gives; scales are those of matrices kept in float8, one per output."""
     num_tokens, num_in = x_TD.shape
@@ -108,7 +110,8 @@ def moe_small(
     y_TD = torch.empty(num_tokens, num_out, dtype=x_TD.dtype, device=x_TD.device)
     if num_tokens == 0:
         return y_TD
-    chosen = tuning or Tuning()
+    dims = len(fc1_EFD), top_k, num_inner, num_in
+    chosen = tuning or table.find("moe_small", num_tokens, dims, x_TD.dtype, fc1_EFD.dtype) or Tuning()
     hidden = torch.empty(num_tokens * top_k, num_inner, dtype=x_TD.dtype, device=x_TD.device)
     block = min(chosen.max_block, triton.next_power_of_2(num_in))
     _gate[(triton.cdiv(num_inner, chosen.gate_outputs), num_tokens * top_k)](

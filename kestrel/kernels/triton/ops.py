@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kestrel.kernels.crop_attention import attend_crops
@@ -24,6 +26,7 @@ from kestrel.kernels.triton.route import route_top_k
 from kestrel.kernels.triton.row_inputs import row_inputs
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
 from kestrel.kernels.triton.tau import tau_factors
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 FEW_TOKENS = 4
 """Up to so many, experts are read once per token; with more of them the same experts are met again."""
@@ -37,36 +40,43 @@ def moe_mlp(
     fc2_EDI: Tensor,
     fc1_scale_EF: Tensor | None = None,
     fc2_scale_ED: Tensor | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     run = moe_small if len(x_TD) <= FEW_TOKENS else moe_grouped
-    return run(x_TD, weights_TK, ids_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED)
+    return run(x_TD, weights_TK, ids_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED, table=table)
 
 
-TRITON = Ops(
-    layer_norm=layer_norm,
-    add_layer_norm=add_layer_norm,
-    small_linear=small_linear,
-    max_small_rows=MAX_ROWS,
-    gelu_linear=gelu_linear_epilogue,
-    rotate_and_store=rotate_and_store,
-    attend_rows=attend_rows,
-    attend_chunks=attend_chunks,
-    attend_crops=attend_crops,
-    route_top_k=route_top_k,
-    moe_mlp=moe_mlp,
-    moe_mlp_fp8=moe_grouped_fp8,
-    resample=resample,
-    patchify=patchify,
-    tau_factors=tau_factors,
-    best_ids=best_ids,
-    commit_ids=commit_ids,
-    row_inputs=row_inputs,
-    layer_norm_to_fp8=layer_norm_to_fp8,
-    add_layer_norm_to_fp8=add_layer_norm_to_fp8,
-    rows_to_fp8=rows_to_fp8,
-    gelu_to_fp8=gelu_to_fp8,
-    fp8_linear=scaled_mm_linear,
-    tile_slots=tile_slots,
-    add_input_deltas=add_input_deltas,
-    add_output_deltas=add_output_deltas,
-)
+def triton_ops(table: TuningTable) -> Ops:
+    """The bundle with the block sizes of a table; rules decide where it has none."""
+    return Ops(
+        layer_norm=partial(layer_norm, table=table),
+        add_layer_norm=partial(add_layer_norm, table=table),
+        small_linear=partial(small_linear, table=table),
+        max_small_rows=MAX_ROWS,
+        gelu_linear=gelu_linear_epilogue,
+        rotate_and_store=partial(rotate_and_store, table=table),
+        attend_rows=partial(attend_rows, table=table),
+        attend_chunks=partial(attend_chunks, table=table),
+        attend_crops=attend_crops,
+        route_top_k=route_top_k,
+        moe_mlp=partial(moe_mlp, table=table),
+        moe_mlp_fp8=partial(moe_grouped_fp8, table=table),
+        resample=resample,
+        patchify=patchify,
+        tau_factors=partial(tau_factors, table=table),
+        best_ids=partial(best_ids, table=table),
+        commit_ids=commit_ids,
+        row_inputs=partial(row_inputs, table=table),
+        layer_norm_to_fp8=partial(layer_norm_to_fp8, table=table),
+        add_layer_norm_to_fp8=partial(add_layer_norm_to_fp8, table=table),
+        rows_to_fp8=partial(rows_to_fp8, table=table),
+        gelu_to_fp8=partial(gelu_to_fp8, table=table),
+        fp8_linear=scaled_mm_linear,
+        tile_slots=tile_slots,
+        add_input_deltas=partial(add_input_deltas, table=table),
+        add_output_deltas=partial(add_output_deltas, table=table),
+    )
+
+
+TRITON = triton_ops(NO_TABLE)
+"""With the rules alone."""

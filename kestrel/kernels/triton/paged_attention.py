@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 MANY_ROWS = 40
 """From here on every multiprocessor has rows enough without splitting their keys."""
@@ -193,6 +194,7 @@ def attend_rows(
     v_scale: float = 1.0,
     out_BHD: Tensor | None = None,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """One query per row over the row's first `num_keys` positions. Rows of q and of `out_BHD` may lie apart."""
     num_rows, num_heads, head_dim = q_BHD.shape
@@ -209,23 +211,25 @@ def attend_rows(
         assert tensor.stride()[1:] == (head_dim, 1)
     if num_rows == 0:
         return out_BHD
-    chosen = tuning or Tuning.of(num_rows, k_cache.dtype)
+    dims = num_heads, num_kv_heads, head_dim
+    found = tuning or table.find("attend_rows", num_rows, dims, q_BHD.dtype, k_cache.dtype)
+    chosen = found or Tuning.of(num_rows, k_cache.dtype)
     num_splits = chosen.num_splits(num_rows, num_kv_heads, pages_BP.shape[1] * page_size)
     mixed, top, weight = _parts(num_rows * num_splits * num_heads, head_dim, q_BHD.device)
-    dims, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
+    padded_dims, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
     _attend_split[(num_kv_heads, num_rows, num_splits)](
         q_BHD, k_cache, v_cache, pages_BP, num_keys_B, out_BHD, mixed, top, weight,
         k_scale * math.log2(math.e) / math.sqrt(head_dim), v_scale,
         q_BHD.stride(0), out_BHD.stride(0), pages_BP.stride(0), k_cache.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=num_splits,
-        HEAD_DIM=head_dim, DIMS=max(16, dims), BLOCK_KEYS=chosen.block_keys, PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim, DIMS=max(16, padded_dims), BLOCK_KEYS=chosen.block_keys, PAGE_SIZE=page_size,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     if num_splits > 1:
         _add_splits[(num_heads, num_rows)](
             mixed, top, weight, out_BHD, v_scale, out_BHD.stride(0),
             HEADS=num_heads, SPLITS=num_splits, PADDED_SPLITS=triton.next_power_of_2(num_splits),
-            HEAD_DIM=head_dim, DIMS=dims, num_warps=1, **dependent(),
+            HEAD_DIM=head_dim, DIMS=padded_dims, num_warps=1, **dependent(),
         )  # fmt: skip
     return out_BHD
 

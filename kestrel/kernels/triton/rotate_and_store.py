@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kestrel.kernels.fp8_rows import LARGEST_FP8
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ def rotate_and_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """q [T, heads, head_dim], contiguous. Rows of `qkv_TF` may lie apart, as the columns of a wider projection do."""
     num_tokens, width = qkv_TF.shape
@@ -103,7 +105,8 @@ def rotate_and_store(
     q_THD = torch.empty(num_tokens, n_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
     if num_tokens == 0:
         return q_THD
-    chosen = tuning or Tuning()
+    dims = n_heads, n_kv_heads, head_dim
+    chosen = tuning or table.find("rotate_and_store", num_tokens, dims, qkv_TF.dtype) or Tuning()
     tau_q, tau_v = tau or (cos_table, sin_table)
     _rotate_and_store[(num_tokens, triton.cdiv(num_all_heads, chosen.heads_per_program))](
         qkv_TF, cos_table, sin_table, positions_T, slots_T, tau_q, tau_v, q_THD, k_cache, v_cache,

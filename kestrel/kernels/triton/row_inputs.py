@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kestrel.kernels.row_inputs import RowInputs
 from kestrel.kernels.row_tables import RowState
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ def row_inputs(
     rows: RowState,
     page_size: int,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> RowInputs:
     num_entries, num_pages = len(rows_B), pages_RP.shape[1]
     assert positions_B.shape == rows_B.shape
@@ -60,7 +62,7 @@ def row_inputs(
         *(torch.empty_like(rows_B) for _ in range(4)),
         rows.last_value.new_empty(num_entries, 2),
     )
-    chosen = tuning or Tuning()
+    chosen = tuning or table.find("row_inputs", num_entries, (), pages_RP.dtype) or Tuning()
     block = min(chosen.block_pages, triton.next_power_of_2(num_pages))
     _gather[(num_entries, triton.cdiv(num_pages, block))](
         rows_B, positions_B, pages_RP, rows.last_id, rows.last_kind, rows.last_value, *out, num_pages,

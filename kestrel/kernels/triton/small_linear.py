@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kestrel.kernels.triton.activations import gelu_tanh
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 MAX_ROWS = 16
 SUMMED_ROWS = 1
@@ -147,6 +148,7 @@ def small_linear(
     scale_F: Tensor | None = None,
     gelu_rows_M: Tensor | None = None,
     tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """y [M, F] in the dtype of x, M ≤ 16. Rows of x and of the residual may lie apart."""
     num_rows, num_in = x_MD.shape
@@ -161,7 +163,8 @@ def small_linear(
     y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
     if num_rows == 0:
         return y_MF
-    chosen = tuning or Tuning.of(num_rows, num_out, num_in, x_MD.element_size())
+    found = tuning or table.find("small_linear", num_rows, (num_out, num_in), x_MD.dtype, weight_FD.dtype)
+    chosen = found or Tuning.of(num_rows, num_out, num_in, x_MD.element_size())
     kernel, padded_rows = _by_dots, MAX_ROWS
     if num_rows <= SUMMED_ROWS:
         kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.triton.activations import gelu_erf, tanh
+from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 
 SUMMED_TOKENS = 16
 ADDED_TOKENS = 4
@@ -140,6 +141,7 @@ def tau_factors(
     alpha_H: Tensor,
     positions_T: Tensor,
     tuning: SumTuning | DotTuning | None = None,
+    table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor]:
     """(tau_q, tau_v), each [T, H], fp32; `w_2HF` is cat(wq, wv). Rows of qkv may lie apart."""
     (num_tokens, num_features), num_heads = qkv_TF.shape, alpha_H.shape[0]
@@ -152,7 +154,8 @@ def tau_factors(
     tau_2TH = torch.empty(2, num_tokens, num_heads, dtype=torch.float32, device=qkv_TF.device)
     if num_tokens > 0:
         by_sums = num_tokens <= SUMMED_TOKENS
-        chosen = tuning or (SumTuning.of(num_tokens, 2 * num_heads) if by_sums else DotTuning())
+        found = tuning or table.find("tau_factors", num_tokens, (2 * num_heads, num_features), qkv_TF.dtype)
+        chosen = found or (SumTuning.of(num_tokens, 2 * num_heads) if by_sums else DotTuning())
         launch = _launch_sums if isinstance(chosen, SumTuning) else _launch_dots
         launch(qkv_TF, w_2HF, alpha_H, positions_T, tau_2TH, chosen)
     return tau_2TH[0], tau_2TH[1]
