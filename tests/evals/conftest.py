@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.errors import ConfigError
 from kestrel.moondream.tiny_random import write_tiny_random_folder
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, build_atlas
-from kestrel.train.scenes.fonts import missing_fonts
+from kestrel.train.scenes.atlas import SpriteAtlas
+from tests.sprites import sprite_atlas
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDENS = REPOSITORY / "tests" / "goldens"
@@ -27,12 +26,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def atlas() -> SpriteAtlas:
-    try:
-        return SpriteAtlas.load(REPOSITORY / DEFAULT_ATLAS_PATH)
-    except ConfigError:
-        if missing := missing_fonts():
-            pytest.skip(f"no {', '.join(missing)} (scripts/install-fonts) and no {DEFAULT_ATLAS_PATH}")
-        return build_atlas()
+    return sprite_atlas()
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,10 @@ from kestrel.kernels.triton import low_rank as fast
 from kestrel.kernels.triton.low_rank_shrink import Tuning
 
 DIM, QKV, FF = 96, 130, 200
+ODD = "odd ranks and an empty slot"
 SHAPES = {
     "one row": (1, 8, [8]),
-    "odd ranks and an empty slot": (37, 48, [6, 48, 0, 17]),
+    ODD: (37, 48, [6, 48, 0, 17]),
     "the largest rank beside a small one": (5, 512, [512, 8]),
     "several tiles of one adapter": (70, 16, [16]),
     "more slots than rows": (3, 24, [8, 16, 24, 1, 2, 3]),
@@ -111,10 +112,17 @@ def owners_of(shape: str, seed: int = 0) -> list[int]:
     return [dice.randrange(-1, len(ranks)) for _ in range(num_rows)]
 
 
+WAYS = [
+    (shape, rows_per_tile, activates_base)
+    for shape in SHAPES
+    for rows_per_tile, activates_base in ((16, False), (16, True), (64, False), (64, True))
+    if shape == ODD or activates_base == (rows_per_tile == 64)
+]
+"""All of the odd ranks, else both tiles and both ways to treat the base, in pairs."""
+
+
 @devices
-@pytest.mark.parametrize("activates_base", [False, True])
-@pytest.mark.parametrize("rows_per_tile", [16, 64])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "rows_per_tile", "activates_base"), WAYS)
 def test_both_versions_are_the_formula_and_leave_rows_of_the_base_untouched(
     shape: str, rows_per_tile: int, activates_base: bool, device: str
 ) -> None:
@@ -143,13 +151,11 @@ def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(devi
 
 
 @devices
-@pytest.mark.parametrize("rows_per_tile", [16, 64])
-@pytest.mark.parametrize("columns", [64, 128, 512])
+@pytest.mark.parametrize(("columns", "rows_per_tile"), [(64, 16), (128, 64), (512, 16)])
 def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(
     columns: int, rows_per_tile: int, device: str
 ) -> None:
-    shape = "odd ranks and an empty slot"
-    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    block, owners = Block.drawn(ODD, device, torch.float32), owners_of(ODD)
     tiles, f = fast.tile_slots(torch.tensor(owners, device=device), 4, rows_per_tile), block.factors
     tuning = Tuning(16, 64, columns, block_out=32, sum_block_out=16, expand_ranks=16)
     got = block.to(torch.float32)
@@ -181,8 +187,7 @@ def test_every_row_is_in_exactly_one_tile_of_its_slot(
 
 @devices
 def test_a_slot_filled_with_another_rank_is_read_anew_and_never_beyond_its_rank(device: str) -> None:
-    shape = "odd ranks and an empty slot"
-    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    block, owners = Block.drawn(ODD, device, torch.float32), owners_of(ODD)
     tiles = fast.tile_slots(torch.tensor(owners, device=device), 4)
     block.adapt(fast, tiles, False)
     for a, b, rank in block.factors.values():

@@ -30,7 +30,7 @@ from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.row_inputs import row_inputs
 from tests.kernels.random_rules import RandomRules, Rules, columns
 
-NUM_ROWS = 24
+NUM_ROWS = 12
 SMALL = Tuning(block_ids=32, num_warps=1)
 INF = float("inf")
 
@@ -64,9 +64,10 @@ def test_blocks_of_any_size_and_logits_lying_anyhow_give_the_same(device: str) -
     wide = torch.full((9, 300), 99.0, device=device)
     wide[:, :202:2] = logits_BV
     turned = logits_BV.t().contiguous().t()
-    for lying in (wide[:, :202:2], turned, logits_BV.bfloat16(), logits_BV.half()):
-        for tuning in (SMALL, Tuning()):
-            assert best(rules, lying, rows_B, has_endings=True, tuning=tuning)[1].tolist() == expected
+    apart, bf16, half = wide[:, :202:2], logits_BV.bfloat16(), logits_BV.half()
+    ways = ((apart, SMALL), (apart, Tuning()), (turned, Tuning()), (bf16, SMALL), (half, Tuning()))
+    for lying, tuning in ways:
+        assert best(rules, lying, rows_B, has_endings=True, tuning=tuning)[1].tolist() == expected
 
 
 @devices
@@ -149,10 +150,10 @@ def test_rows_advance_as_in_the_plain_version(has_endings: bool, device: str) ->
 
 @devices
 def test_only_the_region_heads_that_ran_give_values(device: str) -> None:
-    make = RandomRules(6, device)
-    rules = make.make(NUM_ROWS, NUM_ROWS)
-    ranks_SBC = rank(torch.zeros(NUM_ROWS, device=device), make.below(6, NUM_ROWS))[None, :, None]
-    rows_B = torch.arange(NUM_ROWS, device=device)
+    make, num_rows = RandomRules(6, device), 24
+    rules = make.make(num_rows, num_rows)
+    ranks_SBC = rank(torch.zeros(num_rows, device=device), make.below(6, num_rows))[None, :, None]
+    rows_B = torch.arange(num_rows, device=device)
     given = {
         (0,): RegionHeads(3, 2),
         (0, 1): replace(rules.region, sizes_B2=None),

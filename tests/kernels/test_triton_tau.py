@@ -10,7 +10,18 @@ import torch
 from kestrel.kernels.tau import stacked_tau_factors as plain
 from kestrel.kernels.triton.tau import DotTuning, SumTuning, tau_factors
 
-SHAPES = [(1, 32, 6144), (3, 3, 100), (16, 2, 33), (17, 3, 100), (70, 32, 192), (65, 40, 320), (40, 1, 5), (2, 1, 1)]
+MANY_HEADS = 32 if torch.cuda.is_available() else 5
+"""In the interpreter each head of a token is two programs."""
+SHAPES = [
+    (1, MANY_HEADS, 6144),
+    (3, 3, 100),
+    (16, 1, 33),
+    (17, 3, 100),
+    (70, 32, 192),
+    (65, 40, 320),
+    (40, 1, 5),
+    (2, 1, 1),
+]
 TUNINGS = [SumTuning(1, 64, 1), SumTuning(8, 2048, 4), DotTuning(), DotTuning(16, 16, 32, target_programs=1)]
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,13 +59,13 @@ def test_large_sums_and_far_positions_end_at_the_limits_of_tanh_and_sigmoid(num_
 @devices
 @pytest.mark.parametrize("tuning", TUNINGS)
 def test_how_the_work_is_shared_out_changes_nothing(tuning: SumTuning | DotTuning, device: str) -> None:
-    given = drawn((9, 5, 150), device)
+    given = drawn((4, 5, 150), device)
     for factors, expected in zip(tau_factors(*given, tuning=tuning), plain(*given), strict=True):
         torch.testing.assert_close(factors, expected, rtol=1e-5, atol=1e-5)
 
 
 @devices
-@pytest.mark.parametrize("num_tokens", [0, 4, 40])
+@pytest.mark.parametrize("num_tokens", [0, 2, 40])
 def test_rows_may_be_columns_of_a_wider_tensor(num_tokens: int, device: str) -> None:
     wide, w, alpha, positions = drawn((num_tokens, 4, 96), device)
     columns, narrow = wide[:, 32:], w[:, :64].contiguous()

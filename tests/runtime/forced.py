@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +54,10 @@ def compare_with_golden(g: Golden, family: str, model: MoondreamModel, **choices
     return compare_engine(g, family, paged(model, **choices))
 
 
-def compare_engine(g: Golden, family: str, engine: Paged) -> Closeness:
+def compare_engine(g: Golden, family: str, engine: Paged, names: Sequence[str] = ()) -> Closeness:
+    """Over every step of the named text cases, or of all."""
     ours, golden = [], []
-    for name in text_cases(g):
+    for name in names or text_cases(g):
         engine.decoder.logits_seen.clear()
         engine.run(case_of(g, name))
         ours.append(torch.cat(engine.decoder.logits_seen).float().cpu())

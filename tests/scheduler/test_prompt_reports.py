@@ -52,7 +52,7 @@ wishes = st.sampled_from(
 calls = st.tuples(contexts, wishes, st.integers(0, 15), st.integers(-2, 2), st.integers(0, 3))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     script=st.lists(calls, min_size=1, max_size=14),
     page_size=st.sampled_from([1, 3, 8]),
