@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -20,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState as UvicornState
 
 from kestrel.errors import RequestError
-from kestrel.server.connections import enable_hang_up
+from kestrel.server import connections
 from kestrel.server.errors import error_response
 from kestrel.server.request_ids import HEADER, fresh_id
 
@@ -48,6 +49,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             super().__init__(config, server_state, app_state, _loop)
             self.parser = self._fresh_parser()
             self._unanswered: deque[RequestResponseCycle] = deque()
+            self._watchers: set[Callable[[], None]] = set()
             self._head_timer: asyncio.TimerHandle | None = None
             self._is_in_head = False
             self._num_unframed = 0  # bytes since the last that ended a head or belonged to a body
@@ -71,6 +73,16 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             for cycle in self._unanswered:
                 cycle.disconnected = True
                 cycle.message_event.set()
+            for told in tuple(self._watchers):
+                told()
+
+        def hang_up(self) -> None:
+            self.transport.abort()
+
+        def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+            self.flow.resume_reading()  # a connection that nobody reads does not end
+            self._watchers.add(told)
+            return partial(self._watchers.discard, told)
 
         def data_received(self, data: bytes) -> None:
             self._unset_keepalive_if_required()
@@ -120,7 +132,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
                 raise _Malformed("too many requests wait on one connection")
             super().on_headers_complete()
             self._unanswered.append(self.cycle)
-            enable_hang_up(cast(Scope, self.cycle.scope), self.transport.abort)
+            connections.enable(cast(Scope, self.cycle.scope), self)
             self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
             if version == "1.0":
                 self.cycle.send = UntilClose(self.cycle).send  # type: ignore[method-assign]
