@@ -2,13 +2,14 @@
 
 - a request's head is bounded in time, and its bytes while they arrive, as are a chunked body's framing and trailers
 - framing that another server may read otherwise is refused: two hosts, codings beside `chunked`, other versions
-- an offer to change the protocol is passed over, and its request served as any other
+- an offer to change the protocol is passed over, and its request served as any other; unknown methods reach the routes
 What is no HTTP never reaches the application; its refusal has the shape and the id of all others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,6 +30,10 @@ MALFORMED = RequestError("request", "is not well-formed HTTP/1.1, or its head is
 HEAD_OPENING = b"HTTP/1.1 "
 MAX_PIPELINED = 16
 """Requests that may wait behind another on their connection. What follows is not read, and the connection ends."""
+
+_METHOD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ")
+KNOWN_METHOD = b"GET"
+"""What the parser is shown in place of a method that it does not know; the application sees the client's own word."""
 
 
 class _Malformed(Exception):
@@ -53,6 +58,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             self._head_timer: asyncio.TimerHandle | None = None
             self._is_in_head = False
             self._num_unframed = 0  # bytes since the last that ended a head or belonged to a body
+            self._foreign_method: str | None = None
             self._has_failed = False
 
         def _fresh_parser(self) -> httptools.HttpRequestParser:
@@ -109,6 +115,13 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
                 head = _head_without_upgrade(self.scope["method"], self.url, self.headers)
                 self.parser = self._fresh_parser()
                 self._feed(head + data[offer.args[0] :])
+            except httptools.HttpParserInvalidMethodError:
+                named = _METHOD.match(data)
+                if named is None or self._num_unframed != len(data):  # else it is the piece's first request
+                    raise
+                self._foreign_method = named.group(1).decode("ascii")
+                self.parser = self._fresh_parser()
+                self._feed(KNOWN_METHOD + data[named.end(1) :])
 
         # -------------------------------------------------------------- what the parser finds
 
@@ -131,6 +144,8 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             if len(self._unanswered) > MAX_PIPELINED:
                 raise _Malformed("too many requests wait on one connection")
             super().on_headers_complete()
+            if self._foreign_method is not None:
+                self.scope["method"], self._foreign_method = self._foreign_method, None
             self._unanswered.append(self.cycle)
             connections.enable(cast(Scope, self.cycle.scope), self)
             self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))

@@ -126,6 +126,14 @@ def test_a_second_request_on_a_connection_may_not_dawdle_either(strict: RunningS
         assert read_all(connection) == b""
 
 
+def test_empty_lines_between_requests_are_no_sign_of_life(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"\r\n")
+        assert read_all(connection) == b""
+
+
 def test_a_large_head_is_refused(strict: RunningServer) -> None:
     with connect(strict) as connection:
         connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000)
