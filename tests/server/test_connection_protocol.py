@@ -52,7 +52,9 @@ def test_a_head_that_servers_read_in_different_ways_is_refused(server: RunningSe
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-@pytest.mark.parametrize("line", [b"GET /ready HTTP/2.0", b"GET /ready HTTP/0.9", b"GET /ready", b"CONNECT a:80 HTTP/1.1"])
+@pytest.mark.parametrize(
+    "line", [b"GET /ready HTTP/2.0", b"GET /ready HTTP/0.9", b"GET /ready", b"CONNECT a:80 HTTP/1.1"]
+)
 def test_other_versions_and_tunnels_are_refused(server: RunningServer, line: bytes) -> None:
     assert all_of(server, line + b"\r\nhost: a\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
