@@ -103,10 +103,10 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
                 return
             if self._num_unframed > max_head_bytes:
                 self._refuse()
-            elif self._is_in_head or not self._unanswered:
-                self._await_head()
-            else:
+            elif self._unanswered:  # a head that dawdles behind them has its time when they are answered
                 self._stop_waiting()
+            else:
+                self._await_head()
 
         def _feed(self, data: bytes) -> None:
             try:
@@ -146,6 +146,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             super().on_headers_complete()
             if self._foreign_method is not None:
                 self.scope["method"], self._foreign_method = self._foreign_method, None
+            self.cycle.keep_alive = version == "1.1" and self.parser.should_keep_alive()
             self._unanswered.append(self.cycle)
             connections.enable(cast(Scope, self.cycle.scope), self)
             self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
@@ -166,6 +167,8 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
         def on_response_complete(self) -> None:
             self._unanswered.popleft()
             super().on_response_complete()
+            if self._is_in_head and not self._unanswered:
+                self._await_head()
 
         def _refuse(self) -> None:
             """What is no HTTP ends the connection, after the answers to whole requests before it."""
