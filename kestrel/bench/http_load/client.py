@@ -99,7 +99,8 @@ class Connection:
     async def _post(self, body: bytes) -> Exchange:
         started_s = time.perf_counter()
         reader, writer = await self._streams()
-        writer.write(self._target.head(len(body)) + body)
+        writer.write(self._target.head(len(body)))
+        writer.write(body)
         await writer.drain()
         status, headers = await _read_head(reader)
         answer = _Body(reader)
