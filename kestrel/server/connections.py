@@ -1,21 +1,31 @@
-"""What the connection below a request can do that ASGI has no word for: end at once, unsent bytes and all."""
+"""What the connection below a request can do that ASGI has no word for: end at once, and tell when it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from starlette.types import Scope
 
-_HANG_UP = "kestrel.hang_up"
+_CONNECTION = "kestrel.connection"
 
 
-def enable_hang_up(scope: Scope, abort: Callable[[], None]) -> None:
+class Connection(Protocol):
     """For the protocol that makes the scope."""
-    scope[_HANG_UP] = abort
+
+    def hang_up(self) -> None:
+        """End without waiting for a client that does not read, unsent bytes and all."""
+        ...
+
+    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Calls `told` when the client hangs up, with no task to wait for it. Gives what ends the watch."""
+        ...
 
 
-def hang_up(scope: Scope) -> None:
-    """End the connection without waiting for a client that does not read. Other servers than ours only see it close."""
-    abort: Callable[[], None] | None = scope.get(_HANG_UP)
-    if abort is not None:
-        abort()
+def enable(scope: Scope, connection: Connection) -> None:
+    scope[_CONNECTION] = connection
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None under other servers than ours."""
+    return scope.get(_CONNECTION)

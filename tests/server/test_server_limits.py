@@ -126,6 +126,26 @@ def test_a_second_request_on_a_connection_may_not_dawdle_either(strict: RunningS
         assert read_all(connection) == b""
 
 
+def test_a_head_that_dawdles_behind_a_request_costs_it_no_answer(strict: RunningServer) -> None:
+    body = json.dumps(long_query(end_id_of(strict.engine), max_tokens=300)).encode()
+    with connect(strict) as connection:
+        connection.settimeout(60)
+        began_s = time.monotonic()
+        connection.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(b"GET /rea")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert time.monotonic() - began_s > strict.state.config.receive_timeout_s
+
+
+def test_empty_lines_between_requests_are_no_sign_of_life(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"\r\n")
+        assert read_all(connection) == b""
+
+
 def test_a_large_head_is_refused(strict: RunningServer) -> None:
     with connect(strict) as connection:
         connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000)

@@ -1,0 +1,100 @@
+"""Counters and histograms of what happens on the event loop.
+
+The client library's own take a lock for every number, because any thread may count there. Here one thread counts and
+reads, many times for every request, so these are plain numbers, and become the library's samples when someone scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import INF, floatToGoString
+
+Labels = tuple[str, ...]
+
+
+class Tally(Collector):
+    """A number that only grows, for every combination of labels; exposed under `name` with `_total` appended.
+
+    `fixed` are labels with the same value in every sample, and come first.
+    """
+
+    def __init__(self, name: str, help_text: str, fixed: dict[str, str], labels: Sequence[str] = ()) -> None:
+        self._name, self._help = name, help_text
+        self._label_names = [*fixed, *labels]
+        self._fixed = tuple(fixed.values())
+        self._values: dict[Labels, float] = {}
+        self._created_s: dict[Labels, float] = {}
+
+    def open(self, *labels: str) -> None:
+        """Show the number from now on, even at zero."""
+        if labels not in self._values:
+            self._values[labels] = 0.0
+            self._created_s[labels] = time.time()
+
+    def add(self, amount: float, *labels: str) -> None:
+        if labels not in self._values:
+            self.open(*labels)
+        self._values[labels] += amount
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._help, labels=self._label_names)
+        for labels, value in self._values.items():
+            family.add_metric((*self._fixed, *labels), value, created=self._created_s[labels])
+        yield family
+
+
+class Level(Tally):
+    """A number that grows and shrinks, exposed under `name` as it is."""
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._help, labels=self._label_names)
+        for labels, value in self._values.items():
+            family.add_metric((*self._fixed, *labels), value)
+        yield family
+
+
+class Spread(Collector):
+    """How often a number fell between which bounds, and the sum of all, for every combination of labels."""
+
+    def __init__(
+        self, name: str, help_text: str, bounds: Sequence[float], fixed: dict[str, str], labels: Sequence[str] = ()
+    ) -> None:
+        self._name, self._help = name, help_text
+        self._bounds = tuple(bounds)
+        self._label_names = [*fixed, *labels]
+        self._fixed = tuple(fixed.values())
+        self._counts: dict[Labels, list[int]] = {}
+        self._sums: dict[Labels, float] = {}
+        self._created_s: dict[Labels, float] = {}
+
+    def open(self, *labels: str) -> None:
+        """Show the histogram from now on, even while it is empty."""
+        if labels not in self._counts:
+            self._counts[labels] = [0] * (len(self._bounds) + 1)
+            self._sums[labels] = 0.0
+            self._created_s[labels] = time.time()
+
+    def add(self, number: float, *labels: str) -> None:
+        """A number on a bound belongs below it."""
+        if labels not in self._counts:
+            self.open(*labels)
+        self._counts[labels][bisect_left(self._bounds, number)] += 1
+        self._sums[labels] += number
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=self._label_names)
+        for labels, counts in self._counts.items():
+            values = (*self._fixed, *labels)
+            family.add_metric(values, self._cumulative(counts), self._sums[labels])
+            named = dict(zip(self._label_names, values, strict=True))
+            family.add_sample(f"{self._name}_created", named, self._created_s[labels])
+        yield family
+
+    def _cumulative(self, counts: Sequence[int]) -> list[tuple[str, float]]:
+        bounds = (*self._bounds, INF)
+        return [(floatToGoString(bound), float(sum(counts[: i + 1]))) for i, bound in enumerate(bounds)]

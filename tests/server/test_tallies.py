@@ -1,0 +1,70 @@
+"""Plain numbers are exposed exactly as the client library exposes its own."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
+
+from kestrel.server.tallies import Level, Spread, Tally
+
+BOUNDS = (0.01, 0.25, 1.0, 5.0)
+NUMBERS = (0.0, 0.01, 0.010001, 0.25, 0.9, 1.0, 4.0, 5.0, 5.1, 1e9)
+CREATED = re.compile(r"(_created\{[^}]*\}) (\S+)")
+
+
+def page(*collectors: Collector) -> str:
+    registry = CollectorRegistry(auto_describe=False)
+    for collector in collectors:
+        registry.register(collector)
+    return generate_latest(registry).decode()
+
+
+def without_times(text: str) -> str:
+    return CREATED.sub(r"\1", text)
+
+
+@pytest.mark.parametrize("labels", [("query", "stop"), ('a"b', "c\\d\n")])
+def test_counters_and_gauges_read_as_the_library_writes_them(labels: tuple[str, str]) -> None:
+    names = ["model", "skill", "reason"]
+    counter, gauge = Counter("requests", "Help.", names, registry=None), Gauge("busy", "Help.", names, registry=None)
+    tally, level = (
+        Tally("requests", "Help.", {"model": "m"}, names[1:]),
+        Level("busy", "Help.", {"model": "m"}, names[1:]),
+    )
+    for amount in (1, 740, 0, 2.5):
+        counter.labels("m", *labels).inc(amount)
+        gauge.labels("m", *labels).dec(amount)
+        tally.add(amount, *labels)
+        level.add(-amount, *labels)
+    assert without_times(page(tally, level)) == without_times(page(counter, gauge))
+
+
+def test_histograms_read_as_the_library_writes_them() -> None:
+    rng = random.Random(0)
+    histogram = Histogram("seconds", "Help.", ["model", "route"], buckets=BOUNDS, registry=None)
+    spread = Spread("seconds", "Help.", BOUNDS, {"model": "m"}, ["route"])
+    for _ in range(200):
+        number, route = rng.choice(NUMBERS), rng.choice("ab")
+        histogram.labels("m", route).observe(number)
+        spread.add(number, route)
+    assert without_times(page(spread)) == without_times(page(histogram))
+
+
+def test_what_was_opened_is_there_at_zero_and_knows_since_when() -> None:
+    before_s = time.time()
+    tally, spread = Tally("requests", "Help.", {"model": "m"}), Spread("seconds", "Help.", BOUNDS, {"model": "m"})
+    assert "{" not in page(tally, spread)
+    tally.open()
+    spread.open()
+    tally.open()
+    text = page(tally, spread)
+    assert 'requests_total{model="m"} 0.0' in text
+    assert 'seconds_bucket{le="+Inf",model="m"} 0.0' in text
+    created_s = [float(since) for _, since in CREATED.findall(text)]
+    assert len(created_s) == 2
+    assert all(before_s <= since <= time.time() for since in created_s)
