@@ -38,7 +38,7 @@ def make_crops(image: RgbImage | torch.Tensor, plan: TilingPlan) -> torch.Tensor
 
 
 def cut_patches(pixels_HWC: torch.Tensor, plan: TilingPlan, dtype: torch.dtype, ops: Ops) -> torch.Tensor:
-    """`normalise_and_patchify` of `make_crops` in few operations."""
+    """`normalise_and_patchify` of `make_crops` in few operations, with zeros behind each patch (see `ops.patchify`)."""
     params = plan.params
     size, patch = params.crop_size, params.patch_size
     whole = resize_by_taps(pixels_HWC, size, size, ops.resample)

@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kestrel.kernels.ops import Ops
+from kestrel.kernels.patchify import ALIGNMENT
 from kestrel.moondream.vision import VisionBlock, VisionModel
-
-ALIGNMENT = 8
-"""A product over a number of columns that is no multiple of this falls to a slow kernel."""
 
 
 class PatchEmbedding:
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
-        self._missing_columns = -vision.patch_emb.in_features % ALIGNMENT
-        self._weight_DC = functional.pad(vision.patch_emb.weight.data, (0, self._missing_columns))
+        missing = -vision.patch_emb.in_features % ALIGNMENT
+        self._weight_DC = functional.pad(vision.patch_emb.weight.data, (0, missing))
 
     def __call__(self, patches_NPC: Tensor) -> Tensor:
-        """[N · grid², enc_dim]."""
-        padded_NPC = functional.pad(patches_NPC, (0, self._missing_columns))
+        """[N · grid², enc_dim] of patches with zeros behind them, as `patchify` makes them, or without."""
+        missing = self._weight_DC.shape[1] - patches_NPC.shape[2]
+        padded_NPC = functional.pad(patches_NPC, (0, missing)) if missing else patches_NPC
         x_NPD = functional.linear(padded_NPC, self._weight_DC, self._vision.patch_emb.bias) + self._vision.pos_emb
         return x_NPD.flatten(0, 1)
 
@@ -35,7 +34,7 @@ class PatchEmbedding:
         patch_emb, num_patches = self._vision.patch_emb, self._vision.grid**2
         make = patch_emb.weight.data.new_zeros
         return (
-            make(num_crops, num_patches, patch_emb.in_features),
+            make(num_crops, num_patches, self._weight_DC.shape[1]),
             make(num_crops, num_patches, patch_emb.out_features),
         )
 
@@ -47,7 +46,7 @@ class FusedVision:
         self._embed = PatchEmbedding(vision)
 
     def encode_crops(self, patches_NPC: Tensor) -> Tensor:
-        """[N, grid², 3·patch²] normalised pixels to [N, grid², enc_dim]."""
+        """[N, grid², ≥ 3·patch²] normalised pixels to [N, grid², enc_dim]."""
         vision, num_crops = self._vision, len(patches_NPC)
         x_TD = self._embed(patches_NPC)
         blocks = cast("list[VisionBlock]", list(vision.blocks))
