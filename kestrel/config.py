@@ -121,7 +121,7 @@ class RuntimeConfig:
     )
     enable_cuda_graphs: bool = field(
         default=True,
-        metadata=_doc("Capture decode steps as CUDA graphs, each when it is first needed; without effect on a CPU."),
+        metadata=_doc("Capture steps as CUDA graphs, the usual ones at the start; without effect on a CPU."),
     )
     compile: bool = field(
         default=False, metadata=_doc("Compile the model with torch.compile (not available yet: refused when set).")
