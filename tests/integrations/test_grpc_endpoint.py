@@ -298,7 +298,7 @@ def test_without_grpcio_the_flag_says_what_to_install(monkeypatch: pytest.Monkey
 def test_while_it_drains_it_refuses_and_says_so(tmp_path: Path) -> None:
     running = start_native(tmp_path)
     with open_stream(running.url) as (stream, arrived), grpcclient.InferenceServerClient(running.url) as client:
-        stream.async_stream_infer("moondream", tensors(skill="query", **long_query(0, 400, stream=True)))
+        stream.async_stream_infer("moondream", tensors(skill="query", **long_query(0, 200, stream=True)))
         assert arrived.get(timeout=30)[1] is None
         running.terminate()
         deadline_s = time.monotonic() + 30
@@ -311,5 +311,5 @@ def test_while_it_drains_it_refuses_and_says_so(tmp_path: Path) -> None:
         while last is None or not last.get_response().parameters["triton_final_response"].bool_param:
             last, error = arrived.get(timeout=60)
             assert error is None
-    assert b'"output_tokens":400' in last.as_numpy("TEXT_OUTPUT")[0]
+    assert b'"output_tokens":200' in last.as_numpy("TEXT_OUTPUT")[0]
     running.require_clean_end()

@@ -88,13 +88,13 @@ async def test_dragging_over_the_page_shows_where_to_drop(open_page: OpenPage) -
 
 async def test_a_picture_over_the_limit_is_sent_smaller_and_one_within_as_it_is(open_page: OpenPage) -> None:
     page = await open_page()
-    large, small = png(700, 900, noisy=True), png(60, 80, noisy=True)
+    large, small = png(450, 600, noisy=True), png(60, 80, noisy=True)
     assert len(large) > MAX_BODY_BYTES > len(small)
     await give(page, "drop", large)
     assert "over this server's limit" in await banner(page)
     width, height = await page.evaluate("(p => [p.naturalWidth, p.naturalHeight])(document.querySelector('#picture'))")
-    assert width < 900
-    assert width / height == pytest.approx(900 / 700, rel=0.02)
+    assert width < 600
+    assert width / height == pytest.approx(600 / 450, rel=0.02)
     await choose_skill(page, "detect")
     await fill(page, "#prompt", "cat")
     await run(page)
