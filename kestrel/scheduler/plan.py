@@ -58,8 +58,11 @@ class StepPlanner:
         for sequence in running:
             if sequence.can_decode:
                 self._plan_decode(step, sequence)
-        in_slices = self._limits.steady_prefill_tokens > 0 and any(s.is_read_along for s in running)
-        budget = self._limits.steady_prefill_tokens if in_slices else self._limits.max_prefill_tokens
+        limits = self._limits
+        in_slices = limits.steady_prefill_tokens > 0 and any(s.is_read_along for s in running)
+        budget = limits.max_prefill_tokens
+        if in_slices:
+            budget = min(budget, limits.steady_prefill_tokens)
         for sequence in running:
             if sequence.stage is Stage.PREFILL and budget > 0:
                 budget = self._plan_prefill(step, sequence, budget, in_slices)

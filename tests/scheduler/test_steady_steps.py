@@ -14,9 +14,10 @@ TWO_CROPS = 2 * POSITIONS_PER_CROP
 PROMPT = [image("far", 12), *text(*range(1, 20))]
 
 
-def watched(steady: int) -> tuple[GenerationScheduler, list[StepPlan]]:
+def watched(steady: int, max_prefill_tokens: int = 4096) -> tuple[GenerationScheduler, list[StepPlan]]:
     """A scheduler, and the plans it launches."""
-    scheduler, runtime = make(num_pages=400, steady_prefill_tokens=steady, max_prefill_tokens=4096, max_seq_length=1000)
+    numbers = {"num_pages": 400, "max_prefill_tokens": max_prefill_tokens, "max_seq_length": 1000}
+    scheduler, runtime = make(steady_prefill_tokens=steady, **numbers)
     plans: list[StepPlan] = []
     launch = runtime.launch
 
@@ -74,6 +75,14 @@ def test_long_prompts_are_cut_to_the_smaller_budget() -> None:
         30,
         10,
     ]
+
+
+def test_a_smaller_budget_for_all_times_holds_for_streams_too() -> None:
+    scheduler, plans = watched(steady=30, max_prefill_tokens=20)
+    start_reader(scheduler)
+    scheduler.add(request("long", text(*[7] * 50), max_new_tokens=2))
+    run(scheduler)
+    assert [sum(chunk.num_positions for chunk in plan.prefill) for plan in plans if plan.prefill][1:] == [20, 20, 10]
 
 
 def test_what_is_left_of_a_slice_goes_to_short_prompts() -> None:
