@@ -244,7 +244,7 @@ class GenerationRequest:
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""
     submitted_s: float = field(default_factory=time.monotonic)
     prompt_outputs: PromptOutputs | None = None
-    is_streamed: bool = False
+    is_read_along: bool = False
     """Someone reads the answer along: while it is written, other requests' prompts are computed in small portions."""
     num_prompt_positions: int = field(init=False)
 

@@ -157,10 +157,10 @@ class InferenceEngine(SkillCalls):
     # ------------------------------------------------------------------ one request
 
     async def _call(self, skill_name: str, stream: bool, fields: dict[str, Any]) -> EngineResult | EngineStream:
-        handle = await self._start(skill_name, fields, is_streamed=stream)
+        handle = await self._start(skill_name, fields, stream)
         return handle if stream else await handle.result()
 
-    async def _start(self, skill_name: str, fields: dict[str, Any], is_streamed: bool) -> EngineStream:
+    async def _start(self, skill_name: str, fields: dict[str, Any], is_stream: bool) -> EngineStream:
         """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own."""
         submitted_s = time.monotonic()
         self._require_running()
@@ -181,7 +181,7 @@ class InferenceEngine(SkillCalls):
                 generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
             generation.tenant, generation.adapter = route.tenant, adapter
             generation.priority = route.priority
-            generation.is_streamed = is_streamed if route.read_along is None else route.read_along
+            generation.is_read_along = is_stream if route.read_along is None else route.read_along
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions

@@ -31,30 +31,33 @@ class PicturePool:
         self._max_pending_bytes = config.max_pending_image_bytes
         self._recent = RecentPictures(config.recent_image_bytes)
         self._held: dict[str, list[RgbImage]] = {}
+        self._by_digest: dict[str, RgbImage] = {}
         self._num_holders: Counter[str] = Counter()
         self._num_bytes = 0
         num_threads = config.image_threads or min(8, max(2, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-image")
 
     async def decode(self, request_id: str, sources: Sequence[Any]) -> list[RgbImage]:
-        """The pictures of a request; they count until `release`."""
+        """The pictures of a request; they count until `release`. Equal ones of several requests are one in memory."""
         calls = [self.run(decode_image, source, self._limits, self._recent) for source in sources]
-        images = list(await asyncio.gather(*calls))
-        fresh = {image.digest: image.pixels.nbytes for image in images if not self._num_holders[image.digest]}
-        if fresh and self._num_bytes + sum(fresh.values()) > self._max_pending_bytes:
+        decoded = await asyncio.gather(*calls)
+        fresh = {image.digest: image for image in decoded if image.digest not in self._by_digest}
+        num_bytes = sum(image.pixels.nbytes for image in fresh.values())
+        if fresh and self._num_bytes + num_bytes > self._max_pending_bytes:
             raise QueueFull(
                 "decoded pictures of unanswered requests fill max_pending_image_bytes; retry later or raise it"
             )
-        self._held[request_id] = images
-        self._num_holders.update(image.digest for image in images)
-        self._num_bytes += sum(fresh.values())
-        return images
+        self._by_digest |= fresh
+        self._num_bytes += num_bytes
+        self._num_holders.update(image.digest for image in decoded)
+        self._held[request_id] = [self._by_digest[image.digest] for image in decoded]
+        return self._held[request_id]
 
     def release(self, request_id: str) -> None:
         for image in self._held.pop(request_id, ()):
             self._num_holders[image.digest] -= 1
             if not self._num_holders[image.digest]:
-                del self._num_holders[image.digest]
+                del self._num_holders[image.digest], self._by_digest[image.digest]
                 self._num_bytes -= image.pixels.nbytes
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:

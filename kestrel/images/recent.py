@@ -35,11 +35,14 @@ class RecentPictures:
             own.set_exception(error)
             raise
         own.set_result(picture)
-        self._account(picture)
+        self._account(digest, picture)
         return picture
 
-    def _account(self, picture: RgbImage) -> None:
+    def _account(self, digest: str, picture: RgbImage) -> None:
         with self._lock:
+            if picture.pixels.nbytes > self._max_bytes:
+                del self._pictures[digest]
+                return
             self._num_bytes += picture.pixels.nbytes
             for digest in [digest for digest, future in self._pictures.items() if future.done()]:
                 if self._num_bytes <= self._max_bytes:

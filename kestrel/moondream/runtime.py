@@ -25,8 +25,9 @@ from kestrel.moondream.quantised_weights import KvScale
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.moondream.vision_graphs import VisionGraphs
 from kestrel.runtime.adapter_slots import AdapterSlots
-from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.contract import POSITIONS_PER_CROP, RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
@@ -121,6 +122,11 @@ class MoondreamDecoder:
         assert not isinstance(self._forward, PlainForward)
         self._vision_graphs = VisionGraphs(self._forward.vision, max_crops, pool)
 
+    def prepare_vision(self, num_crops: int) -> None:
+        """Does what the first pictures that come in so many crops would otherwise wait for."""
+        if self._vision_graphs is not None:
+            self._vision_graphs.prepare(num_crops)
+
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         features_NPD = self.encode_crops([image.patches_NPC for image in images])
         of_each = features_NPD.split([image.num_crops for image in images])
@@ -199,6 +205,12 @@ class MoondreamRuntime(Executor):
             "%s", memory_report(decoder.shape, limits.num_pages, limits.page_size, path.kv_dtype, decoder.device)
         )
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        super().prepare()
+        with on_device(self.decoder.device):
+            self.decoder.prepare_vision(self.limits.streaming_prefill_tokens // POSITIONS_PER_CROP)
+
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
         share = 1 if experts is None else experts.experts_per_token
@@ -251,7 +263,7 @@ def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
     return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
 
 
-def steady_budget(config: RuntimeConfig, device: torch.device) -> int:
+def streaming_budget(config: RuntimeConfig, device: torch.device) -> int:
     """On a GPU a picture's positions, which have to be computed together, with a question."""
     if config.streaming_prefill_tokens is not None:
         return config.streaming_prefill_tokens
@@ -280,5 +292,5 @@ def runtime_limits(
         max_prefill_tokens=config.max_prefill_tokens or prefill_budget(config, decoder.device),
         steps_in_flight=1 if decoder.device.type == "cuda" else 0,
         num_adapter_slots=num_adapter_slots,
-        steady_prefill_tokens=steady_budget(config, decoder.device),
+        streaming_prefill_tokens=streaming_budget(config, decoder.device),
     )

@@ -29,16 +29,24 @@ class VisionGraphs:
         self._patches_NPC, self._features_NPD = vision.new_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
 
+    def prepare(self, most: int) -> None:
+        """Captures everything up to so many crops."""
+        for num_crops in range(1, min(most, self._max_crops) + 1):
+            self._capture(num_crops)
+
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         """Features of all crops, one after another; the next call overwrites them."""
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
             return self._vision.encode_crops(torch.cat(list(patches)))
         if num_crops not in self._graphs:
-            self._graphs[num_crops], _ = self._pool.capture(lambda: self._encode(num_crops))
+            self._capture(num_crops)
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])
         self._graphs[num_crops].replay()
         return self._features_NPD[:num_crops]
+
+    def _capture(self, num_crops: int) -> None:
+        self._graphs[num_crops], _ = self._pool.capture(lambda: self._encode(num_crops))
 
     def _encode(self, num_crops: int) -> None:
         self._features_NPD[:num_crops] = self._vision.encode_crops(self._patches_NPC[:num_crops])

@@ -28,7 +28,7 @@ class RuntimeLimits:
     """1: the next step is planned while one runs. 0: each step is committed before the next is planned."""
     num_adapter_slots: int = 0
     """Adapters that can be in use at the same time."""
-    steady_prefill_tokens: int = 0
+    streaming_prefill_tokens: int = 0
     """Prefill positions of a step while someone reads an answer along; 0: as at other times."""
 
     @property
@@ -97,6 +97,10 @@ class PrefillChunk:
     """What to tell about the chunk's positions, as a `PromptPart`."""
     following: ContextItem | None = None
     """The prompt's item after the chunk, which the chunk's last position predicts; None at the end of the prompt."""
+
+
+POSITIONS_PER_CROP = 128
+"""Encoding a crop takes about as long as prefilling so many positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,6 @@ class Runtime(Protocol[StepT]):
     def collect(self, step: StepT) -> StepOutput: ...
 
     def has_encoded(self, digest: str) -> bool:
-        """Whether slices have named all crops of a picture, or failed at it: prefilling it tells. It is known until it
-        is prefilled, or until several others have come after it."""
+        """Whether slices have named all crops of a picture, or failed at it: then prefilling tries again, and tells. It
+        is known until it is prefilled, or until several others have come after it."""
         ...

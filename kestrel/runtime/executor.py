@@ -168,7 +168,7 @@ class Executor:
             return self._pictures.encode(prefill)
 
     def _advance_pictures(self, slices: list[PictureSlice]) -> None:
-        """After the decoding rows, whose tokens people wait for."""
+        """After the rows that decode in fixed sizes, whose tokens people wait for."""
         if not slices:
             return
         with self._beside.in_turn():

@@ -21,7 +21,8 @@ MAX_PICTURES = 8
 
 @dataclass(slots=True, eq=False)
 class PictureAhead:
-    prepared: PreparedImage
+    prepared: PreparedImage | None
+    """None once it is encoded, or when that failed."""
     features: list[Tensor] = field(default_factory=list)
     """Of the crops so far."""
     embedded: Tensor | None = None
@@ -34,48 +35,50 @@ class PictureAhead:
 class PicturesAhead:
     def __init__(self, model: DecoderModel) -> None:
         self._model = model
-        self._pictures: OrderedDict[str, PictureAhead | Exception] = OrderedDict()
+        self._pictures: OrderedDict[str, PictureAhead] = OrderedDict()
 
     def advance(self, slice_: PictureSlice) -> None:
-        """What goes wrong is told by `take`."""
+        """A picture that fails counts as encoded: when it is prefilled, it is tried again as a whole."""
         try:
             known = self._pictures.get(slice_.digest)
             if known is None:
                 known = PictureAhead(self._model.prepare_image(slice_.image))
                 self._keep(slice_.digest, known)
-            if isinstance(known, PictureAhead):
-                self._encode(known, slice_.max_crops)
-        except Exception as error:
-            self._keep(slice_.digest, error)
+            self._encode(known, slice_.max_crops)
+        except Exception:
+            has_failed = True
+        else:
+            has_failed = False
+        if has_failed:  # after the exception, which holds what the attempt had made on the device
+            self._keep(slice_.digest, PictureAhead(None))
 
     def has_encoded(self, digest: str) -> bool:
         known = self._pictures.get(digest)
-        return isinstance(known, Exception) or (known is not None and known.embedded is not None)
+        return known is not None and known.prepared is None
 
     def take(self, digest: str) -> Tensor | None:
-        """The embedding of a picture, whose remaining crops are encoded now; None when no slice named it. Raises what
-        went wrong with its slices."""
+        """The embedding of a picture, whose remaining crops are encoded now; None when no slice named it or one
+        failed."""
         known = self._pictures.pop(digest, None)
         if known is None:
             return None
-        if isinstance(known, Exception):
-            raise known
-        self._encode(known, known.prepared.num_crops)
+        if known.prepared is not None:
+            self._encode(known, known.prepared.num_crops)
         return known.embedded
 
-    def _keep(self, digest: str, picture: PictureAhead | Exception) -> None:
+    def _keep(self, digest: str, picture: PictureAhead) -> None:
         self._pictures[digest] = picture
         while len(self._pictures) > MAX_PICTURES:
             self._pictures.popitem(last=False)
 
     def _encode(self, picture: PictureAhead, max_crops: int) -> None:
-        if picture.embedded is not None:
+        if picture.prepared is None:
             return
-        patches_NPC = picture.prepared.patches_NPC
+        patches_NPC, tiles_hw = picture.prepared.patches_NPC, picture.prepared.tiles_hw
         first = picture.num_encoded
         encoded = self._model.encode_crops([patches_NPC[first : first + max_crops]])
         picture.features.append(encoded.clone())  # the encoder may write over what it returned
         if picture.num_encoded == len(patches_NPC):
-            whole_NPD = torch.cat(picture.features)
-            picture.embedded = self._model.join_crops([whole_NPD], [picture.prepared.tiles_hw])[0]
+            picture.embedded = self._model.join_crops([torch.cat(picture.features)], [tiles_hw])[0]
+            picture.prepared = None
             picture.features.clear()

@@ -192,9 +192,9 @@ class GenerationScheduler(Generic[StepT]):
 
     def _launch(self, planned: PlannedStep) -> None:
         now = self._clock()
-        for work in planned.work.values():
-            if work.sequence.first_step_s is None:
-                work.sequence.first_step_s = now
+        for sequence in (*planned.sliced, *(work.sequence for work in planned.work.values())):
+            if sequence.first_step_s is None:
+                sequence.first_step_s = now
         step = self._runtime.launch(planned.plan)
         self._pipeline.push(LaunchedStep(step, planned.work))
 

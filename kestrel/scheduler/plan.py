@@ -7,10 +7,11 @@ prefilled: a step then takes about as long as the one before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kestrel.errors import OutOfPages
 from kestrel.runtime.contract import (
+    POSITIONS_PER_CROP,
     DecodeRow,
     PageCopy,
     PageWrite,
@@ -24,14 +25,13 @@ from kestrel.scheduler.pipeline import PlannedWork
 from kestrel.scheduler.sequence import Sequence, Stage
 from kestrel.tokens import ImageSpan
 
-POSITIONS_PER_CROP = 128
-"""Encoding a crop takes about as long as prefilling so many positions."""
-
 
 @dataclass(slots=True)
 class PlannedStep:
     plan: StepPlan
     work: dict[int, PlannedWork]
+    sliced: list[Sequence] = field(default_factory=list)
+    """Those whose picture is encoded some more; they have no other work in the step."""
 
 
 class StepPlanner:
@@ -59,10 +59,10 @@ class StepPlanner:
             if sequence.can_decode:
                 self._plan_decode(step, sequence)
         limits = self._limits
-        in_slices = limits.steady_prefill_tokens > 0 and any(s.is_read_along for s in running)
+        in_slices = limits.streaming_prefill_tokens > 0 and any(s.is_read_along for s in running)
         budget = limits.max_prefill_tokens
         if in_slices:
-            budget = min(budget, limits.steady_prefill_tokens)
+            budget = min(budget, limits.streaming_prefill_tokens)
         for sequence in running:
             if sequence.stage is Stage.PREFILL and budget > 0:
                 budget = self._plan_prefill(step, sequence, budget, in_slices)
@@ -104,7 +104,8 @@ class StepPlanner:
         step.work[sequence.row] = PlannedWork(sequence, position + 1, samples=True, publishes=False)
 
     def _plan_prefill(self, step: PlannedStep, sequence: Sequence, budget: int, in_slices: bool) -> int:
-        """Add the sequence's next chunks; returns the budget left. A span alone may exceed the budget."""
+        """Add the sequence's next chunks; returns the budget left. A span alone may exceed the budget. How many crops a
+        picture has left is not known here: a slice costs what it may take."""
         publishes = False
         while budget > 0 and sequence.next_item < len(sequence.items):
             chunk = self._next_chunk(sequence, budget)
@@ -112,6 +113,7 @@ class StepPlanner:
             if picture is not None:
                 max_crops = max(1, budget // POSITIONS_PER_CROP)
                 step.plan.picture_slices.append(PictureSlice(picture, chunk.images.get(picture), max_crops))
+                step.sliced.append(sequence)
                 return budget - max_crops * POSITIONS_PER_CROP
             if chunk.num_positions > budget and (step.plan.prefill or step.plan.picture_slices):
                 break

@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def is_read_along(self) -> bool:
-        return self.request.is_streamed and self.stage is Stage.DECODE
+        return self.request.is_read_along and self.stage is Stage.DECODE
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -1,7 +1,7 @@
 """Which table a GPU runs with: what `kestrel tune` left in the user's cache, before what is shipped, before the rules.
 
-An operation that the user's table names is taken from there alone. A table of another version, Triton or GPU is not
-used, and one line in the log says so.
+A size that the user's table has goes before the shipped one. A table of another version, Triton or GPU, and a damaged
+one in the cache, is not used, and one line in the log says so.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kestrel.kernels.triton.tuning_table import TuningTable
+from kestrel.errors import ConfigError
+from kestrel.kernels.triton.tuning_table import TunedSize, TuningTable
 from kestrel.tuning.table_file import MeasuredWith, RawTable
 
 logger = logging.getLogger("kestrel.tuning")
@@ -29,22 +32,44 @@ def table_name(gpu: str) -> str:
 
 
 def load_table(gpu: str, capability: tuple[int, int]) -> TuningTable:
-    """A table in the user's cache that is no sound table is a ConfigError."""
     return find_table(MeasuredWith.here(gpu, capability), user_folder(), SHIPPED_FOLDER)
 
 
 def find_table(here: MeasuredWith, user: Path, shipped: Path) -> TuningTable:
-    name, ops = table_name(here.gpu), {}
-    if os.path.exists(shipped / name):
-        raw = RawTable.read(shipped / name)
-        # Made by an earlier version and checked by the tests of this one.
-        if raw.measured_with.is_same_gpu(here):
-            ops.update(raw.checked().ops)
-    if os.path.exists(user / name):
-        raw = RawTable.read(user / name)
+    name = table_name(here.gpu)
+    return TuningTable({**_shipped(shipped / name, here), **_kept(user / name, here)})
+
+
+def _shipped(path: Path, here: MeasuredWith) -> dict[TunedSize, Any]:
+    """Made by an earlier version of Kestrel and checked by the tests of this one; Triton decides what fits a GPU."""
+    if not os.path.exists(path):
+        return {}
+    raw = RawTable.read(path)
+    triton = here.triton if _minor(raw.measured_with.triton) == _minor(here.triton) else raw.measured_with.triton
+    fault = replace(raw.measured_with, kestrel=here.kestrel, triton=triton).why_not_here(here)
+    if fault is not None:
+        logger.info("the block sizes of %s are not used: %s; `kestrel tune` makes others", path.name, fault)
+        return {}
+    return _tunings(raw)
+
+
+def _kept(path: Path, here: MeasuredWith) -> dict[TunedSize, Any]:
+    if not os.path.exists(path):
+        return {}
+    try:
+        raw = RawTable.read(path)
         fault = raw.measured_with.why_not_here(here)
         if fault is None:
-            ops.update(raw.checked().ops)
-        else:
-            logger.warning("%s is not used: %s; run `kestrel tune` again", user / name, fault)
-    return TuningTable({size: entry.tuning for entries in ops.values() for size, entry in entries.items()})
+            return _tunings(raw)
+    except ConfigError as error:
+        fault = str(error)
+    logger.warning("%s is not used: %s; run `kestrel tune` again", path, fault)
+    return {}
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _tunings(raw: RawTable) -> dict[TunedSize, Any]:
+    return {size: entry.tuning for entries in raw.checked().ops.values() for size, entry in entries.items()}

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.engine.images import PicturePool
 from kestrel.errors import EngineStopped, KestrelError, NumericalError, QueueFull, RequestCancelled, RequestError
 from kestrel.grammar import END, Edge, Grammar, State, free_text
 from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
@@ -225,6 +227,19 @@ async def test_decoded_pictures_have_a_memory_limit() -> None:
     assert any(not isinstance(o, BaseException) for o in outcomes)
     assert (await engine.caption(pictures[0], temperature=0.0, max_new_tokens=2)).metrics.output_tokens <= 2
     await engine.shutdown()
+
+
+async def test_equal_pictures_of_several_requests_are_one_in_memory() -> None:
+    pool = PicturePool(RuntimeConfig(recent_image_bytes=0))
+    sources = [np.full((20, 30, 3), value, dtype=np.uint8) for value in (7, 7, 8)]
+    (first,), (second, other) = await pool.decode("a", sources[:1]), await pool.decode("b", sources[1:])
+    assert second.pixels is first.pixels
+    assert other.pixels is not first.pixels
+    pool.release("a")
+    assert pool._num_bytes == 2 * 20 * 30 * 3
+    pool.release("b")
+    assert (pool._num_bytes, pool._by_digest) == (0, {})
+    pool.close()
 
 
 async def test_a_picture_that_many_ask_about_counts_once() -> None:

@@ -42,6 +42,15 @@ def test_the_least_recently_used_goes_when_memory_is_full() -> None:
     assert recent.get("b", lambda: rgb(9)) == rgb(9), "b was forgotten"
 
 
+def test_a_picture_too_large_to_keep_drives_out_no_other() -> None:
+    recent = RecentPictures(400)
+    recent.get("a", lambda: rgb(1))
+    large = RgbImage(np.zeros((20, 20, 3), dtype=np.uint8), "large")
+    recent.get("large", lambda: large)
+    recent.get("a", lambda: pytest.fail("it is kept"))
+    assert recent.get("large", lambda: rgb(2)) == rgb(2), "it is not"
+
+
 def test_without_memory_nothing_is_kept() -> None:
     recent = RecentPictures(0)
     recent.get("a", lambda: rgb(1))

@@ -54,7 +54,7 @@ class Case:
     sampling: SamplingParams | None = None
     prompt_outputs: PromptOutputs | None = None
     adapter: AdapterUse | None = None
-    is_streamed: bool = False
+    is_read_along: bool = False
 
     def request(self) -> GenerationRequest:
         return GenerationRequest(
@@ -66,7 +66,7 @@ class Case:
             images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
             prompt_outputs=self.prompt_outputs,
             adapter=self.adapter,
-            is_streamed=self.is_streamed,
+            is_read_along=self.is_read_along,
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kestrel.request import SamplingParams
-from kestrel.scheduler.plan import POSITIONS_PER_CROP
+from kestrel.runtime.contract import POSITIONS_PER_CROP
 from kestrel.tokens import TextToken, Token
 from tests.moondream.goldens import FAMILIES, Golden, golden, pixels
 from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_grammar
@@ -86,8 +86,8 @@ def test_alone_and_after_a_prefix_hit(family: str) -> None:
 def test_pictures_in_slices_while_others_are_read_along(family: str, steps_in_flight: int) -> None:
     g = golden(family)
     cases = [*all_skills(g, "a", "small")[-1:], *all_skills(g, "b", "multi")[:2], *all_skills(g, "c", "small")[3:5]]
-    engine = paged(g.model, steady_prefill_tokens=2 * POSITIONS_PER_CROP, steps_in_flight=steps_in_flight)
-    assert engine.run(*(replace(case, is_streamed=True) for case in cases)) == dense(g, cases)
+    engine = paged(g.model, streaming_prefill_tokens=2 * POSITIONS_PER_CROP, steps_in_flight=steps_in_flight)
+    assert engine.run(*(replace(case, is_read_along=True) for case in cases)) == dense(g, cases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -59,6 +59,23 @@ def test_a_picture_prefilled_early_is_finished_then() -> None:
 
 
 @torch.inference_mode()
+def test_what_failed_in_slices_is_tried_again_as_a_whole() -> None:
+    pictures = encoder()
+    model = pictures._model
+    model.encode_crops = out_of_memory  # type: ignore[method-assign]
+    pictures.ahead.advance(slice_of(MULTI, 1))
+    del model.encode_crops
+    assert pictures.ahead.has_encoded(MULTI.digest), "it waits for no more slices"
+    embedded, failures = pictures.encode([chunk(MULTI)])
+    assert list(embedded) == [MULTI.digest]
+    assert failures == {}
+
+
+def out_of_memory(patches: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("for a moment")
+
+
+@torch.inference_mode()
 def test_a_failure_is_told_when_the_picture_is_prefilled_and_hits_its_rows_only() -> None:
     pictures = encoder()
     pictures.ahead.advance(PictureSlice("feed", None, 1))

@@ -94,7 +94,7 @@ def request(
     tenant: str | None = None,
     adapter: str | None = None,
     prompt_outputs: PromptOutputs | None = None,
-    is_streamed: bool = False,
+    is_read_along: bool = False,
     **options: object,
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -107,7 +107,7 @@ def request(
         tenant=tenant,
         adapter=None if adapter is None else AdapterUse(adapter, adapter, None),
         prompt_outputs=prompt_outputs,
-        is_streamed=is_streamed,
+        is_read_along=is_read_along,
     )
 
 

@@ -61,7 +61,7 @@ def test_random_traffic(
         steps_in_flight=depth,
         max_seq_length=80,
         num_adapter_slots=slots,
-        steady_prefill_tokens=steady_budget,
+        streaming_prefill_tokens=steady_budget,
     )
     expected: dict[str, tuple[list[ContextItem], int, str | None]] = {}
     final: dict[str, StreamUpdate] = {}
@@ -74,13 +74,15 @@ def test_random_traffic(
 
     for action in script:
         match action:
-            case ("add", context, max_new, priority, adapter, is_streamed):
+            case ("add", context, max_new, priority, adapter, is_read_along):
                 name, items = f"r{len(expected)}", context_items(context)
                 if reused := [n for n in expected if n in final and final[n].finish_reason is FinishReason.CANCELLED]:
                     name = reused[0]
                     del expected[name], final[name]
                 try:
-                    scheduler.add(request(name, items, max_new, None, priority, None, adapter, is_streamed=is_streamed))
+                    scheduler.add(
+                        request(name, items, max_new, None, priority, None, adapter, is_read_along=is_read_along)
+                    )
                 except RequestError:
                     continue
                 expected[name] = (items, max_new, adapter)

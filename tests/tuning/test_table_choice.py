@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.errors import ConfigError
 from kestrel.kernels.triton import layer_norm
 from kestrel.kernels.triton.small_linear import Tuning
 from kestrel.kernels.triton.tuning_table import TunedSize
@@ -23,6 +22,7 @@ from kestrel.tuning.table_file import MeasuredWith, TableFile
 assert DEVICES
 BF16 = torch.bfloat16
 HERE = MeasuredWith.here("NVIDIA L40S", (8, 9))
+SAME_MINOR = ".".join(HERE.triton.split(".")[:2])
 FILE = "NVIDIA_L40S.json"
 ONE, MANY = (TunedSize("small_linear", rows, (64, 32), (BF16, BF16)) for rows in (1, 16))
 NORM = TunedSize("layer_norm", 1024, (1152,), (BF16,))
@@ -37,7 +37,7 @@ def entries(*pairs: tuple[TunedSize, object]) -> dict[TunedSize, Entry]:
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """(the user's, the shipped one)."""
     shipped = {"small_linear": entries((ONE, SHIPPED), (MANY, SHIPPED)), "layer_norm": entries((NORM, NORMS))}
-    TableFile(replace(HERE, kestrel="0.0.1", triton="3.0"), shipped).write(tmp_path / "shipped" / FILE)
+    TableFile(replace(HERE, kestrel="0.0.1", triton=f"{SAME_MINOR}.77"), shipped).write(tmp_path / "shipped" / FILE)
     TableFile(HERE, {"small_linear": entries((ONE, OWN))}).write(tmp_path / "user" / FILE)
     return tmp_path / "user", tmp_path / "shipped"
 
@@ -48,13 +48,25 @@ def found(table_of: tuple[Path, Path], here: MeasuredWith = HERE) -> list[object
     return [*linears, table.find("layer_norm", 1000, (1152,), BF16)]
 
 
-def test_an_operation_of_the_users_table_is_taken_from_there_alone(folders: tuple[Path, Path]) -> None:
-    assert found(folders) == [OWN, None, NORMS]
+def test_a_size_of_the_users_table_goes_before_the_shipped_one(folders: tuple[Path, Path]) -> None:
+    assert found(folders) == [OWN, SHIPPED, NORMS]
 
 
-def test_without_a_users_table_the_shipped_one_counts_whatever_it_was_made_with(folders: tuple[Path, Path]) -> None:
+def test_without_a_users_table_the_shipped_one_counts_whichever_kestrel_made_it(folders: tuple[Path, Path]) -> None:
     (folders[0] / FILE).unlink()
     assert found(folders) == [SHIPPED, SHIPPED, NORMS]
+
+
+def test_a_shipped_table_of_another_triton_is_left_out_with_one_line(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    TableFile(replace(HERE, triton="2.9.1"), {"small_linear": entries((ONE, SHIPPED))}).write(folders[1] / FILE)
+    with caplog.at_level(logging.INFO, "kestrel.tuning"):
+        assert found(folders) == [OWN, None, None]
+    reason = f"it was measured with Triton 2.9.1, and this is {HERE.triton}"
+    assert [record.message for record in caplog.records] == [
+        f"the block sizes of {FILE} are not used: {reason}; `kestrel tune` makes others"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,7 @@ def test_a_gpu_without_tables_runs_by_the_rules(folders: tuple[Path, Path]) -> N
 
 
 def test_torch_may_change(folders: tuple[Path, Path]) -> None:
-    assert found(folders, replace(HERE, torch="9.9")) == [OWN, None, NORMS]
+    assert found(folders, replace(HERE, torch="9.9")) == [OWN, SHIPPED, NORMS]
 
 
 def test_names_of_gpus_make_names_of_files() -> None:
@@ -90,7 +102,7 @@ def test_names_of_gpus_make_names_of_files() -> None:
 
 
 def test_the_table_in_the_users_cache_reaches_the_kernels_of_the_fast_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     TableFile(HERE, {"small_linear": entries((ONE, OWN))}).write(user_folder() / FILE)
@@ -100,5 +112,6 @@ def test_the_table_in_the_users_cache_reaches_the_kernels_of_the_fast_path(
     table = ops.small_linear.keywords["table"]  # type: ignore[attr-defined]
     assert table.find("small_linear", 1, (64, 32), BF16, BF16) == OWN
     (user_folder() / FILE).write_text("{}")
-    with pytest.raises(ConfigError, match="'gpu' is missing"):
+    with caplog.at_level(logging.INFO, "kestrel.tuning"):
         path.make_ops(Abilities("NVIDIA L40S", (8, 9)))
+    assert ["'gpu' is missing" in record.message for record in caplog.records] == [True]

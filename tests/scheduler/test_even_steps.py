@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel.runtime.contract import StepPlan
+from kestrel.runtime.contract import POSITIONS_PER_CROP, StepPlan
 from kestrel.runtime.fake import NUM_CROPS, FakeRuntime, FakeStep
 from kestrel.scheduler import GenerationScheduler
-from kestrel.scheduler.plan import POSITIONS_PER_CROP
 from tests.scheduler.harness import by_hand, image, make, request, run, text, tokens_of
 
 TWO_CROPS = 2 * POSITIONS_PER_CROP
@@ -17,7 +16,7 @@ PROMPT = [image("far", 12), *text(*range(1, 20))]
 def watched(steady: int, max_prefill_tokens: int = 4096) -> tuple[GenerationScheduler, list[StepPlan]]:
     """A scheduler, and the plans it launches."""
     numbers = {"num_pages": 400, "max_prefill_tokens": max_prefill_tokens, "max_seq_length": 1000}
-    scheduler, runtime = make(steady_prefill_tokens=steady, **numbers)
+    scheduler, runtime = make(streaming_prefill_tokens=steady, **numbers)
     plans: list[StepPlan] = []
     launch = runtime.launch
 
@@ -29,8 +28,8 @@ def watched(steady: int, max_prefill_tokens: int = 4096) -> tuple[GenerationSche
     return scheduler, plans
 
 
-def start_reader(scheduler: GenerationScheduler, is_streamed: bool = True) -> None:
-    scheduler.add(request("reader", text(3, 4), max_new_tokens=60, is_streamed=is_streamed))
+def start_reader(scheduler: GenerationScheduler, is_read_along: bool = True) -> None:
+    scheduler.add(request("reader", text(3, 4), max_new_tokens=60, is_read_along=is_read_along))
     for _ in range(3):
         scheduler.step()
 
@@ -54,10 +53,10 @@ def test_a_picture_comes_in_slices_of_the_budget_and_is_prefilled_after_the_last
     assert plans.index(with_picture) == plans.index(sliced[-1]) + 1
 
 
-@pytest.mark.parametrize(("steady", "is_streamed"), [(TWO_CROPS, False), (0, True)])
-def test_nobody_who_reads_along_or_no_budget_for_it_means_whole_pictures(steady: int, is_streamed: bool) -> None:
+@pytest.mark.parametrize(("steady", "is_read_along"), [(TWO_CROPS, False), (0, True)])
+def test_nobody_who_reads_along_or_no_budget_for_it_means_whole_pictures(steady: int, is_read_along: bool) -> None:
     scheduler, plans = watched(steady)
-    start_reader(scheduler, is_streamed)
+    start_reader(scheduler, is_read_along)
     scheduler.add(request("guest", PROMPT, max_new_tokens=4))
     check_answers(scheduler)
     assert not any(plan.picture_slices for plan in plans)
@@ -96,6 +95,16 @@ def test_what_is_left_of_a_slice_goes_to_short_prompts() -> None:
     assert [chunk.items for chunk in shared.prefill] == [text(5, 6)]
 
 
+def test_a_request_whose_picture_is_in_slices_has_begun() -> None:
+    scheduler, plans = watched(POSITIONS_PER_CROP)
+    start_reader(scheduler)
+    scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    assert not scheduler.has_begun("guest")
+    scheduler.step()
+    assert plans[-1].picture_slices
+    assert scheduler.has_begun("guest")
+
+
 def test_an_answer_that_ends_lets_the_rest_of_a_picture_come_whole() -> None:
     scheduler, plans = watched(POSITIONS_PER_CROP)
     start_reader(scheduler)
@@ -109,7 +118,7 @@ def test_an_answer_that_ends_lets_the_rest_of_a_picture_come_whole() -> None:
 
 
 def test_a_picture_that_fails_in_slices_fails_its_request_alone() -> None:
-    scheduler, runtime = make(num_pages=400, steady_prefill_tokens=TWO_CROPS)
+    scheduler, runtime = make(num_pages=400, streaming_prefill_tokens=TWO_CROPS)
     assert isinstance(runtime, FakeRuntime)
     start_reader(scheduler)
     runtime.failing_digests[PROMPT[0].digest] = ValueError("damaged")  # type: ignore[union-attr]
