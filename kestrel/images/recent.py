@@ -34,17 +34,18 @@ class RecentPictures:
                 del self._pictures[digest]
             own.set_exception(error)
             raise
+        with self._lock:
+            self._make_room(digest, picture.pixels.nbytes)
         own.set_result(picture)
-        self._account(digest, picture)
         return picture
 
-    def _account(self, digest: str, picture: RgbImage) -> None:
-        with self._lock:
-            if picture.pixels.nbytes > self._max_bytes:
-                del self._pictures[digest]
+    def _make_room(self, digest: str, num_bytes: int) -> None:
+        """For a picture whose future is still open, so that nobody drives it out before it counts."""
+        if num_bytes > self._max_bytes:
+            del self._pictures[digest]
+            return
+        self._num_bytes += num_bytes
+        for other in [other for other, future in self._pictures.items() if future.done()]:
+            if self._num_bytes <= self._max_bytes:
                 return
-            self._num_bytes += picture.pixels.nbytes
-            for digest in [digest for digest, future in self._pictures.items() if future.done()]:
-                if self._num_bytes <= self._max_bytes:
-                    return
-                self._num_bytes -= self._pictures.pop(digest).result().pixels.nbytes
+            self._num_bytes -= self._pictures.pop(other).result().pixels.nbytes
