@@ -60,6 +60,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             self._num_unframed = 0  # bytes since the last that ended a head or belonged to a body
             self._foreign_method: str | None = None
             self._has_failed = False
+            self._is_lost = False
 
         def _fresh_parser(self) -> httptools.HttpRequestParser:
             """A body framed in two ways comes through, for `HeadLimit` to refuse by name."""
@@ -74,21 +75,24 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            self._is_lost = True
             self._stop_waiting()
             super().connection_lost(exc)
             for cycle in self._unanswered:
                 cycle.disconnected = True
                 cycle.message_event.set()
-            for told in tuple(self._watchers):
-                told()
+            for on_gone in tuple(self._watchers):
+                on_gone()
 
         def hang_up(self) -> None:
             self.transport.abort()
 
-        def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+            if self._is_lost:  # while its body was parsed or its picture fetched
+                return self.loop.call_soon(on_gone).cancel
             self.flow.resume_reading()  # a connection that nobody reads does not end
-            self._watchers.add(told)
-            return partial(self._watchers.discard, told)
+            self._watchers.add(on_gone)
+            return partial(self._watchers.discard, on_gone)
 
         def data_received(self, data: bytes) -> None:
             self._unset_keepalive_if_required()

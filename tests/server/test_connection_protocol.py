@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Sequence
 
 import pytest
 
+from kestrel.engine import EngineResult
 from kestrel.server.protocol import MAX_PIPELINED
-from tests.server.conftest import RunningServer
+from kestrel.server.remote_images import RemoteImages
+from tests.server.conftest import SCENE_BYTES, RunningServer
 from tests.server.long_request import end_id_of, long_query
+from tests.server.picture_hosts import ok
 from tests.server.sockets import eventually
 from tests.server.test_server_limits import connect, read_all, read_answer
 
@@ -31,6 +35,19 @@ def all_of(server: RunningServer, *pieces: bytes) -> bytes:
             connection.sendall(piece)
             time.sleep(0.05)
         return read_all(connection)
+
+
+def leave(connection: socket.socket) -> None:
+    """As a process that is killed does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    connection.close()
+
+
+def ends_without_a_result(server: RunningServer, request_id: str) -> bool:
+    """Whether the request was stopped, and did not run to its end for nobody."""
+    outcomes = server.watcher.outcomes
+    assert eventually(lambda: request_id in outcomes)
+    return not isinstance(outcomes[request_id], EngineResult) and eventually(lambda: server.engine.num_requests == 0)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +154,26 @@ def test_who_leaves_with_a_second_request_waiting_ends_the_first(server: Running
     with connect(server) as connection:
         connection.sendall(query(body=body) + READY)
         assert eventually(lambda: "in front" in server.state.running)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-    assert eventually(lambda: "in front" not in server.state.running, 5.0)
-    assert eventually(lambda: server.engine.num_requests == 0)
+        leave(connection)
+    assert ends_without_a_result(server, "in front")
+
+
+def test_who_leaves_while_a_picture_is_fetched_is_not_answered(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def here(name: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1"]
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, connect(server) as connection:
+        place = f"pictures.test:{listening.getsockname()[1]}"
+        listening.settimeout(10)
+        monkeypatch.setattr(server.state, "images", RemoteImages([place], resolve=here, may_connect=lambda _: True))
+        asked = long_query(end_id_of(server.engine), request_id="left early", image_url=f"http://{place}/a.png")
+        connection.sendall(query(body=json.dumps(asked).encode()))
+        host, _ = listening.accept()
+        with host:
+            host.recv(4096)
+            leave(connection)
+            time.sleep(0.2)  # the server sees it go
+            host.sendall(ok(SCENE_BYTES, "Content-Type: image/png"))
+            assert ends_without_a_result(server, "left early")
