@@ -150,7 +150,8 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             super().on_headers_complete()
             if self._foreign_method is not None:
                 self.scope["method"], self._foreign_method = self._foreign_method, None
-            self.cycle.keep_alive = version == "1.1" and self.parser.should_keep_alive()
+            is_framed_twice = {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers}
+            self.cycle.keep_alive = version == "1.1" and self.parser.should_keep_alive() and not is_framed_twice
             self._unanswered.append(self.cycle)
             connections.enable(cast(Scope, self.cycle.scope), self)
             self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))

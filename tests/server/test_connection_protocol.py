@@ -177,3 +177,12 @@ def test_who_leaves_while_a_picture_is_fetched_is_not_answered(
             time.sleep(0.2)  # the server sees it go
             host.sendall(ok(SCENE_BYTES, "Content-Type: image/png"))
             assert ends_without_a_result(server, "left early")
+
+
+def test_a_body_framed_in_two_ways_ends_the_connection_whoever_answers(locked: RunningServer) -> None:
+    """What is allowed across origins is said before heads are judged."""
+    asked = b"OPTIONS /v1/query HTTP/1.1\r\nhost: a\r\norigin: https://app.example\r\n"
+    framing = b"access-control-request-method: POST\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    answer = all_of(locked, asked + framing + READY)
+    assert (answer.startswith(b"HTTP/1.1 200 OK"), answer.count(b"HTTP/1.1 ")) == (True, 1)
+    assert b"\r\nconnection: close\r\n" in answer
