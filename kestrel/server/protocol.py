@@ -148,6 +148,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             if len(self._unanswered) > MAX_PIPELINED:
                 raise _Malformed("too many requests wait on one connection")
             super().on_headers_complete()
+            self.flow.resume_reading()  # else the one in front would not learn that its client has left
             if self._foreign_method is not None:
                 self.scope["method"], self._foreign_method = self._foreign_method, None
             is_framed_twice = {b"content-length", b"transfer-encoding"} <= {name for name, _ in self.headers}

@@ -186,3 +186,14 @@ def test_a_body_framed_in_two_ways_ends_the_connection_whoever_answers(locked: R
     answer = all_of(locked, asked + framing + READY)
     assert (answer.startswith(b"HTTP/1.1 200 OK"), answer.count(b"HTTP/1.1 ")) == (True, 1)
     assert b"\r\nconnection: close\r\n" in answer
+
+
+def test_who_leaves_after_a_later_second_request_ends_the_first(server: RunningServer) -> None:
+    body = json.dumps(long_query(end_id_of(server.engine), request_id="followed")).encode()
+    with connect(server) as connection:
+        connection.sendall(query(body=body))
+        assert eventually(lambda: "followed" in server.state.running)
+        connection.sendall(READY)
+        time.sleep(0.1)
+        leave(connection)
+    assert ends_without_a_result(server, "followed")
