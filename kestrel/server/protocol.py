@@ -229,8 +229,14 @@ class UntilClose:
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             self._cycle.chunked_encoding = None if self._has_length else False
         elif not self._has_length:
+            await self._until_writable()  # another message may come meanwhile, so its length is not set before
             self._cycle.expected_content_length = len(message.get("body", b""))
         await self._send(message)
+
+    async def _until_writable(self) -> None:
+        flow = self._cycle.flow
+        while flow.write_paused and not self._cycle.disconnected:
+            await flow.drain()
 
 
 class HeadWithBody:
