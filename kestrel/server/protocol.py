@@ -180,6 +180,11 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             """What is no HTTP ends the connection, after the answers to whole requests before it."""
             self._has_failed = True
             self._stop_waiting()
+            if self.cycle is not None and self.cycle.more_body and len(self._unanswered) > 1:  # it has not begun
+                self.pipeline.popleft()
+                self._unanswered.pop()
+                self._unanswered[-1].keep_alive = False
+                return
             if self._unanswered and not self.cycle.more_body:
                 self.cycle.keep_alive = False
                 return

@@ -197,3 +197,12 @@ def test_who_leaves_after_a_later_second_request_ends_the_first(server: RunningS
         time.sleep(0.1)
         leave(connection)
     assert ends_without_a_result(server, "followed")
+
+
+@pytest.mark.parametrize("num_whole", [1, 2])
+def test_a_broken_body_costs_whole_requests_before_it_no_answer(server: RunningServer, num_whole: int) -> None:
+    broken = b"POST /v1/query HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    for pieces in ((READY * num_whole + broken + b"zz\r\n",), (query() * num_whole + broken, b"zz\r\n")):
+        answers = all_of(server, *pieces)
+        assert answers.count(b"HTTP/1.1 200 OK") == num_whole
+        assert answers.count(b"HTTP/1.1 ") <= num_whole + 1  # one more when it is their turn before it breaks
