@@ -57,6 +57,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             self._watchers: set[Callable[[], None]] = set()
             self._head_timer: asyncio.TimerHandle | None = None
             self._is_in_head = False
+            self._is_in_body = False  # of `cycle`, trailers included
             self._num_unframed = 0  # bytes since the last that ended a head or belonged to a body
             self._foreign_method: str | None = None
             self._has_failed = False
@@ -158,13 +159,14 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
             if version == "1.0":
                 self.cycle.send = UntilClose(self.cycle).send  # type: ignore[method-assign]
+            self._is_in_body = True
 
         def on_body(self, body: bytes) -> None:
             self._num_unframed = 0
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._num_unframed = 0
+            self._is_in_body, self._num_unframed = False, 0
             if not self.parser.should_upgrade():
                 super().on_message_complete()
 
@@ -177,18 +179,20 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
                 self._await_head()
 
         def _refuse(self) -> None:
-            """What is no HTTP ends the connection, after the answers to whole requests before it."""
+            """What is no HTTP ends the connection, after the answers to whole requests before it.
+
+            It is answered itself unless they come first, or its own answer has begun.
+            """
             self._has_failed = True
             self._stop_waiting()
-            if self.cycle is not None and self.cycle.more_body and len(self._unanswered) > 1:  # it has not begun
+            if self._is_in_body and len(self._unanswered) > 1:  # the broken request waits, and never begins
                 self.pipeline.popleft()
                 self._unanswered.pop()
+                self._is_in_body = False
+            if self._unanswered and not self._is_in_body:
                 self._unanswered[-1].keep_alive = False
                 return
-            if self._unanswered and not self.cycle.more_body:
-                self.cycle.keep_alive = False
-                return
-            if not self._unanswered or (len(self._unanswered) == 1 and not self.cycle.response_started):
+            if not self._is_in_body or not self.cycle.response_started:
                 self.transport.write(_malformed())
             self.transport.close()
 

@@ -206,3 +206,19 @@ def test_a_broken_body_costs_whole_requests_before_it_no_answer(server: RunningS
         answers = all_of(server, *pieces)
         assert answers.count(b"HTTP/1.1 200 OK") == num_whole
         assert answers.count(b"HTTP/1.1 ") <= num_whole + 1  # one more when it is their turn before it breaks
+
+
+def test_a_body_that_breaks_after_its_answer_gets_no_second_one(locked: RunningServer) -> None:
+    with connect(locked) as connection:
+        connection.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
+        connection.sendall(b"zz\r\n")
+        assert read_all(connection) == b""
+
+
+def test_a_broken_head_after_an_answer_gets_its_own(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(READY)
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"GET /ready HTTP/7\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
