@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import httptools
 from starlette.types import Message, Scope, Send
+from uvicorn._types import HTTPScope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as UvicornState
@@ -117,7 +118,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
-                head = _head_without_upgrade(self.scope["method"], self.url, self.headers)
+                head = _head_without_upgrade(self.scope, self.url, self.headers)
                 self.parser = self._fresh_parser()
                 self._feed(head + data[offer.args[0] :])
             except httptools.HttpParserInvalidMethodError:
@@ -144,7 +145,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             method = self.parser.get_method()
             _require_sound(version, method, self.headers)
             if self.parser.should_upgrade():
-                self.scope["method"] = method.decode("ascii")
+                self.scope["method"], self.scope["http_version"] = method.decode("ascii"), version
                 return
             if len(self._unanswered) > MAX_PIPELINED:
                 raise _Malformed("too many requests wait on one connection")
@@ -158,6 +159,7 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             connections.enable(cast(Scope, self.cycle.scope), self)
             self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
             if version == "1.0":
+                self.cycle.waiting_for_100_continue = False
                 self.cycle.send = UntilClose(self.cycle).send  # type: ignore[method-assign]
             self._is_in_body = True
 
@@ -219,10 +221,11 @@ def _require_sound(version: str, method: bytes, headers: Iterable[tuple[bytes, b
         raise _Malformed("a coding of the body beside chunked")
 
 
-def _head_without_upgrade(method: str, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _head_without_upgrade(scope: HTTPScope, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A server may pass over an offer to change the protocol; the parser does so when it does not see it."""
+    method, version = scope["method"].encode("ascii"), scope["http_version"].encode("ascii")
     lines = (b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade")
-    return b"%b %b HTTP/1.1\r\n%b\r\n" % (method.encode("ascii"), url, b"".join(lines))
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version, b"".join(lines))
 
 
 class UntilClose:

@@ -222,3 +222,19 @@ def test_a_broken_head_after_an_answer_gets_its_own(server: RunningServer) -> No
         assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
         connection.sendall(b"GET /ready HTTP/7\r\n\r\n")
         assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("host", [b"", b"host: a\r\n"])
+def test_http_1_0_with_an_offer_to_change_the_protocol_stays_http_1_0(server: RunningServer, host: bytes) -> None:
+    """It needs no host, and its answer ends with the connection."""
+    head = b"GET /ready HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + host + b"\r\n"
+    answer = all_of(server, head)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"\r\nconnection: close\r\n" in answer
+
+
+def test_http_1_0_is_not_told_to_continue(server: RunningServer) -> None:
+    """Its clients know of no answer before the answer."""
+    expectation = b"expect: 100-continue"
+    assert all_of(server, query(expectation, version=b"1.0")).startswith(b"HTTP/1.1 200 OK")
+    assert all_of(server, query(expectation, b"connection: close")).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
