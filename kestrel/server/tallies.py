@@ -6,6 +6,7 @@ reads, many times for every request, so these are plain numbers, and become the 
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import INF, floatToGoString
 
 Labels = tuple[str, ...]
+
+
+def shows_created() -> bool:
+    """Whether there are samples of when a series began, by the client library's own variable."""
+    return os.environ.get("PROMETHEUS_DISABLE_CREATED_SERIES", "").lower() not in ("true", "1", "t")
 
 
 class Tally(Collector):
@@ -29,6 +35,7 @@ class Tally(Collector):
         self._fixed = tuple(fixed.values())
         self._values: dict[Labels, float] = {}
         self._created_s: dict[Labels, float] = {}
+        self._shows_created = shows_created()
 
     def open(self, *labels: str) -> None:
         """Show the number from now on, even at zero."""
@@ -44,7 +51,8 @@ class Tally(Collector):
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._help, labels=self._label_names)
         for labels, value in self._values.items():
-            family.add_metric((*self._fixed, *labels), value, created=self._created_s[labels])
+            created_s = self._created_s[labels] if self._shows_created else None
+            family.add_metric((*self._fixed, *labels), value, created=created_s)
         yield family
 
 
@@ -71,6 +79,7 @@ class Spread(Collector):
         self._counts: dict[Labels, list[int]] = {}
         self._sums: dict[Labels, float] = {}
         self._created_s: dict[Labels, float] = {}
+        self._shows_created = shows_created()
 
     def open(self, *labels: str) -> None:
         """Show the histogram from now on, even while it is empty."""
@@ -91,8 +100,9 @@ class Spread(Collector):
         for labels, counts in self._counts.items():
             values = (*self._fixed, *labels)
             family.add_metric(values, self._cumulative(counts), self._sums[labels])
-            named = dict(zip(self._label_names, values, strict=True))
-            family.add_sample(f"{self._name}_created", named, self._created_s[labels])
+            if self._shows_created:
+                named = dict(zip(self._label_names, values, strict=True))
+                family.add_sample(f"{self._name}_created", named, self._created_s[labels])
         yield family
 
     def _cumulative(self, counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -17,6 +17,11 @@ NUMBERS = (0.0, 0.01, 0.010001, 0.25, 0.9, 1.0, 4.0, 5.0, 5.1, 1e9)
 CREATED = re.compile(r"(_created\{[^}]*\}) (\S+)")
 
 
+@pytest.fixture(autouse=True)
+def _shown_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_DISABLE_CREATED_SERIES", raising=False)
+
+
 def page(*collectors: Collector) -> str:
     registry = CollectorRegistry(auto_describe=False)
     for collector in collectors:
@@ -68,3 +73,16 @@ def test_what_was_opened_is_there_at_zero_and_knows_since_when() -> None:
     created_s = [float(since) for _, since in CREATED.findall(text)]
     assert len(created_s) == 2
     assert all(before_s <= since <= time.time() for since in created_s)
+
+
+@pytest.mark.parametrize(("value", "is_shown"), [("True", False), ("t", False), ("1", False), ("False", True)])
+def test_the_librarys_variable_leaves_out_when_series_began(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_shown: bool
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_DISABLE_CREATED_SERIES", value)
+    tally, spread = Tally("requests", "Help.", {"model": "m"}), Spread("seconds", "Help.", BOUNDS, {"model": "m"})
+    tally.add(3)
+    spread.add(0.5)
+    text = page(tally, spread)
+    assert ('requests_total{model="m"} 3.0' in text, 'seconds_count{model="m"} 1.0' in text) == (True, True)
+    assert ("requests_created" in text, "seconds_created" in text) == (is_shown, is_shown)
