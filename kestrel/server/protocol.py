@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import httptools
 from starlette.types import Message, Scope, Send
-from uvicorn._types import HTTPScope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState as UvicornState
@@ -118,7 +117,8 @@ def bounded_protocol(head_timeout_s: float, max_head_bytes: int) -> type[HttpToo
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
-                head = _head_without_upgrade(self.scope, self.url, self.headers)
+                line = self.scope["method"], self.url, self.scope["http_version"]
+                head = _head_without_upgrade(*line, self.headers)
                 self.parser = self._fresh_parser()
                 self._feed(head + data[offer.args[0] :])
             except httptools.HttpParserInvalidMethodError:
@@ -221,11 +221,10 @@ def _require_sound(version: str, method: bytes, headers: Iterable[tuple[bytes, b
         raise _Malformed("a coding of the body beside chunked")
 
 
-def _head_without_upgrade(scope: HTTPScope, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _head_without_upgrade(method: str, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A server may pass over an offer to change the protocol; the parser does so when it does not see it."""
-    method, version = scope["method"].encode("ascii"), scope["http_version"].encode("ascii")
     lines = (b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade")
-    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version, b"".join(lines))
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method.encode("ascii"), url, version.encode("ascii"), b"".join(lines))
 
 
 class UntilClose:

@@ -17,11 +17,6 @@ NUMBERS = (0.0, 0.01, 0.010001, 0.25, 0.9, 1.0, 4.0, 5.0, 5.1, 1e9)
 CREATED = re.compile(r"(_created\{[^}]*\}) (\S+)")
 
 
-@pytest.fixture(autouse=True)
-def _shown_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PROMETHEUS_DISABLE_CREATED_SERIES", raising=False)
-
-
 def page(*collectors: Collector) -> str:
     registry = CollectorRegistry(auto_describe=False)
     for collector in collectors:
@@ -60,7 +55,8 @@ def test_histograms_read_as_the_library_writes_them() -> None:
     assert without_times(page(spread)) == without_times(page(histogram))
 
 
-def test_what_was_opened_is_there_at_zero_and_knows_since_when() -> None:
+def test_what_was_opened_is_there_at_zero_and_knows_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_DISABLE_CREATED_SERIES", raising=False)
     before_s = time.time()
     tally, spread = Tally("requests", "Help.", {"model": "m"}), Spread("seconds", "Help.", BOUNDS, {"model": "m"})
     assert "{" not in page(tally, spread)
