@@ -82,3 +82,23 @@ def test_the_librarys_variable_leaves_out_when_series_began(
     text = page(tally, spread)
     assert ('requests_total{model="m"} 3.0' in text, 'seconds_count{model="m"} 1.0' in text) == (True, True)
     assert ("requests_created" in text, "seconds_created" in text) == (is_shown, is_shown)
+
+
+def test_a_counter_refuses_to_shrink_as_the_librarys_does() -> None:
+    counter, tally = Counter("requests", "Help.", registry=None), Tally("requests", "Help.", {})
+    for number in (counter.inc, tally.add):
+        number(2)
+        with pytest.raises(ValueError):
+            number(-5)
+    assert "requests_total 2.0" in page(tally)
+
+
+@pytest.mark.parametrize("labels", [(), ("query", "stop")])
+def test_a_wrong_number_of_labels_is_refused_and_leaves_no_sample(labels: tuple[str, ...]) -> None:
+    kept = {"fixed": {"model": "m"}, "labels": ["skill"]}
+    for series in (Tally("a", "Help.", **kept), Level("b", "Help.", **kept), Spread("c", "Help.", BOUNDS, **kept)):
+        with pytest.raises(ValueError, match="skill"):
+            series.add(1.0, *labels)
+        with pytest.raises(ValueError, match="skill"):
+            series.open(*labels)
+        assert "{" not in page(series)
