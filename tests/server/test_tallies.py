@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -95,7 +96,7 @@ def test_a_counter_refuses_to_shrink_as_the_librarys_does() -> None:
 
 @pytest.mark.parametrize("labels", [(), ("query", "stop")])
 def test_a_wrong_number_of_labels_is_refused_and_leaves_no_sample(labels: tuple[str, ...]) -> None:
-    kept = {"fixed": {"model": "m"}, "labels": ["skill"]}
+    kept: dict[str, Any] = {"fixed": {"model": "m"}, "labels": ["skill"]}
     for series in (Tally("a", "Help.", **kept), Level("b", "Help.", **kept), Spread("c", "Help.", BOUNDS, **kept)):
         with pytest.raises(ValueError, match="skill"):
             series.add(1.0, *labels)
