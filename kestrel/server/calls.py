@@ -140,13 +140,13 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             stop_watching()
 
 
-def _watch(request: Request, told: Callable[[], None]) -> Callable[[], object]:
-    """Have `told` called when the client hangs up; gives what ends the watch."""
+def _watch(request: Request, on_gone: Callable[[], None]) -> Callable[[], object]:
+    """Have `on_gone` called when the client hangs up; gives what ends the watch."""
     connection = connection_of(request.scope)
     if connection is not None:
-        return connection.watch(told)
+        return connection.watch(on_gone)
     watching = asyncio.ensure_future(disconnected(request.receive))
-    watching.add_done_callback(lambda watched: None if watched.cancelled() else told())
+    watching.add_done_callback(lambda watched: None if watched.cancelled() else on_gone())
     return watching.cancel
 
 

@@ -17,8 +17,11 @@ class Connection(Protocol):
         """End without waiting for a client that does not read, unsent bytes and all."""
         ...
 
-    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
-        """Calls `told` when the client hangs up, with no task to wait for it. Gives what ends the watch."""
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        """Calls `on_gone` when the client hangs up, with no task to wait for it. Gives what ends the watch.
+
+        For a client that has left already it is called soon, and never before this returns.
+        """
         ...
 
 

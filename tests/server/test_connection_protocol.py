@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Sequence
 
 import pytest
 
+from kestrel.engine import EngineResult
 from kestrel.server.protocol import MAX_PIPELINED
-from tests.server.conftest import RunningServer
+from kestrel.server.remote_images import RemoteImages
+from tests.server.conftest import SCENE_BYTES, RunningServer
 from tests.server.long_request import end_id_of, long_query
+from tests.server.picture_hosts import ok
 from tests.server.sockets import eventually
 from tests.server.test_server_limits import connect, read_all, read_answer
 
@@ -31,6 +35,19 @@ def all_of(server: RunningServer, *pieces: bytes) -> bytes:
             connection.sendall(piece)
             time.sleep(0.05)
         return read_all(connection)
+
+
+def leave(connection: socket.socket) -> None:
+    """As a process that is killed does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    connection.close()
+
+
+def ends_without_a_result(server: RunningServer, request_id: str) -> bool:
+    """Whether the request was stopped, and did not run to its end for nobody."""
+    outcomes = server.watcher.outcomes
+    assert eventually(lambda: request_id in outcomes)
+    return not isinstance(outcomes[request_id], EngineResult) and eventually(lambda: server.engine.num_requests == 0)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +154,87 @@ def test_who_leaves_with_a_second_request_waiting_ends_the_first(server: Running
     with connect(server) as connection:
         connection.sendall(query(body=body) + READY)
         assert eventually(lambda: "in front" in server.state.running)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-    assert eventually(lambda: "in front" not in server.state.running, 5.0)
-    assert eventually(lambda: server.engine.num_requests == 0)
+        leave(connection)
+    assert ends_without_a_result(server, "in front")
+
+
+def test_who_leaves_while_a_picture_is_fetched_is_not_answered(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def here(name: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1"]
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, connect(server) as connection:
+        place = f"pictures.test:{listening.getsockname()[1]}"
+        listening.settimeout(10)
+        monkeypatch.setattr(server.state, "images", RemoteImages([place], resolve=here, may_connect=lambda _: True))
+        asked = long_query(end_id_of(server.engine), request_id="left early", image_url=f"http://{place}/a.png")
+        connection.sendall(query(body=json.dumps(asked).encode()))
+        host, _ = listening.accept()
+        with host:
+            host.recv(4096)
+            leave(connection)
+            time.sleep(0.2)  # the server sees it go
+            host.sendall(ok(SCENE_BYTES, "Content-Type: image/png"))
+            assert ends_without_a_result(server, "left early")
+
+
+def test_a_body_framed_in_two_ways_ends_the_connection_whoever_answers(locked: RunningServer) -> None:
+    """What is allowed across origins is said before heads are judged."""
+    asked = b"OPTIONS /v1/query HTTP/1.1\r\nhost: a\r\norigin: https://app.example\r\n"
+    framing = b"access-control-request-method: POST\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    answer = all_of(locked, asked + framing + READY)
+    assert (answer.startswith(b"HTTP/1.1 200 OK"), answer.count(b"HTTP/1.1 ")) == (True, 1)
+    assert b"\r\nconnection: close\r\n" in answer
+
+
+def test_who_leaves_after_a_later_second_request_ends_the_first(server: RunningServer) -> None:
+    body = json.dumps(long_query(end_id_of(server.engine), request_id="followed")).encode()
+    with connect(server) as connection:
+        connection.sendall(query(body=body))
+        assert eventually(lambda: "followed" in server.state.running)
+        connection.sendall(READY)
+        time.sleep(0.1)
+        leave(connection)
+    assert ends_without_a_result(server, "followed")
+
+
+@pytest.mark.parametrize("num_whole", [1, 2])
+def test_a_broken_body_costs_whole_requests_before_it_no_answer(server: RunningServer, num_whole: int) -> None:
+    broken = b"POST /v1/query HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    for pieces in ((READY * num_whole + broken + b"zz\r\n",), (query() * num_whole + broken, b"zz\r\n")):
+        answers = all_of(server, *pieces)
+        assert answers.count(b"HTTP/1.1 200 OK") == num_whole
+        assert answers.count(b"HTTP/1.1 ") <= num_whole + 1  # one more when it is their turn before it breaks
+
+
+def test_a_body_that_breaks_after_its_answer_gets_no_second_one(locked: RunningServer) -> None:
+    with connect(locked) as connection:
+        connection.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
+        connection.sendall(b"zz\r\n")
+        assert read_all(connection) == b""
+
+
+def test_a_broken_head_after_an_answer_gets_its_own(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(READY)
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"GET /ready HTTP/7\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("host", [b"", b"host: a\r\n"])
+def test_http_1_0_with_an_offer_to_change_the_protocol_stays_http_1_0(server: RunningServer, host: bytes) -> None:
+    """It needs no host, and its answer ends with the connection."""
+    head = b"GET /ready HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + host + b"\r\n"
+    answer = all_of(server, head)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"\r\nconnection: close\r\n" in answer
+
+
+def test_http_1_0_is_not_told_to_continue(server: RunningServer) -> None:
+    """Its clients know of no answer before the answer."""
+    expectation = b"expect: 100-continue"
+    assert all_of(server, query(expectation, version=b"1.0")).startswith(b"HTTP/1.1 200 OK")
+    assert all_of(server, query(expectation, b"connection: close")).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")

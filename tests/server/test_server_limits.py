@@ -98,6 +98,18 @@ def test_a_client_that_waits_for_the_go_ahead_is_refused_without_sending(strict:
         assert time.monotonic() - began_s < 2.0
 
 
+def test_http_1_0_waits_for_no_go_ahead_and_may_send_what_is_refused(strict: RunningServer) -> None:
+    with connect(strict) as connection:
+        head = f"POST /v1/query HTTP/1.0\r\ncontent-length: {LIMIT + 1}\r\nexpect: 100-continue\r\n\r\n"
+        connection.sendall(head.encode())
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(4096)
+        connection.settimeout(10)
+        connection.sendall(b"x" * (LIMIT + 1))
+        assert read_all(connection).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_slow_body_is_408(strict: RunningServer) -> None:
     with connect(strict) as connection:
         connection.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -55,7 +56,8 @@ def test_histograms_read_as_the_library_writes_them() -> None:
     assert without_times(page(spread)) == without_times(page(histogram))
 
 
-def test_what_was_opened_is_there_at_zero_and_knows_since_when() -> None:
+def test_what_was_opened_is_there_at_zero_and_knows_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_DISABLE_CREATED_SERIES", raising=False)
     before_s = time.time()
     tally, spread = Tally("requests", "Help.", {"model": "m"}), Spread("seconds", "Help.", BOUNDS, {"model": "m"})
     assert "{" not in page(tally, spread)
@@ -68,3 +70,36 @@ def test_what_was_opened_is_there_at_zero_and_knows_since_when() -> None:
     created_s = [float(since) for _, since in CREATED.findall(text)]
     assert len(created_s) == 2
     assert all(before_s <= since <= time.time() for since in created_s)
+
+
+@pytest.mark.parametrize(("value", "is_shown"), [("True", False), ("t", False), ("1", False), ("False", True)])
+def test_the_librarys_variable_leaves_out_when_series_began(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_shown: bool
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_DISABLE_CREATED_SERIES", value)
+    tally, spread = Tally("requests", "Help.", {"model": "m"}), Spread("seconds", "Help.", BOUNDS, {"model": "m"})
+    tally.add(3)
+    spread.add(0.5)
+    text = page(tally, spread)
+    assert ('requests_total{model="m"} 3.0' in text, 'seconds_count{model="m"} 1.0' in text) == (True, True)
+    assert ("requests_created" in text, "seconds_created" in text) == (is_shown, is_shown)
+
+
+def test_a_counter_refuses_to_shrink_as_the_librarys_does() -> None:
+    counter, tally = Counter("requests", "Help.", registry=None), Tally("requests", "Help.", {})
+    for number in (counter.inc, tally.add):
+        number(2)
+        with pytest.raises(ValueError, match="only"):
+            number(-5)
+    assert "requests_total 2.0" in page(tally)
+
+
+@pytest.mark.parametrize("labels", [(), ("query", "stop")])
+def test_a_wrong_number_of_labels_is_refused_and_leaves_no_sample(labels: tuple[str, ...]) -> None:
+    kept: dict[str, Any] = {"fixed": {"model": "m"}, "labels": ["skill"]}
+    for series in (Tally("a", "Help.", **kept), Level("b", "Help.", **kept), Spread("c", "Help.", BOUNDS, **kept)):
+        with pytest.raises(ValueError, match="skill"):
+            series.add(1.0, *labels)
+        with pytest.raises(ValueError, match="skill"):
+            series.open(*labels)
+        assert "{" not in page(series)
