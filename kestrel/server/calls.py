@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from kestrel.engine import EngineResult, EngineStream, InferenceEngine
 from kestrel.errors import KestrelError, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, tenant_of
 from kestrel.server.config import ServerConfig
-from kestrel.server.connections import connection_of
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
@@ -105,18 +104,17 @@ class Deadlines:
         self._engine = engine
         self._info = info
         self._config = config
-        self._loop = asyncio.get_running_loop()
-        self._due_s = self._loop.time() + config.request_timeout_s
-        if config.queue_timeout_s <= config.request_timeout_s:
-            self._timer = self._loop.call_later(config.queue_timeout_s, self._end_wait)
-        else:
-            self._timer = self._loop.call_at(self._due_s, self._end_request)
+        loop = asyncio.get_running_loop()
+        self._timers = [
+            loop.call_later(config.queue_timeout_s, self._end_wait),
+            loop.call_later(config.request_timeout_s, self._end_request),
+        ]
 
     def stop(self) -> None:
-        self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
 
     def _end_wait(self) -> None:
-        self._timer = self._loop.call_at(self._due_s, self._end_request)
         if not self._engine.has_begun(self._info.request_id):
             waited = f"waited {self._config.queue_timeout_s:g} s for its turn (queue_timeout_s)"
             self._end(QueueTimeout(f"the request {waited}; retry later"))
@@ -130,24 +128,15 @@ class Deadlines:
         self._engine.cancel(self._info.request_id)
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; raises ClientGone, and ends the work, when the client hangs up first."""
     with Interruption(ClientGone()) as gone:
-        stop_watching = _watch(request, gone.interrupt)
+        watching = asyncio.ensure_future(disconnected(receive))
+        watching.add_done_callback(lambda watched: None if watched.cancelled() else gone.interrupt())
         try:
             return await work
         finally:
-            stop_watching()
-
-
-def _watch(request: Request, on_gone: Callable[[], None]) -> Callable[[], object]:
-    """Have `on_gone` called when the client hangs up; gives what ends the watch."""
-    connection = connection_of(request.scope)
-    if connection is not None:
-        return connection.watch(on_gone)
-    watching = asyncio.ensure_future(disconnected(request.receive))
-    watching.add_done_callback(lambda watched: None if watched.cancelled() else on_gone())
-    return watching.cancel
+            watching.cancel()
 
 
 async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:

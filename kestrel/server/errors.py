@@ -189,10 +189,8 @@ class ErrorBoundary:
 
         try:
             await self._app(scope, receive, noting_send)
-        except ClientGone:  # nobody to answer
-            record = RequestRecord.current()
-            if record is not None:
-                record.client_gone = True
+        except ClientGone:
+            return  # nobody to answer
         except Exception as error:
             record = RequestRecord.current()
             if record is not None:

@@ -17,7 +17,7 @@ from kestrel.server.headers import header_of
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are parsed off the event loop."""
 MANY = 64
-"""A body with so many colons or values is not checked by counting."""
+"""A body with so many brackets or colons is not checked by counting."""
 
 
 async def read_object(request: Request) -> dict[str, object]:
@@ -57,29 +57,21 @@ def _has_each_key_once(body: bytes, value: object) -> bool:
     """Whether it is sure that no key was given twice; False is not sure.
 
     Without escapes, the colons of a body are those after its keys and those within its texts. If the parsed value
-    accounts for all of them, no entry was dropped. Bodies with many colons or values are left to the second pass.
+    accounts for all of them, no entry was dropped. Bodies with many marks, which may nest, are left to the second pass.
     """
-    if b"\\" in body:
+    if b"\\" in body or any(_num_found(body, mark) == MANY for mark in (b"{", b"[", b":")):
         return False
-    num_given = _num_found(body, b":")
-    return num_given < MANY and num_given == _num_colons(value)
+    return _num_found(body, b":") == _num_colons(value)
 
 
 def _num_colons(value: object) -> int:
-    """In the text of a value, as far as MANY values inside it account for them."""
-    total, unseen = 0, [value]
-    for _ in range(MANY):
-        if not unseen:
-            return total
-        inner = unseen.pop()
-        if isinstance(inner, str):
-            total += _num_found(inner, ":")
-        elif isinstance(inner, dict):
-            total += len(inner) + sum(key.count(":") for key in inner)
-            unseen += inner.values()
-        elif isinstance(inner, list):
-            unseen += inner
-    return -1
+    if isinstance(value, str):
+        return _num_found(value, ":")
+    if isinstance(value, dict):
+        return sum(1 + _num_colons(key) + _num_colons(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return sum(map(_num_colons, value))
+    return 0
 
 
 def _num_found(where: AnyStr, mark: AnyStr) -> int:

@@ -27,7 +27,7 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.warm_up import warm_up
 from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
-from kestrel.server.protocol import bounded_protocol
+from kestrel.server.protocol import timed_protocol
 from kestrel.server.state import Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")
@@ -125,7 +125,7 @@ def address_of(listening: socket.socket, config: ServerConfig) -> str:
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     made = uvicorn.Config(
         app,
-        http=bounded_protocol(config.receive_timeout_s, config.max_header_bytes),
+        http=timed_protocol(config.receive_timeout_s),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -135,6 +135,7 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
         forwarded_allow_ips=list(config.trusted_proxies),
         timeout_keep_alive=config.keep_alive_timeout_s,
         timeout_graceful_shutdown=int(GRACE_S),
+        h11_max_incomplete_event_size=config.max_header_bytes,
         ssl_certfile=config.tls_cert_file,
         ssl_keyfile=config.tls_key_file,
     )

@@ -87,8 +87,7 @@ class _IncomingBody:
         self._state = state
         self._receive = receive
         self._declared = _declared_length(scope)
-        expects = (header_of(scope, b"expect") or "").lower() == "100-continue"
-        self._awaits_go_ahead = expects and scope["http_version"] != "1.0"
+        self._awaits_go_ahead = (header_of(scope, b"expect") or "").lower() == "100-continue"
         self._deadline_s = time.monotonic() + state.config.receive_timeout_s
         self._held = 0
         self._complete = False

@@ -140,7 +140,7 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
         )
         if wants_stream:
             return _stream(request, skill, info, fields)
-        result = await until_gone(request, _result(request, info, fields))
+        result = await until_gone(request.receive, _result(request, info, fields))
         return Response(orjson.dumps(result_body(result)), media_type="application/json")
 
     return handle

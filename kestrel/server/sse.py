@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kestrel.server.calls import disconnected, unless
 from kestrel.server.config import ServerConfig
-from kestrel.server.connections import connection_of
+from kestrel.server.connections import hang_up
 from kestrel.server.errors import ClientGone, error_body, kind_of
 
 logger = logging.getLogger("kestrel.server")
@@ -69,9 +69,7 @@ class EventStream(Response, Generic[T]):
     async def _hang_up_when_stalled(self, scope: Scope, out: _Out) -> None:
         await out.until_stalled(self._config.request_timeout_s)
         logger.warning("the client of request %s stopped reading; it is hung up on", scope["state"].get("request_id"))
-        connection = connection_of(scope)
-        if connection is not None:
-            connection.hang_up()
+        hang_up(scope)
 
     async def _run(self, out: _Out) -> None:
         try:

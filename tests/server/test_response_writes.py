@@ -1,19 +1,11 @@
-"""Head and body of an answer leave in one write; a head alone waits no longer than the event loop's turn.
-
-Pieces of a body without a length wait for a slow reader side by side.
-"""
+"""Head and body of an answer leave in one write; a head alone waits no longer than the event loop's turn."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
 
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-from kestrel.server.protocol import HeadWithBody, UntilClose
+from kestrel.server.protocol import HeadWithBody
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
@@ -69,40 +61,3 @@ def test_a_head_leaves_before_the_connection_closes() -> None:
         await asyncio.sleep(0)
 
     assert written(respond) == [HEAD, b"closed"]
-
-
-def exchange(wire: Wire) -> RequestResponseCycle:
-    """One request of HTTP/1.0, as uvicorn answers it."""
-    return RequestResponseCycle(
-        scope=cast(Any, {"type": "http", "method": "GET", "http_version": "1.0"}),
-        transport=wire,
-        flow=FlowControl(wire),
-        logger=logging.getLogger("exchange"),
-        access_logger=logging.getLogger("exchange"),
-        access_log=False,
-        default_headers=[],
-        message_event=asyncio.Event(),
-        expect_100_continue=False,
-        keep_alive=False,
-        on_response=lambda: None,
-    )
-
-
-def test_an_event_and_a_ping_of_http_1_0_wait_for_a_slow_reader_side_by_side() -> None:
-    async def run() -> list[bytes]:
-        wire = Wire()
-        cycle = exchange(wire)
-        out = UntilClose(cycle)
-        await out.send({"type": "http.response.start", "status": 200, "headers": []})
-        cycle.flow.pause_writing()
-        pieces = (b"data: a long event\n\n", b": ping\n\n")
-        bodies = [{"type": "http.response.body", "body": piece, "more_body": True} for piece in pieces]
-        sending = [asyncio.ensure_future(out.send(body)) for body in bodies]
-        await asyncio.sleep(0)
-        assert len(wire.writes) == 1
-        cycle.flow.resume_writing()
-        await asyncio.gather(*sending)
-        await out.send({"type": "http.response.body", "body": b"", "more_body": False})
-        return wire.writes[1:]
-
-    assert asyncio.run(run()) == [b"data: a long event\n\n", b": ping\n\n", b"", b"closed"]

@@ -37,7 +37,7 @@ async def embeddings(request: Request) -> Response:
     fields = [{**common, **one} for one in await _inputs(body, PartReader(state))]
     names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
     work = EngineWork("embed", fields, names)
-    results = await until_gone(request, all_results(request, work))
+    results = await until_gone(request.receive, all_results(request, work))
     vectors = [result.output["embedding"] for result in results]
     _require_dimensions(body, len(vectors[0]))
     num_tokens = sum(result.metrics.input_tokens for result in results)

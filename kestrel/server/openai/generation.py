@@ -71,7 +71,7 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     }
     if asked.wish.stream:
         return stream_response(request, asked.work, envelope, shape, asked.wish, asked.share)
-    results = await until_gone(request, all_results(request, asked.work))
+    results = await until_gone(request.receive, all_results(request, asked.work))
     choices = await asyncio.to_thread(_choices, shape, results) if shape.scores_prompts else _choices(shape, results)
     return json_response({**envelope, "choices": choices, "usage": usage_of(results, asked.share)})
 
