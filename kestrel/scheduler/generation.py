@@ -102,8 +102,8 @@ class GenerationScheduler(Generic[StepT]):
         """Queue a request. Raises RequestError when it can never run and QueueFull when too many wait."""
         if request.request_id in self._sequences:
             raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
-        if self.num_waiting >= self._max_queue_size:
-            raise QueueFull(f"{self.num_waiting} requests are waiting (max_queue_size); retry later")
+        if len(self._sequences) >= self._max_queue_size + self._limits.max_batch_size:
+            raise QueueFull(f"{len(self._sequences)} requests are unanswered (max_queue_size); retry later")
         if request.adapter is not None and not self._limits.num_adapter_slots:
             raise RequestError("adapter", "this engine has no adapter slots; raise max_adapters")
         self._require_room_for(request)
