@@ -112,7 +112,9 @@ class RuntimeConfig:
         default=None,
         metadata=_doc("Crops of pictures that are encoded together. Default: 72 on a GPU, 16 on a CPU."),
     )
-    max_queue_size: int = field(default=1024, metadata=_doc("Requests beyond `max_batch_size` before new ones are refused."))
+    max_queue_size: int = field(
+        default=1024, metadata=_doc("Requests beyond `max_batch_size` before new ones are refused.")
+    )
     max_queue_tokens: int | None = field(
         default=None, metadata=_doc("Prompt tokens of waiting requests before new ones are refused. Default: no limit.")
     )
