@@ -6,6 +6,7 @@
 requests; this process drives both in short turns, so that other work on the machine hits both alike.
 - latency: one request after the other; the median over the rounds of each side's p50, and of their difference
 - throughput: many callers at once; the median over the rounds of each side's rate, and of their ratio
+Both are started several times, since a process may be a tenth slower or faster than another of the same program.
 CPU seconds are those of the server's and of the engine's process; the client's own are not among them.
 """
 
@@ -237,8 +238,8 @@ def cpu_seconds_of(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    direct: Sequence[Round]
-    http: Sequence[Round]
+    direct: list[Round]
+    http: list[Round]
 
     def rows(self, workload: Workload) -> list[dict[str, object]]:
         name = {"workload": workload.name, "concurrency": workload.concurrency, "rounds": len(self.http)}
@@ -265,25 +266,29 @@ class Comparison:
         }
 
 
-def measure(numbers: Sequence[int], rounds: int) -> dict[int, Comparison]:
-    """Both sides in turns; who goes first changes from round to round. The first turns warm up and do not count."""
-    found: dict[int, Comparison] = {}
-    with ExitStack() as stack:
-        http, direct = stack.enter_context(HttpServer()), stack.enter_context(DirectEngine())
-        for number in numbers:
-            sides: tuple[tuple[DirectEngine | HttpServer, list[Round]], ...] = ((direct, []), (http, []))
-            for side, _ in sides:
-                side.turn(number)
-            for index in range(rounds):
-                for side, taken in sides if index % 2 == 0 else reversed(sides):
-                    taken.append(side.turn(number))
-            found[number] = Comparison(sides[0][1], sides[1][1])
+def measure(numbers: Sequence[int], rounds: int, starts: int) -> dict[int, Comparison]:
+    """Both sides in turns; who goes first changes from round to round. The first turns of a start do not count."""
+    found = {number: Comparison([], []) for number in numbers}
+    for _ in range(starts):
+        with ExitStack() as stack:
+            http, direct = stack.enter_context(HttpServer()), stack.enter_context(DirectEngine())
+            for number, taken in found.items():
+                sides: list[tuple[DirectEngine | HttpServer, list[Round]]] = [
+                    (direct, taken.direct),
+                    (http, taken.http),
+                ]
+                for side, _ in sides:
+                    side.turn(number)
+                for index in range(rounds):
+                    for side, turns in sides if index % 2 == 0 else reversed(sides):
+                        turns.append(side.turn(number))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3, help="per start")
+    parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--workload", type=int, action="append", choices=range(len(WORKLOADS)), help="default: all")
     parser.add_argument("--output", type=Path, help="CSV file that gets a row per figure")
     parser.add_argument("--direct-engine", action="store_true", help=argparse.SUPPRESS)
@@ -293,7 +298,7 @@ def main() -> None:
         asyncio.run(serve_turns())
         return
     measured_on = {**environment(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-    found = measure(args.workload or range(len(WORKLOADS)), args.rounds)
+    found = measure(args.workload or range(len(WORKLOADS)), args.rounds, args.starts)
     rows = itertools.chain.from_iterable(found[number].rows(WORKLOADS[number]) for number in found)
     for row in rows:
         print(f"{row['workload']}, {row['concurrency']} at once: {row['metric']} {row['value']:.4g}")

@@ -48,7 +48,7 @@ def test_cpu_seconds_are_those_of_the_process() -> None:
 
 
 def test_both_sides_run_and_compute_about_as_much() -> None:
-    found = measure([0], rounds=1)[0]
+    found = measure([0], rounds=1, starts=1)[0]
     figures = found.figures(ONE)
     assert 0 < figures["engine_p50_ms"] < figures["http_p50_ms"] * 3
     assert figures["http_cpu_ms"] > 0

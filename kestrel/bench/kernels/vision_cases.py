@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
@@ -14,6 +15,7 @@ from kestrel.kernels import crop_attention, fp8_rows, layer_norm
 from kestrel.kernels.triton import crop_attention as triton_crop_attention
 from kestrel.kernels.triton import fp8_rows as triton_fp8_rows
 from kestrel.kernels.triton import layer_norm as triton_layer_norm
+from kestrel.kernels.triton.crop_attention_choice import HOPPER, attend_crops_on_hopper
 
 EPS = 1e-5
 HALF_BYTES = 2
@@ -76,12 +78,19 @@ def _attention_case(crops: int, positions: int, heads: int, dim: int) -> Case:
         op="attend_crops",
         size=f"{crops} crops of {positions}, {heads}x{dim // heads}",
         plain=crop_attention.attend_crops,
-        triton=triton_crop_attention.attend_crops,
+        triton=_attend_crops,
         make=make,
         bytes_moved=4 * crops * positions * dim * HALF_BYTES,
         flop=4 * crops * positions**2 * dim,
         tunings=crop_attention_tunings(),
     )
+
+
+def _attend_crops(qkv_NPC: Tensor, n_heads: int, tuning: triton_crop_attention.Tuning | None = None) -> Tensor:
+    """What engines run on a Hopper GPU; the portable kernel elsewhere, and where its block sizes are asked for."""
+    if tuning is not None or not qkv_NPC.is_cuda or torch.cuda.get_device_capability(qkv_NPC.device)[0] != HOPPER:
+        return triton_crop_attention.attend_crops(qkv_NPC, n_heads, tuning)
+    return attend_crops_on_hopper(qkv_NPC, n_heads)
 
 
 def _fp8_case(rows: int, dim: int) -> Case:

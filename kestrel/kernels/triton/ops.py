@@ -9,7 +9,7 @@ from torch import Tensor
 from kestrel.kernels.crop_attention import attend_crops
 from kestrel.kernels.fp8_linear import scaled_mm_linear
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
-from kestrel.kernels.ops import Ops
+from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
@@ -46,7 +46,7 @@ def moe_mlp(
     return run(x_TD, weights_TK, ids_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED, table=table)
 
 
-def triton_ops(table: TuningTable) -> Ops:
+def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
     """The bundle with the block sizes of a table; rules decide where it has none."""
     return Ops(
         layer_norm=partial(layer_norm, table=table),
