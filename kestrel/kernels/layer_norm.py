@@ -3,6 +3,7 @@
     mean, var = of one row, fp32 (var over D, not D - 1)
     normed    = (x - mean) / sqrt(var + eps) · weight + bias
 
+`layer_norm` may be given what all rows lack yet: x stands for x + shift then, which is not rounded.
 `add_layer_norm` makes the residual stream first: sum = x + a + b, added in fp32 and rounded once to the dtype of x.
 What is normalised is the rounded sum, so that a later reader of the stream sees the same numbers.
 
@@ -18,17 +19,20 @@ from torch.nn import functional
 from kestrel.kernels.fp8_rows import rows_to_fp8
 
 
-def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """Rows normalised over their last dimension; any number of leading dimensions."""
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, shift_D: Tensor | None = None) -> Tensor:
+    """Rows, plus `shift_D`, normalised over their last dimension; any number of leading dimensions."""
     assert weight_D.shape == bias_D.shape == x_TD.shape[-1:]
-    return functional.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps)
+    if shift_D is None:
+        return functional.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps)
+    wide_TD = (x_TD if x_TD.element_size() > 4 else x_TD.float()) + shift_D
+    dtype = wide_TD.dtype
+    return functional.layer_norm(wide_TD, weight_D.shape, weight_D.to(dtype), bias_D.to(dtype), eps).to(x_TD.dtype)
 
 
 def add_layer_norm(
     x_TD: Tensor, delta_a_TD: Tensor, delta_b_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(sum, normed sum), both of the shape and dtype of x."""
-    assert x_TD.shape == delta_a_TD.shape
+    """(sum, normed sum), both of the shape and dtype of x. A delta `a` of fewer rows repeats."""
     total = add_deltas(x_TD, delta_a_TD, delta_b_TD)
     return total, layer_norm(total, weight_D, bias_D, eps)
 
@@ -41,8 +45,7 @@ def layer_norm_to_fp8(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 def add_layer_norm_to_fp8(
     x_TD: Tensor, delta_a_TD: Tensor, delta_b_TD: Tensor | None, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32)."""
-    assert x_TD.shape == delta_a_TD.shape
+    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32). A delta `a` of fewer rows repeats."""
     total = add_deltas(x_TD, delta_a_TD, delta_b_TD)
     return total, *layer_norm_to_fp8(total, weight_D, bias_D, eps)
 
@@ -50,5 +53,7 @@ def add_layer_norm_to_fp8(
 def add_deltas(x_TD: Tensor, delta_a_TD: Tensor, delta_b_TD: Tensor | None) -> Tensor:
     """x + a + b, rounded once. Numbers finer than fp32 stay so."""
     wide = x_TD if x_TD.element_size() > 4 else x_TD.float()
-    total = wide + delta_a_TD
+    if delta_a_TD.shape != x_TD.shape:
+        wide = wide.unflatten(0, (-1, len(delta_a_TD)))
+    total = (wide + delta_a_TD).view(x_TD.shape)
     return (total if delta_b_TD is None else total + delta_b_TD).to(x_TD.dtype)

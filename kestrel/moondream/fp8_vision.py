@@ -51,10 +51,8 @@ class Fp8Vision:
     def encode_crops(self, patches_NPC: Tensor) -> Tensor:
         """[N, grid², 3·patch²] normalised pixels to [N, grid², enc_dim]."""
         ops, num_crops = self._ops, len(patches_NPC)
-        x_TD = self._embed(patches_NPC)
-        y = Fp8Rows(*ops.layer_norm_to_fp8(x_TD, *norm_parameters(self._norms[0])))
-        x_TD, delta_TD = self._blocks[0](x_TD, y, num_crops)
-        for block, norm in zip(self._blocks[1:], self._norms[1:], strict=True):
+        x_TD, delta_TD = self._embed(patches_NPC), self._embed.positions_PD
+        for block, norm in zip(self._blocks, self._norms, strict=True):
             x_TD, *rows = ops.add_layer_norm_to_fp8(x_TD, delta_TD, None, *norm_parameters(norm))
             x_TD, delta_TD = block(x_TD, Fp8Rows(*rows), num_crops)
         y_TD = ops.add_layer_norm(x_TD, delta_TD, None, *norm_parameters(self._post_norm))[1]

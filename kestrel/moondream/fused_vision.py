@@ -1,13 +1,16 @@
 """The vision encoder in few, wide operations: `VisionModel.encode_crops` on a GPU.
 
-Positions of all crops lie flat. A sum and the norm that follows it are one operation, and so are the first matrix of an
-MLP and its activation.
+Positions of all crops lie flat. The matrices that end attention and MLP add to the residual stream where it lies, but
+without their biases: those are the same for all positions, and the norms add what has gathered up to them. The first
+matrix of an MLP and its activation are one operation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,13 +24,14 @@ class PatchEmbedding:
         self._vision = vision
         missing = -vision.patch_emb.in_features % ALIGNMENT
         self._weight_DC = functional.pad(vision.patch_emb.weight.data, (0, missing))
+        self.positions_PD = vision.pos_emb.data.flatten(0, -2).contiguous()
+        """To be added, again and again, to what a call returns."""
 
     def __call__(self, patches_NPC: Tensor) -> Tensor:
         """[N · grid², enc_dim] of patches with zeros behind them, as `patchify` makes them, or without."""
         missing = self._weight_DC.shape[1] - patches_NPC.shape[2]
         padded_NPC = functional.pad(patches_NPC, (0, missing)) if missing else patches_NPC
-        x_NPD = functional.linear(padded_NPC, self._weight_DC, self._vision.patch_emb.bias) + self._vision.pos_emb
-        return x_NPD.flatten(0, 1)
+        return functional.linear(padded_NPC, self._weight_DC, self._vision.patch_emb.bias).flatten(0, 1)
 
     def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
         """Patches and features of so many crops."""
@@ -44,15 +48,16 @@ class FusedVision:
         self._vision = vision
         self._ops = ops
         self._embed = PatchEmbedding(vision)
+        self._blocks = cast("list[VisionBlock]", list(vision.blocks))
+        self._missing = missing_biases(self._blocks)
 
     def encode_crops(self, patches_NPC: Tensor) -> Tensor:
         """[N, grid², ≥ 3·patch²] normalised pixels to [N, grid², enc_dim]."""
-        vision, num_crops = self._vision, len(patches_NPC)
-        x_TD = self._embed(patches_NPC)
-        blocks = cast("list[VisionBlock]", list(vision.blocks))
-        y_TD = self._ops.layer_norm(x_TD, *norm_parameters(blocks[0].ln1))
-        for block, next_norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), vision.post_ln], strict=True):
-            x_TD, y_TD = self._block(block, x_TD, y_TD, num_crops, next_norm)
+        num_crops, x_TD, first_norm = len(patches_NPC), self._embed(patches_NPC), self._blocks[0].ln1
+        norms = [*(block.ln1 for block in self._blocks[1:]), self._vision.post_ln]
+        x_TD, y_TD = self._ops.add_layer_norm(x_TD, self._embed.positions_PD, None, *norm_parameters(first_norm))
+        for block, missing, next_norm in zip(self._blocks, self._missing, norms, strict=True):
+            y_TD = self._block(block, x_TD, y_TD, num_crops, missing, next_norm)
         return y_TD.unflatten(0, (num_crops, -1))
 
     def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
@@ -60,15 +65,34 @@ class FusedVision:
         return self._embed.new_buffers(num_crops)
 
     def _block(
-        self, block: VisionBlock, x_TD: Tensor, y_TD: Tensor, num_crops: int, next_norm: nn.LayerNorm
-    ) -> tuple[Tensor, Tensor]:
-        """(residual stream after the block, its norm for the next one)."""
+        self,
+        block: VisionBlock,
+        x_TD: Tensor,
+        y_TD: Tensor,
+        num_crops: int,
+        missing: tuple[Tensor, Tensor],
+        next_norm: nn.LayerNorm,
+    ) -> Tensor:
+        """The norm for the next block; x_TD becomes the residual stream after this one, less what is missing."""
         ops, attention, mlp = self._ops, block.attn, block.mlp
         qkv_NPC = attention.qkv(y_TD).unflatten(0, (num_crops, -1))
-        mixed_TD = attention.proj(ops.attend_crops(qkv_NPC, attention.n_heads).flatten(0, 1))
-        x_TD, y_TD = ops.add_layer_norm(x_TD, mixed_TD, None, *norm_parameters(block.ln2))
-        hidden_TF = ops.gelu_linear(y_TD, mlp.fc1.weight, mlp.fc1.bias)
-        return ops.add_layer_norm(x_TD, mlp.fc2(hidden_TF), None, *norm_parameters(next_norm))
+        mixed_TD = ops.attend_crops(qkv_NPC, attention.n_heads).flatten(0, 1)
+        x_TD.addmm_(mixed_TD, attention.proj.weight.data.T)
+        y_TD = ops.layer_norm(x_TD, *norm_parameters(block.ln2), missing[0])
+        x_TD.addmm_(ops.gelu_linear(y_TD, mlp.fc1.weight, mlp.fc1.bias), mlp.fc2.weight.data.T)
+        return ops.layer_norm(x_TD, *norm_parameters(next_norm), missing[1])
+
+
+def missing_biases(blocks: Sequence[VisionBlock]) -> list[tuple[Tensor, Tensor]]:
+    """Biases that the residual stream lacks after attention and after the MLP of each block, in fp32 or finer."""
+    first = blocks[0].attn.proj.bias.data
+    total_D = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+    missing: list[tuple[Tensor, Tensor]] = []
+    for block in blocks:
+        after_attention_D = total_D + block.attn.proj.bias.data
+        total_D = after_attention_D + block.mlp.fc2.bias.data
+        missing.append((after_attention_D, total_D))
+    return missing
 
 
 def norm_parameters(norm: nn.LayerNorm) -> tuple[Tensor, Tensor, float]:

@@ -1,4 +1,7 @@
-"""The encoding of crops as CUDA graphs, one per number of crops: filling up to a coarser size would cost more."""
+"""The encoding of crops as CUDA graphs, one per number of crops: filling up to a coarser size would cost more.
+
+Small numbers are captured at the start, others when they come up for the second time.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,34 @@ class VisionGraphs:
         self._max_crops = max_crops
         self._patches_NPC, self._features_NPD = vision.new_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
+        self._seen: set[int] = set()
 
     def prepare(self, most: int) -> None:
         """Captures everything up to so many crops."""
         for num_crops in range(1, min(most, self._max_crops) + 1):
-            self._capture(num_crops)
+            self._graphs[num_crops] = self._capture(num_crops)
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         """Features of all crops, one after another; the next call overwrites them."""
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
             return self._vision.encode_crops(torch.cat(list(patches)))
-        if num_crops not in self._graphs:
-            self._capture(num_crops)
+        self._note(num_crops)
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])
-        self._graphs[num_crops].replay()
+        graph = self._graphs.get(num_crops)
+        if graph is None:
+            self._encode(num_crops)
+        else:
+            graph.replay()
         return self._features_NPD[:num_crops]
 
-    def _capture(self, num_crops: int) -> None:
-        self._graphs[num_crops], _ = self._pool.capture(lambda: self._encode(num_crops))
+    def _note(self, num_crops: int) -> None:
+        if num_crops not in self._graphs and num_crops in self._seen:
+            self._graphs[num_crops] = self._capture(num_crops, has_run=True)
+        self._seen.add(num_crops)
+
+    def _capture(self, num_crops: int, has_run: bool = False) -> Replayable:
+        return self._pool.capture(lambda: self._encode(num_crops), has_run)[0]
 
     def _encode(self, num_crops: int) -> None:
         self._features_NPD[:num_crops] = self._vision.encode_crops(self._patches_NPC[:num_crops])

@@ -1,4 +1,4 @@
-"""`FixedDecode` as CUDA graphs: the usual ones are captured at the start, others when first needed."""
+"""`FixedDecode` as CUDA graphs: usual ones are captured at the start, others when they come up for the second time."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class DecodeGraphs(FixedDecode):
         self._pool = pool
         self._steps: dict[tuple[int, DecodeParts], CapturedStep] = {}
         self._samplings: dict[tuple[int, DecodeParts], CapturedStep] = {}
+        self._seen: set[tuple[str, int, DecodeParts]] = set()
         self._version = table.grammars.version
 
     def prepare(self) -> None:
@@ -67,26 +68,38 @@ class DecodeGraphs(FixedDecode):
         self._drop_outdated()
         key = (self.size_for(len(decode)), parts)
         if key not in self._steps:
-            self._steps[key] = self.capture(*key)
+            if self._is_new("step", *key):
+                return super().run(decode, parts)
+            self._steps[key] = self.capture(*key, has_run=True)
         return first_rows(self._steps[key].run(*self.inputs(decode)), len(decode))
 
     def sample(self, hidden_BD: Tensor, rows: list[int], parts: DecodeParts) -> Sampled:
         self._drop_outdated()
         key = (self.size_for(len(rows)), replace(parts, is_adapted=False))
         if key not in self._samplings:
-            self._samplings[key] = self._capture_sampling(*key)
+            if self._is_new("sampling", *key):
+                return super().sample(hidden_BD, rows, parts)
+            self._samplings[key] = self._capture_sampling(*key, has_run=True)
         return first_rows(self._samplings[key].run(*self.sample_inputs(hidden_BD, rows)), len(rows))
 
-    def capture(self, size: int, parts: DecodeParts) -> CapturedStep:
+    def _is_new(self, kind: str, size: int, parts: DecodeParts) -> bool:
+        """What comes up once is not worth a capture, and what has run is quickly recorded."""
+        key = (kind, size, parts)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+    def capture(self, size: int, parts: DecodeParts, has_run: bool = False) -> CapturedStep:
         """Every entry is the spare row while it is tried out and recorded, so nobody's state is touched."""
         rows_B, positions_B = self._spare_rows(size), self._spare_rows(size).zero_()
-        graph, sampled = self._pool.capture(lambda: self.step(rows_B, positions_B, parts))
+        graph, sampled = self._pool.capture(lambda: self.step(rows_B, positions_B, parts), has_run)
         return CapturedStep(graph, (rows_B, positions_B), sampled)
 
-    def _capture_sampling(self, size: int, parts: DecodeParts) -> CapturedStep:
+    def _capture_sampling(self, size: int, parts: DecodeParts, has_run: bool = False) -> CapturedStep:
         rows_B = self._spare_rows(size)
         hidden_BD = torch.zeros(size, self._model.shape.hidden_dim, dtype=self._model.dtype, device=rows_B.device)
-        graph, sampled = self._pool.capture(lambda: self.sample_step(hidden_BD, rows_B, parts))
+        graph, sampled = self._pool.capture(lambda: self.sample_step(hidden_BD, rows_B, parts), has_run)
         return CapturedStep(graph, (hidden_BD, rows_B), sampled)
 
     def _spare_rows(self, size: int) -> Tensor:

@@ -29,6 +29,7 @@ from kestrel.runtime.contract import (
 from kestrel.runtime.device import on_device
 from kestrel.runtime.fixed_decode import FixedDecode, parts_for
 from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.runtime.interpreter import shorten_turns
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prefill_attention import in_packed_order
@@ -115,6 +116,8 @@ class Executor:
             device=device,
         )
         self._fast = None if make_fast_steps is None else make_fast_steps(model, self._kv, self._table)
+        if device.type == "cuda":
+            shorten_turns()
 
     @torch.inference_mode()
     def prepare(self) -> None:

@@ -7,9 +7,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-WARM_UP_RUNS = 1
-"""Before a capture, so that libraries allocate and choose their kernels outside of it."""
-
 Result = TypeVar("Result")
 
 
@@ -28,19 +25,25 @@ class GraphPool:
         # A pool lives as long as some graph of it: this one, which does nothing, is never dropped.
         self._keeper, _ = self.capture(lambda: torch.zeros(1, device=device))
 
-    def capture(self, work: Callable[[], Result]) -> tuple[Replayable, Result]:
-        """The recorded work, and what it returned: tensors that every replay overwrites."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UP_RUNS):
-                work()
-        torch.cuda.synchronize(self._device)
+    def capture(self, work: Callable[[], Result], has_run: bool = False) -> tuple[Replayable, Result]:
+        """The recorded work, and what it returned: tensors that every replay overwrites. Work that `has_run` before is
+        only recorded, while the GPU goes on with what it has.
+        """
+        if not has_run:
+            self._try_out(work)
         try:
             return self._record(work)
         except torch.OutOfMemoryError:
             pass  # what the warm-up left cached cannot be used inside a capture: give it back, and try again below
         torch.cuda.empty_cache()
         return self._record(work)
+
+    def _try_out(self, work: Callable[[], object]) -> None:
+        """So that libraries allocate and choose their kernels before a capture."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.synchronize(self._device)
 
     def _record(self, work: Callable[[], Result]) -> tuple[Replayable, Result]:
         graph = torch.cuda.CUDAGraph()

@@ -128,11 +128,11 @@ class PrefillGraphs:
         return self._hidden_TD[: len(positions)]
 
     def _note(self, form: PrefillForm) -> None:
-        """Capturing takes three times as long as running: what comes up once is not worth it."""
+        """What comes up once is not worth a capture, and what has run is quickly recorded."""
         if form in self._captured or len(self._captured) >= MAX_FORMS:
             return
         if form in self._seen:
-            self._captured[form] = self._capture(form)
+            self._captured[form] = self._capture(form, has_run=True)
         self._seen.add(form)
 
     def _integers(
@@ -152,11 +152,11 @@ class PrefillGraphs:
                 numbers += column
         return numbers
 
-    def _capture(self, form: PrefillForm) -> CapturedPrefill:
+    def _capture(self, form: PrefillForm, has_run: bool = False) -> CapturedPrefill:
         """Tried out on the spare row alone, without chunks."""
         device = self._table.device
         integers = upload(self._integers(form, [], [], [], []), device)
-        graph, _ = self._pool.capture(lambda: self._forward(form, integers))
+        graph, _ = self._pool.capture(lambda: self._forward(form, integers), has_run)
         return CapturedPrefill(graph, integers)
 
     def _forward(self, form: PrefillForm, integers: Tensor) -> None:

@@ -31,6 +31,18 @@ def test_rows_are_normalised_as_by_the_plain_version(shape: tuple[int, ...], dev
 
 
 @devices
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_all_rows_lack_is_added_before_without_rounding(shape: tuple[int, ...], device: str) -> None:
+    draw, half = Draw(device), HALF[device]
+    x, weight, bias, shift = (draw(*size) for size in (shape, *[shape[-1:]] * 3))
+    expected = plain.layer_norm((x.double() + shift), weight.double(), bias.double(), EPS).float()
+    torch.testing.assert_close(layer_norm(x, weight, bias, EPS, shift), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain.layer_norm(x, weight, bias, EPS, shift), expected, rtol=1e-5, atol=1e-5)
+    narrow = x.to(half), weight.to(half), bias.to(half), EPS, 1e-4 * shift
+    assert distance(layer_norm(*narrow), plain.layer_norm(*narrow)) <= 1e-3
+
+
+@devices
 @pytest.mark.parametrize("num_deltas", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_and_its_norm_are_those_of_the_plain_version(
@@ -46,11 +58,27 @@ def test_the_sum_and_its_norm_are_those_of_the_plain_version(
 
 
 @devices
+@pytest.mark.parametrize("rows_per_program", [1, 4])
+def test_a_delta_of_fewer_rows_repeats(rows_per_program: int, device: str) -> None:
+    draw, tuning = Draw(device), Tuning(rows_per_program=rows_per_program)
+    x, a, weight, bias = draw(15, 72), draw(5, 72), draw(72), draw(72)
+    expected = add_layer_norm(x, a.repeat(3, 1), None, weight, bias, EPS)
+    for got in (
+        add_layer_norm(x, a, None, weight, bias, EPS, tuning),
+        plain.add_layer_norm(x, a, None, weight, bias, EPS),
+    ):
+        assert torch.equal(got[0], expected[0])
+        torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=2e-5)
+    as_bytes = add_layer_norm_to_fp8(x, a, None, weight, bias, EPS)[1].view(torch.uint8)
+    assert torch.equal(as_bytes, add_layer_norm_to_fp8(x, a.repeat(3, 1), None, weight, bias, EPS)[1].view(torch.uint8))
+
+
+@devices
 @pytest.mark.parametrize("rows_per_program", [1, 4, 16])
 def test_how_rows_are_shared_out_changes_nothing(rows_per_program: int, device: str) -> None:
     draw = Draw(device)
     x, weight, bias = draw(11, 96), draw(96), draw(96)
-    got = layer_norm(x, weight, bias, EPS, Tuning(num_warps=1, rows_per_program=rows_per_program))
+    got = layer_norm(x, weight, bias, EPS, tuning=Tuning(num_warps=1, rows_per_program=rows_per_program))
     torch.testing.assert_close(got, plain.layer_norm(x, weight, bias, EPS), rtol=1e-5, atol=1e-5)
 
 

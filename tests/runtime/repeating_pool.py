@@ -23,6 +23,6 @@ class RepeatingPool(GraphPool):
     def __init__(self) -> None:
         self.num_captures = 0
 
-    def capture(self, work: Callable[[], Any]) -> tuple[Repeated, Any]:
+    def capture(self, work: Callable[[], Any], has_run: bool = False) -> tuple[Repeated, Any]:
         self.num_captures += 1
         return Repeated(work), work()

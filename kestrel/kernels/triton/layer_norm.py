@@ -37,12 +37,13 @@ class Tuning:
 
 @triton.jit
 def _sum_tile(
-    x_ptr, a_ptr, b_ptr, total_ptr, offset, cols, dim, MASKED: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr
-):
+    x_ptr, a_ptr, b_ptr, total_ptr, offset, a_offset, cols, dim,
+    MASKED: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
+):  # fmt: skip
     """x + a + b of one tile as it is stored, in fp32; stored only when something was added."""
     x = load_tile(x_ptr, offset, cols, dim, MASKED).to(tl.float32)
     if HAS_A:
-        x += load_tile(a_ptr, offset, cols, dim, MASKED)
+        x += load_tile(a_ptr, a_offset, cols, dim, MASKED)
         if HAS_B:
             x += load_tile(b_ptr, offset, cols, dim, MASKED)
         x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
@@ -50,27 +51,35 @@ def _sum_tile(
     return x
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_a_rows"])
 def _normalise(
-    x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, scale_ptr, weight_ptr, bias_ptr, num_rows, dim, eps,
-    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr,
+    x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, scale_ptr, weight_ptr, bias_ptr, shift_ptr, num_rows, num_a_rows, dim, eps,
+    ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_A: tl.constexpr, HAS_B: tl.constexpr, TO_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     main = tl.arange(0, MAIN)
     weight = load_tile(weight_ptr, 0, main, dim, False)
     bias = load_tile(bias_ptr, 0, main, dim, False)
+    if HAS_SHIFT:
+        shift = load_tile(shift_ptr, 0, main, dim, False)
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
         weight_rest = load_tile(weight_ptr, 0, rest, dim, REST_MASKED)
         bias_rest = load_tile(bias_ptr, 0, rest, dim, REST_MASKED)
+        if HAS_SHIFT:
+            shift_rest = load_tile(shift_ptr, 0, rest, dim, REST_MASKED)
     first = tl.program_id(0).to(tl.int64) * ROWS
     wait_for_inputs(DEPENDENT)
     for row in range(first, tl.minimum(first + ROWS, num_rows)):
-        offset = row * dim
-        x = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, main, dim, False, HAS_A, HAS_B)
+        offset, a_offset = row * dim, row % num_a_rows * dim
+        x = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, a_offset, main, dim, False, HAS_A, HAS_B)
+        if HAS_SHIFT:
+            x += shift
         total = tl.sum(x, axis=0)
         if REST > 0:
-            x_rest = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, rest, dim, REST_MASKED, HAS_A, HAS_B)
+            x_rest = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, a_offset, rest, dim, REST_MASKED, HAS_A, HAS_B)
+            if HAS_SHIFT:
+                x_rest += shift_rest
             total += tl.sum(x_rest, axis=0)
         mean = total / dim
         x -= mean
@@ -102,13 +111,14 @@ def layer_norm(
     weight_D: Tensor,
     bias_D: Tensor,
     eps: float,
+    shift_D: Tensor | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
-    """Rows normalised over their last dimension; any number of leading dimensions."""
+    """Rows, plus `shift_D`, normalised over their last dimension; any number of leading dimensions."""
     y_TD = torch.empty_like(x_TD)
     chosen = tuning or _found("layer_norm", x_TD, table)
-    _launch(x_TD, None, None, x_TD, y_TD, None, weight_D, bias_D, eps, chosen)
+    _launch(x_TD, None, None, x_TD, y_TD, None, weight_D, bias_D, eps, chosen, shift_D)
     return y_TD
 
 
@@ -122,7 +132,7 @@ def add_layer_norm(
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, normed sum), both of the shape and dtype of x."""
+    """(sum, normed sum), both of the shape and dtype of x. A delta `a` of fewer rows repeats."""
     total_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     chosen = tuning or _found("add_layer_norm", x_TD, table)
     _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, None, weight_D, bias_D, eps, chosen)
@@ -154,7 +164,7 @@ def add_layer_norm_to_fp8(
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32)."""
+    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32). A delta `a` of fewer rows repeats."""
     total_TD = torch.empty_like(x_TD)
     y_TD, scale_T1 = fp8_rows_like(x_TD)
     chosen = tuning or _found("add_layer_norm_to_fp8", x_TD, table)
@@ -178,19 +188,25 @@ def _launch(
     bias_D: Tensor,
     eps: float,
     tuning: Tuning | None,
+    shift_D: Tensor | None = None,
 ) -> None:
     dim = x_TD.shape[-1]
     assert weight_D.shape == bias_D.shape == (dim,)
+    assert shift_D is None or shift_D.shape == (dim,)
     for tensor in (x_TD, delta_a_TD, delta_b_TD):
-        assert tensor is None or (tensor.shape == x_TD.shape and tensor.is_contiguous())
+        assert tensor is None or (tensor.shape[-1] == dim and tensor.is_contiguous())
+    assert delta_b_TD is None or delta_b_TD.shape == x_TD.shape
     num_rows = x_TD.numel() // dim
+    num_a_rows = num_rows if delta_a_TD is None else delta_a_TD.numel() // dim
     if num_rows == 0:
         return
+    assert num_rows % num_a_rows == 0
     chosen = tuning or Tuning.of(num_rows, dim)
     tiles = RowTiles.of(dim)
     _normalise[(triton.cdiv(num_rows, chosen.rows_per_program),)](
         x_TD, x_TD if delta_a_TD is None else delta_a_TD, x_TD if delta_b_TD is None else delta_b_TD,
-        total_TD, y_TD, x_TD if scale_T1 is None else scale_T1, weight_D, bias_D, num_rows, dim, eps,
+        total_TD, y_TD, x_TD if scale_T1 is None else scale_T1, weight_D, bias_D,
+        weight_D if shift_D is None else shift_D, num_rows, num_a_rows, dim, eps, HAS_SHIFT=shift_D is not None,
         ROWS=chosen.rows_per_program, MAIN=tiles.main, REST=tiles.rest, REST_MASKED=tiles.is_rest_masked,
         HAS_A=delta_a_TD is not None, HAS_B=delta_b_TD is not None, TO_FP8=scale_T1 is not None,
         num_warps=chosen.num_warps, **dependent(),
