@@ -49,15 +49,15 @@ class FusedVision:
         self._ops = ops
         self._embed = PatchEmbedding(vision)
         self._blocks = cast("list[VisionBlock]", list(vision.blocks))
-        self._missing = missing_biases(self._blocks)
+        self._missing_B2D = missing_biases(self._blocks)
 
     def encode_crops(self, patches_NPC: Tensor) -> Tensor:
         """[N, grid², ≥ 3·patch²] normalised pixels to [N, grid², enc_dim]."""
         num_crops, x_TD, first_norm = len(patches_NPC), self._embed(patches_NPC), self._blocks[0].ln1
         norms = [*(block.ln1 for block in self._blocks[1:]), self._vision.post_ln]
         x_TD, y_TD = self._ops.add_layer_norm(x_TD, self._embed.positions_PD, None, *norm_parameters(first_norm))
-        for block, missing, next_norm in zip(self._blocks, self._missing, norms, strict=True):
-            y_TD = self._block(block, x_TD, y_TD, num_crops, missing, next_norm)
+        for block, missing_2D, next_norm in zip(self._blocks, self._missing_B2D, norms, strict=True):
+            y_TD = self._block(block, x_TD, y_TD, num_crops, missing_2D, next_norm)
         return y_TD.unflatten(0, (num_crops, -1))
 
     def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ class FusedVision:
         x_TD: Tensor,
         y_TD: Tensor,
         num_crops: int,
-        missing: tuple[Tensor, Tensor],
+        missing_2D: Tensor,
         next_norm: nn.LayerNorm,
     ) -> Tensor:
         """The norm for the next block; x_TD becomes the residual stream after this one, less what is missing."""
@@ -78,21 +78,16 @@ class FusedVision:
         qkv_NPC = attention.qkv(y_TD).unflatten(0, (num_crops, -1))
         mixed_TD = ops.attend_crops(qkv_NPC, attention.n_heads).flatten(0, 1)
         x_TD.addmm_(mixed_TD, attention.proj.weight.data.T)
-        y_TD = ops.layer_norm(x_TD, *norm_parameters(block.ln2), missing[0])
+        y_TD = ops.layer_norm(x_TD, *norm_parameters(block.ln2), missing_2D[0])
         x_TD.addmm_(ops.gelu_linear(y_TD, mlp.fc1.weight, mlp.fc1.bias), mlp.fc2.weight.data.T)
-        return ops.layer_norm(x_TD, *norm_parameters(next_norm), missing[1])
+        return ops.layer_norm(x_TD, *norm_parameters(next_norm), missing_2D[1])
 
 
-def missing_biases(blocks: Sequence[VisionBlock]) -> list[tuple[Tensor, Tensor]]:
-    """Biases that the residual stream lacks after attention and after the MLP of each block, in fp32 or finer."""
-    first = blocks[0].attn.proj.bias.data
-    total_D = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-    missing: list[tuple[Tensor, Tensor]] = []
-    for block in blocks:
-        after_attention_D = total_D + block.attn.proj.bias.data
-        total_D = after_attention_D + block.mlp.fc2.bias.data
-        missing.append((after_attention_D, total_D))
-    return missing
+def missing_biases(blocks: Sequence[VisionBlock]) -> Tensor:
+    """[blocks, 2, D] biases that the residual stream lacks after attention and after the MLP, in fp32 or finer."""
+    biases_BD = torch.stack([linear.bias.data for block in blocks for linear in (block.attn.proj, block.mlp.fc2)])
+    wide = torch.promote_types(biases_BD.dtype, torch.float32)
+    return biases_BD.cumsum(0, dtype=wide).unflatten(0, (-1, 2))
 
 
 def norm_parameters(norm: nn.LayerNorm) -> tuple[Tensor, Tensor, float]:
