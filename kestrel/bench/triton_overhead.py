@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from kestrel.bench.http_overhead import (
+from kestrel.bench.http_sides import (
     MAX_BATCH_SIZE,
     SKILL,
     START_S,

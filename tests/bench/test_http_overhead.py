@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from kestrel.bench.http_overhead import WORKLOADS, Comparison, Round, cpu_seconds_of, drive, measure
+from kestrel.bench.http_overhead import Comparison, measure
+from kestrel.bench.http_sides import WORKLOADS, Round, cpu_seconds_of, drive
 
 ONE, MANY = WORKLOADS[0], WORKLOADS[2]
 
