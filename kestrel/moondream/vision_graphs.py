@@ -31,7 +31,7 @@ class VisionGraphs:
         self._max_crops = max_crops
         self._patches_NPC, self._features_NPD = vision.new_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
-        self._seen: set[int] = set()
+        self._has_run: set[int] = set()
 
     def prepare(self, most: int) -> None:
         """Captures everything up to so many crops."""
@@ -43,19 +43,16 @@ class VisionGraphs:
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
             return self._vision.encode_crops(torch.cat(list(patches)))
-        self._note(num_crops)
+        if num_crops not in self._graphs and num_crops in self._has_run:
+            self._graphs[num_crops] = self._capture(num_crops, has_run=True)
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])
         graph = self._graphs.get(num_crops)
         if graph is None:
             self._encode(num_crops)
+            self._has_run.add(num_crops)
         else:
             graph.replay()
         return self._features_NPD[:num_crops]
-
-    def _note(self, num_crops: int) -> None:
-        if num_crops not in self._graphs and num_crops in self._seen:
-            self._graphs[num_crops] = self._capture(num_crops, has_run=True)
-        self._seen.add(num_crops)
 
     def _capture(self, num_crops: int, has_run: bool = False) -> Replayable:
         return self._pool.capture(lambda: self._encode(num_crops), has_run)[0]

@@ -53,7 +53,8 @@ class DecodeGraphs(FixedDecode):
         self._pool = pool
         self._steps: dict[tuple[int, DecodeParts], CapturedStep] = {}
         self._samplings: dict[tuple[int, DecodeParts], CapturedStep] = {}
-        self._seen: set[tuple[str, int, DecodeParts]] = set()
+        self._steps_run: set[tuple[int, DecodeParts]] = set()
+        self._samplings_run: set[tuple[int, DecodeParts]] = set()
         self._version = table.grammars.version
 
     def prepare(self) -> None:
@@ -68,8 +69,10 @@ class DecodeGraphs(FixedDecode):
         self._drop_outdated()
         key = (self.size_for(len(decode)), parts)
         if key not in self._steps:
-            if self._is_new("step", *key):
-                return super().run(decode, parts)
+            if key not in self._steps_run:
+                sampled = super().run(decode, parts)
+                self._steps_run.add(key)
+                return sampled
             self._steps[key] = self.capture(*key, has_run=True)
         return first_rows(self._steps[key].run(*self.inputs(decode)), len(decode))
 
@@ -77,18 +80,12 @@ class DecodeGraphs(FixedDecode):
         self._drop_outdated()
         key = (self.size_for(len(rows)), replace(parts, is_adapted=False))
         if key not in self._samplings:
-            if self._is_new("sampling", *key):
-                return super().sample(hidden_BD, rows, parts)
+            if key not in self._samplings_run:
+                sampled = super().sample(hidden_BD, rows, parts)
+                self._samplings_run.add(key)
+                return sampled
             self._samplings[key] = self._capture_sampling(*key, has_run=True)
         return first_rows(self._samplings[key].run(*self.sample_inputs(hidden_BD, rows)), len(rows))
-
-    def _is_new(self, kind: str, size: int, parts: DecodeParts) -> bool:
-        """What comes up once is not worth a capture, and what has run is quickly recorded."""
-        key = (kind, size, parts)
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        return True
 
     def capture(self, size: int, parts: DecodeParts, has_run: bool = False) -> CapturedStep:
         """Every entry is the spare row while it is tried out and recorded, so nobody's state is touched."""
@@ -107,6 +104,7 @@ class DecodeGraphs(FixedDecode):
 
     def _drop_outdated(self) -> None:
         if self._version != self._table.grammars.version:
-            self._steps.clear()
-            self._samplings.clear()
+            # Tables of another width need kernels of their own, which must not be compiled inside a capture.
+            for known in (self._steps, self._samplings, self._steps_run, self._samplings_run):
+                known.clear()
             self._version = self._table.grammars.version

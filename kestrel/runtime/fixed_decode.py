@@ -99,15 +99,15 @@ class FixedDecode:
         return functional.pad(hidden_BD, (0, 0, 0, missing)), rows_B
 
     def inputs(self, decode: list[DecodeRow]) -> tuple[Tensor, Tensor]:
-        """Rows and positions of a batch of the next size."""
-        missing = self.size_for(len(decode)) - len(decode)
-        spare = self._table.spare_row
+        """Rows and positions of a batch of the next size, at multiples of 16 bytes, as kernels are compiled for."""
+        size = self.size_for(len(decode))
+        missing = max(size, 2) - len(decode)
         numbers = [
-            [*(one.row for one in decode), *[spare] * missing],
+            [*(one.row for one in decode), *[self._table.spare_row] * missing],
             [*(one.position for one in decode), *[0] * missing],
         ]
         rows_B, positions_B = upload(numbers, self._table.device).unbind(0)
-        return rows_B, positions_B
+        return rows_B[:size], positions_B[:size]
 
     def size_for(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)

@@ -34,7 +34,7 @@ class GraphPool:
         try:
             return self._record(work)
         except torch.OutOfMemoryError:
-            pass  # what the warm-up left cached cannot be used inside a capture: give it back, and try again below
+            pass  # what other work left cached cannot be used inside a capture: give it back, and try again below
         torch.cuda.empty_cache()
         return self._record(work)
 

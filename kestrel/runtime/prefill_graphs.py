@@ -87,7 +87,7 @@ class PrefillGraphs:
         self._x_TD = torch.zeros(shape, dtype=model.dtype, device=table.device)
         self._hidden_TD = torch.zeros_like(self._x_TD)
         self._captured: dict[PrefillForm, CapturedPrefill] = {}
-        self._seen: set[PrefillForm] = set()
+        self._has_run: set[PrefillForm] = set()
 
     def prepare(self) -> None:
         """Captures what a short prompt and a picture with a question need."""
@@ -116,24 +116,22 @@ class PrefillGraphs:
         """The residual stream of all positions; the next run overwrites it."""
         long, short = long_and_short(chunks)
         form = PrefillForm.of(len(positions), long, short, is_adapted)
-        self._note(form)
+        self._capture_if_worth_it(form)
         torch.cat(embedded, out=self._x_TD[: len(positions)])
         integers = upload(self._integers(form, long, short, rows, positions), self._table.device)
         captured = self._captured.get(form)
         if captured is None:
             self._forward(form, integers)
+            self._has_run.add(form)
         else:
             captured.integers.copy_(integers)
             captured.graph.replay()
         return self._hidden_TD[: len(positions)]
 
-    def _note(self, form: PrefillForm) -> None:
-        """What comes up once is not worth a capture, and what has run is quickly recorded."""
-        if form in self._captured or len(self._captured) >= MAX_FORMS:
-            return
-        if form in self._seen:
+    def _capture_if_worth_it(self, form: PrefillForm) -> None:
+        """What comes up once is not, and what has run is quickly recorded."""
+        if form in self._has_run and form not in self._captured and len(self._captured) < MAX_FORMS:
             self._captured[form] = self._capture(form, has_run=True)
-        self._seen.add(form)
 
     def _integers(
         self,

@@ -99,7 +99,7 @@ class GenerationScheduler(Generic[StepT]):
         return sequence is not None and sequence.first_step_s is not None
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestError when it can never run and QueueFull when too many wait."""
+        """Queue a request. Raises RequestError when it can never run and QueueFull when too many are unanswered."""
         if request.request_id in self._sequences:
             raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
         if len(self._sequences) >= self._max_queue_size + self._limits.max_batch_size:

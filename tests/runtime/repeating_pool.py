@@ -7,22 +7,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel.runtime.graph_pool import GraphPool
+from kestrel.runtime.sampler import Sampled
 
 
 @dataclass
 class Repeated:
     work: Callable[[], Any]
+    result: Any
 
     def replay(self) -> None:
-        self.work()
+        result = self.work()
+        if isinstance(self.result, Sampled):
+            self.result.integers_B5.copy_(result.integers_B5)
+            self.result.values_B2.copy_(result.values_B2)
 
 
 class RepeatingPool(GraphPool):
-    """For work that leaves its results in buffers."""
+    """For work that leaves its results in buffers, or in what is sampled."""
 
     def __init__(self) -> None:
-        self.num_captures = 0
+        self.has_run: list[bool] = []
+        """Of each capture."""
+
+    @property
+    def num_captures(self) -> int:
+        return len(self.has_run)
 
     def capture(self, work: Callable[[], Any], has_run: bool = False) -> tuple[Repeated, Any]:
-        self.num_captures += 1
-        return Repeated(work), work()
+        self.has_run.append(has_run)
+        result = work()
+        return Repeated(work, result), result

@@ -1,0 +1,35 @@
+"""Which numbers of crops are captured, and when. Real captures are tested on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel.kernels.ops import PLAIN
+from kestrel.moondream.fused_vision import FusedVision
+from kestrel.moondream.vision_graphs import VisionGraphs
+from tests.moondream.goldens import golden
+from tests.runtime.repeating_pool import RepeatingPool
+
+
+@torch.inference_mode()
+def test_numbers_of_crops_run_once_before_they_are_captured() -> None:
+    vision, pool = FusedVision(golden("md2").model.vision, PLAIN), RepeatingPool()
+    graphs = VisionGraphs(vision, 4, pool)
+    graphs.prepare(1)
+    assert pool.has_run == [False]
+    patches, _ = vision.new_buffers(5)
+    patches.normal_(generator=torch.Generator().manual_seed(1))
+    expected = vision.encode_crops(patches)
+    for captures, parts in (
+        ([False], (3,)),
+        ([False, True], (1, 2)),
+        ([False, True], (3,)),
+        ([False, True], (1,)),
+        ([False, True], (5,)),
+        ([False, True], (5,)),
+        ([False, True], (2,)),
+    ):
+        count = sum(parts)
+        found = graphs.encode_crops(patches[:count].split(parts))
+        torch.testing.assert_close(found, expected[:count], rtol=1e-4, atol=1e-5)
+        assert pool.has_run == captures, "more than there is room for is never captured"

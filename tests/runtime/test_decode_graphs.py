@@ -1,0 +1,79 @@
+"""Which decode steps are captured, and when. Real captures are tested on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from kestrel.cache import CacheManager
+from kestrel.kernels.ops import PLAIN
+from kestrel.models.contract import DecoderModel
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.executor import Executor, FastSteps
+from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.rows import RowTable
+from kestrel.scheduler import GenerationScheduler
+from tests.moondream.goldens import golden
+from tests.runtime.paged import Paged, RecordingDecoder
+from tests.runtime.repeating_pool import RepeatingPool
+from tests.runtime.test_paged_equality import all_skills, dense
+
+
+def captured(family: str, pool: RepeatingPool) -> tuple[Paged, DecodeGraphs]:
+    decoder = RecordingDecoder(copy.deepcopy(golden(family).model))
+    decoder.fuse(PLAIN)
+    limits = RuntimeLimits(
+        max_batch_size=16,
+        max_seq_length=decoder.shape.max_context,
+        num_pages=900,
+        page_size=16,
+        max_prefill_tokens=2048,
+        steps_in_flight=0,
+    )
+    made: list[DecodeGraphs] = []
+
+    def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
+        made.append(DecodeGraphs(model, kv, table, PLAIN, (1, 2, 4, 8, 16), pool))
+        return FastSteps(made[0])
+
+    with torch.inference_mode():
+        runtime = Executor(decoder, limits, vision_batch_crops=20, make_fast_steps=make)
+    return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder), made[0]
+
+
+@pytest.mark.parametrize("family", ["md2", "md3"])
+def test_steps_run_once_before_they_are_captured_and_give_what_the_dense_loop_gives(family: str) -> None:
+    g, pool = golden(family), RepeatingPool()
+    engine, graphs = captured(family, pool)
+    expected = dense(g, all_skills(g, "a", "small"))
+    for round_ in range(3):
+        found = engine.run(*all_skills(g, "a", "small"))
+        assert found == expected, round_
+    assert pool.has_run
+    assert all(pool.has_run)
+    assert set(graphs._steps) <= graphs._steps_run
+    assert set(graphs._samplings) <= graphs._samplings_run
+
+
+def test_what_is_prepared_is_tried_out_first() -> None:
+    pool = RepeatingPool()
+    _, graphs = captured("md2", pool)
+    with torch.inference_mode():
+        graphs.prepare()
+    assert pool.has_run == [False] * (2 * 2 * 5)
+
+
+def test_after_tables_have_moved_everything_runs_again_before_it_is_captured() -> None:
+    """Wider tables need other kernels, and inside a capture none can be compiled."""
+    g, pool = golden("md2"), RepeatingPool()
+    engine, graphs = captured("md2", pool)
+    for _ in range(2):
+        engine.run(*all_skills(g, "a", "small"))
+    assert graphs._steps
+    graphs._version = -1
+    with torch.inference_mode():
+        graphs._drop_outdated()
+    assert (graphs._steps, graphs._samplings, graphs._steps_run, graphs._samplings_run) == ({}, {}, set(), set())
