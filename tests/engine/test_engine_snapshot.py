@@ -93,6 +93,8 @@ async def test_requests_behind_anothers_picture_wait() -> None:
         calls = [asyncio.create_task(engine.query(scene.getvalue(), f"what? {n}", max_new_tokens=2)) for n in range(3)]
         await until(lambda: engine.num_requests == 3 and runtime.num_launches_begun == 1)
         await until(lambda: engine.snapshot().num_running == 1 and engine.snapshot().num_waiting == 2)
+        # While a picture is decoded its request waits too, but a step that begins then would begin without it.
+        await until(lambda: not engine._unsent)
         runtime.gate.release()
         await until(lambda: engine.snapshot().num_running == 3)
         assert engine.snapshot().num_waiting == 0
