@@ -124,19 +124,19 @@ async def test_preemptions_are_counted_where_they_happen() -> None:
 
 
 async def test_it_can_be_read_at_any_moment() -> None:
-    """Many readings beside a busy worker: all possible, totals never fall."""
+    """Thousands of readings beside a busy worker: all possible, totals never fall."""
     limits = fake_limits(num_pages=60, page_size=4, max_seq_length=100, max_batch_size=6)
     async with fake_engine(FakeRuntime(limits, vocab_size=320)) as engine:
-        calls = asyncio.gather(*(ask(engine, [100 + n % 7] * (3 + n % 9), max_tokens=20) for n in range(200)))
         num_readings, last = 0, engine.snapshot()
-        while not calls.done():
-            for _ in range(20):
-                taken = engine.snapshot()
-                assert 0.0 <= taken.kv_usage <= 1.0
-                assert 0 <= taken.num_running <= 6
-                assert taken.prefix_query_tokens_total >= last.prefix_query_tokens_total
-                assert taken.preemptions_total >= last.preemptions_total
-                num_readings, last = num_readings + 1, taken
-            await asyncio.sleep(0)
-        await calls
-    assert num_readings >= 200, "a slow machine may leave no time for more than one reading a request"
+        while num_readings <= 1000:  # a slow machine needs more than one crowd for that
+            calls = asyncio.gather(*(ask(engine, [100 + n % 7] * (3 + n % 9), max_tokens=20) for n in range(200)))
+            while not calls.done():
+                for _ in range(20):
+                    taken = engine.snapshot()
+                    assert 0.0 <= taken.kv_usage <= 1.0
+                    assert 0 <= taken.num_running <= 6
+                    assert taken.prefix_query_tokens_total >= last.prefix_query_tokens_total
+                    assert taken.preemptions_total >= last.preemptions_total
+                    num_readings, last = num_readings + 1, taken
+                await asyncio.sleep(0)
+            await calls
