@@ -20,6 +20,7 @@ from torch import Tensor
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.paged_attention import tile_slots
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.triton.widening import widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def _cache_tile(ptr, place, keys, end, d, dtype, HEAD_DIM: tl.constexpr, DIMS: t
         tile = tl.load(ptr + place, mask=(d < HEAD_DIM)[None, :], other=0.0)
     else:
         tile = tl.load(ptr + place)
-    return tile.to(dtype)
+    return widened(tile, dtype)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from kestrel.kernels.triton.activations import gelu_erf
 from kestrel.kernels.triton.fp8_rows import rows_to_fp8
 from kestrel.kernels.triton.moe_grouping import Blocks, group_pairs
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.triton.widening import widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Tuning:
 
 @triton.jit
 def _factor(x, dtype, WIDENS: tl.constexpr):
-    return x.to(tl.float32) if WIDENS else x.to(dtype)
+    return x.to(tl.float32) if WIDENS else widened(x, dtype)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.triton.widening import widened
 
 MANY_ROWS = 40
 """From here on every multiprocessor has rows enough without splitting their keys."""
@@ -102,8 +103,8 @@ def _head_group(
         slots = tile_slots(pages_ptr, keys, end, PAGE_SIZE)
         place = slots[:, None] * slot_stride + d[None, :]
         inside = (keys < end)[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(k_ptr + place, mask=inside, other=0.0).to(q.dtype)
-        v = tl.load(v_ptr + place, mask=inside, other=0.0).to(q.dtype)
+        k = widened(tl.load(k_ptr + place, mask=inside, other=0.0), q.dtype)
+        v = widened(tl.load(v_ptr + place, mask=inside, other=0.0), q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
         score = tl.where((keys < end)[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))

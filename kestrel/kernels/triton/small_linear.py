@@ -17,6 +17,7 @@ from torch import Tensor
 from kestrel.kernels.triton.activations import gelu_tanh
 from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.triton.widening import widened
 
 MAX_ROWS = 16
 SUMMED_ROWS = 1
@@ -129,7 +130,7 @@ def _by_dots(
             w = tl.load(w_place + d[None, :], mask=(outs < num_out)[:, None] & (d < num_in)[None, :], other=0.0)
             x_mask = (rows < num_rows)[None, :] & (d < num_in)[:, None]
             x = tl.load(x_ptr + rows[None, :] * x_stride + d[:, None], mask=x_mask, other=0.0)
-        total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+        total = tl.dot(widened(w, x.dtype), x, total, input_precision="ieee")
     inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
     _finish(
         total, rows[None, :], outs[:, None], inside,
