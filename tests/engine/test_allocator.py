@@ -8,10 +8,11 @@ import sys
 
 import pytest
 
+from kestrel.engine import allocator
+
 PROGRAM = """
-import ctypes, resource
-from kestrel.engine.allocator import keep_freed_memory
-kept = keep_freed_memory() if {asks} else None
+import ctypes, resource, runpy
+kept = runpy.run_path({module!r})["keep_freed_memory"]() if {asks} else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
@@ -35,7 +36,7 @@ IS_GLIBC = sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names
 def outcome(*, asks: bool, **variables: str) -> tuple[str, int]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC", "GLIBC"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(asks=asks)],
+        [sys.executable, "-c", PROGRAM.format(asks=asks, module=allocator.__file__)],
         env={**environment, **variables},
         capture_output=True,
         text=True,

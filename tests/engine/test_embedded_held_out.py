@@ -63,7 +63,7 @@ def assert_all_pages_came_back(running: InferenceEngine) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_counts_names_and_boxes_are_right_in_a_crowd_and_alone(dtype: str) -> None:
     """The crowd asks about many pictures at once. Alone, another tenant asks: it shares nothing with the crowd."""
-    num_scenes = 20 if dtype == "float32" else 8
+    num_scenes = 12 if dtype == "float32" else 8
     crowd = asked_about(FAMILIES, num_scenes)
     assert sum(each.question.family == "count" for each in crowd) == num_scenes
     alone = asked_about(FAMILIES, num_scenes=5)

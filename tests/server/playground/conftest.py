@@ -13,7 +13,7 @@ from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.playground.browser import Connection, Page, find_browser, open_browser
 
 KEY = "playground-test-key"
-MAX_BODY_BYTES = 600_000
+MAX_BODY_BYTES = 150_000
 READY = "document.querySelector('#model-dot').dataset.status === 'ready' && document.querySelector('.sample')"
 
 OpenPage = Callable[..., Awaitable[Page]]
