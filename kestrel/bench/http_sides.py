@@ -62,7 +62,7 @@ class Workload:
 WORKLOADS = (
     Workload("1 token", 1, False, 1, 50),
     Workload("1 token, cached picture", 1, True, 1, 30),
-    Workload("40 tokens, cached picture", 40, True, 16, 128),
+    Workload("40 tokens, cached picture", 40, True, 16, 32),
     Workload("1 token, cached picture", 1, True, 16, 96),
 )
 

@@ -47,6 +47,16 @@ def test_weights_of_float8_are_read_with_a_scale_per_output(num_rows: int, devic
 
 
 @devices
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_rows_of_half_precision_take_weights_of_float8_as_they_are(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, weight, scale = draw(num_rows, 256).to(HALF[device]), draw(20, 256).to(torch.float8_e4m3fn), draw(20)
+    exact = plain(x.double(), weight.double() * scale.double()[:, None])
+    # Nothing but the result is rounded.
+    torch.testing.assert_close(small_linear(x, weight, scale_F=scale).double(), exact, rtol=5e-3, atol=1e-4)
+
+
+@devices
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_rows_may_be_columns_of_a_wider_tensor(num_rows: int, device: str) -> None:
     draw = Draw(device)

@@ -24,7 +24,7 @@ from kestrel.moondream.vision import VisionModel
 from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import AdapterUse, GenerationRequest, SamplingParams, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.executor import Executor, FastSteps
+from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
@@ -34,6 +34,12 @@ from tests.scheduler.harness import Recorder, run, tokens_of
 
 _FEATURES: WeakKeyDictionary[VisionModel, dict[bytes, Tensor]] = WeakKeyDictionary()
 """What plain encoders saw in crops: hundreds of tests show them the same two pictures."""
+
+
+def _name_of(numbers: Tensor) -> bytes:
+    digest = blake2b(f"{numbers.dtype}{tuple(numbers.shape)}".encode())
+    digest.update(numbers.contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 class RecordingDecoder(MoondreamDecoder):
@@ -46,7 +52,7 @@ class RecordingDecoder(MoondreamDecoder):
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         if not isinstance(self._forward, PlainForward) or patches[0].is_cuda:
             return super().encode_crops(patches)
-        crops = b"".join(blake2b(part.contiguous().view(torch.uint8).numpy().data).digest() for part in patches)
+        crops = b"".join(_name_of(part) for part in patches)
         seen = _FEATURES.setdefault(self._model.vision, {})
         if crops not in seen:
             seen[crops] = super().encode_crops(patches)
@@ -104,6 +110,27 @@ def fixed_decode(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> Fast
     return FastSteps(FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16)))
 
 
+def usual_limits(max_context: int, **changes: int) -> RuntimeLimits:
+    page_size = changes.get("page_size", 16)
+    numbers = {
+        "max_batch_size": 16,
+        "max_seq_length": max_context,
+        "num_pages": -(-16 * 900 // page_size),
+        "page_size": page_size,
+        "max_prefill_tokens": 2048,
+        "steps_in_flight": 0,
+    }
+    return RuntimeLimits(**(numbers | changes))
+
+
+def paged_in_steps(decoder: RecordingDecoder, make_fast_steps: MakeFastSteps, vision_batch_crops: int = 1) -> Paged:
+    """Whose decoding rows run in the steps that are made."""
+    limits = usual_limits(decoder.shape.max_context)
+    with torch.inference_mode():
+        runtime = Executor(decoder, limits, None, vision_batch_crops, make_fast_steps)
+    return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, limits.page_size, True)), decoder)
+
+
 def paged(
     model: MoondreamModel,
     *,
@@ -119,16 +146,7 @@ def paged(
     """`in_fixed_sizes`: decoding rows run as they do inside a captured graph; `is_fused`: in few, wide operations;
     `quantization`: in such operations on quantised weights.
     """
-    page_size = changes.get("page_size", 16)
-    numbers = {
-        "max_batch_size": 16,
-        "max_seq_length": model.config.text.max_context,
-        "num_pages": -(-16 * 900 // page_size),
-        "page_size": page_size,
-        "max_prefill_tokens": 2048,
-        "steps_in_flight": 0,
-    }
-    limits = RuntimeLimits(**(numbers | changes))
+    limits = usual_limits(model.config.text.max_context, **changes)
     decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model)
     if quantization:
         decoder.quantise(quantization, ops)

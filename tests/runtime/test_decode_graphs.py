@@ -7,17 +7,14 @@ import copy
 import pytest
 import torch
 
-from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
-from kestrel.runtime.executor import Executor, FastSteps
+from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.scheduler import GenerationScheduler
 from tests.moondream.goldens import golden
-from tests.runtime.paged import Paged, RecordingDecoder
+from tests.runtime.paged import Paged, RecordingDecoder, paged_in_steps
 from tests.runtime.repeating_pool import RepeatingPool
 from tests.runtime.test_paged_equality import all_skills, dense
 
@@ -25,23 +22,13 @@ from tests.runtime.test_paged_equality import all_skills, dense
 def captured(family: str, pool: RepeatingPool) -> tuple[Paged, DecodeGraphs]:
     decoder = RecordingDecoder(copy.deepcopy(golden(family).model))
     decoder.fuse(PLAIN)
-    limits = RuntimeLimits(
-        max_batch_size=16,
-        max_seq_length=decoder.shape.max_context,
-        num_pages=900,
-        page_size=16,
-        max_prefill_tokens=2048,
-        steps_in_flight=0,
-    )
     made: list[DecodeGraphs] = []
 
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
         made.append(DecodeGraphs(model, kv, table, PLAIN, (1, 2, 4, 8, 16), pool))
         return FastSteps(made[0])
 
-    with torch.inference_mode():
-        runtime = Executor(decoder, limits, vision_batch_crops=20, make_fast_steps=make)
-    return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder), made[0]
+    return paged_in_steps(decoder, make, vision_batch_crops=20), made[0]
 
 
 @pytest.mark.parametrize("family", ["md2", "md3"])

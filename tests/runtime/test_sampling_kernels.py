@@ -7,9 +7,6 @@ from tests.kernels.triton_mode import devices  # isort: skip - before any kernel
 import copy
 from dataclasses import replace
 
-import torch
-
-from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.commit_ids import commit_ids
@@ -17,15 +14,13 @@ from kestrel.kernels.triton.row_inputs import row_inputs
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.request import SamplingParams
-from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.executor import Executor, FastSteps
+from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.scheduler import GenerationScheduler
 from tests.moondream.goldens import golden
 from tests.moondream.grammars import text_grammar
-from tests.runtime.paged import Case, Paged, RecordingDecoder, paged
+from tests.runtime.paged import Case, Paged, RecordingDecoder, paged, paged_in_steps
 from tests.runtime.test_paged_equality import all_skills
 
 OPS = replace(PLAIN, best_ids=best_ids, commit_ids=commit_ids, row_inputs=row_inputs)
@@ -37,21 +32,11 @@ def model_on(device: str) -> MoondreamModel:
 
 def engine(device: str) -> Paged:
     decoder = RecordingDecoder(model_on(device))
-    limits = RuntimeLimits(
-        max_batch_size=16,
-        max_seq_length=decoder.shape.max_context,
-        num_pages=900,
-        page_size=16,
-        max_prefill_tokens=2048,
-        steps_in_flight=0,
-    )
 
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
         return FastSteps(FixedDecode(model, kv, table, OPS, (1, 3, 8, 16)))
 
-    with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fast_steps=make)
-    return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
+    return paged_in_steps(decoder, make)
 
 
 @devices

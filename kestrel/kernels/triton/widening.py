@@ -1,6 +1,6 @@
 """float8 numbers as bfloat16, by moving bits.
 
-A GPU has few lanes for conversions to bfloat16, and a kernel that converts every number it reads spends its time there.
+A GPU has few lanes for conversions to bfloat16, and a kernel that converts every number it reads may wait for them.
 The bits of a float8 number, moved to their places in a bfloat16, are that number times 2⁻¹²⁰: two by two that takes
 five instructions, which all lanes have.
 """
