@@ -27,9 +27,9 @@ from kestrel.families import ReadyModel, ready_from
 from kestrel.grammar import free_text
 from kestrel.models.family import LoadedModel
 from kestrel.moondream.random_models import RANDOM_NAMES
-from kestrel.request import SamplingParams
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
 from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import text_tokens
 
 

@@ -17,7 +17,8 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import KestrelError, RequestError
 from kestrel.grammar import Edge, Grammar, State
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, TokenLogprobs
+from kestrel.request import FinishReason, SkillOutput, TokenLogprobs
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills import SkillRegistry, SkillSpec, SkillState, default_skills
 from kestrel.skills.base import ModelProfile, Prompt, SkillRequest
 from kestrel.skills.layout import block, opening, template_of

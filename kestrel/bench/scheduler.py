@@ -19,9 +19,10 @@ from kestrel.bench.rows import append_row, environment
 from kestrel.cache import CacheManager
 from kestrel.grammar import free_text
 from kestrel.prompt_outputs import PromptReport
-from kestrel.request import FinishReason, GenerationRequest, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, GenerationRequest, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
+from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ImageSpan, TextToken, Token
 

@@ -19,6 +19,7 @@ from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedI
 from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
 from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
 from kestrel.moondream.fp8_weights import check_kept
+from kestrel.moondream.limits import batch_crops, batch_sizes, runtime_limits
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.quantised_weights import KvScale
@@ -31,7 +32,7 @@ from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.memory import memory_report, plan_pages
+from kestrel.runtime.memory import memory_report
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 
@@ -190,7 +191,9 @@ class MoondreamRuntime(Executor):
         # Slots and matrices first: the KV cache is planned from what they leave.
         slots = self._make_slots(config) if with_adapters else None
         put_on_path(decoder, path, ops)
-        limits = runtime_limits(decoder, config, path.kv_dtype, 0 if slots is None else slots.num_slots)
+        limits = runtime_limits(
+            decoder.shape, decoder.device, config, path.kv_dtype, 0 if slots is None else slots.num_slots
+        )
         num_crops = batch_crops(config, decoder.device)
         graphs: MakeFastSteps | None = None
         if path.is_fused and config.enable_cuda_graphs:
@@ -250,47 +253,3 @@ def captured_steps(
         return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool, adapters))
 
     return make
-
-
-def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them."""
-    usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]
-    return [*(size for size in usual if size < largest), largest]
-
-
-def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
-    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights."""
-    return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
-
-
-def streaming_budget(config: RuntimeConfig, device: torch.device) -> int:
-    """On a GPU a picture's positions, which have to be computed together, with a question."""
-    if config.streaming_prefill_tokens is not None:
-        return config.streaming_prefill_tokens
-    return 768 if device.type == "cuda" else 256
-
-
-def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
-    """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
-    return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
-
-
-def runtime_limits(
-    decoder: MoondreamDecoder, config: RuntimeConfig, kv_dtype: torch.dtype, num_adapter_slots: int = 0
-) -> RuntimeLimits:
-    shape = decoder.shape
-    max_seq_length = config.max_seq_length or shape.max_context
-    if max_seq_length > shape.max_context:
-        raise ConfigError(
-            "max_seq_length", f"{max_seq_length} exceeds the model's context of {shape.max_context}; lower it"
-        )
-    return RuntimeLimits(
-        max_batch_size=config.max_batch_size,
-        max_seq_length=max_seq_length,
-        num_pages=plan_pages(config, shape, decoder.device, kv_dtype),
-        page_size=config.page_size,
-        max_prefill_tokens=config.max_prefill_tokens or prefill_budget(config, decoder.device),
-        steps_in_flight=1 if decoder.device.type == "cuda" else 0,
-        num_adapter_slots=num_adapter_slots,
-        streaming_prefill_tokens=streaming_budget(config, decoder.device),
-    )

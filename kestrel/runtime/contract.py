@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from kestrel.grammar import Grammar
 from kestrel.prompt_outputs import PromptOutputs, ScoredToken
-from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
+from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import ContextItem, Token
 
 

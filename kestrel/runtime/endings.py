@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kestrel.kernels.best_ids import forbid_ends
 from kestrel.kernels.row_tables import EndingTensors
-from kestrel.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.row_users import RowUsers
 from kestrel.runtime.upload import upload
+from kestrel.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 NEVER = 2**31
 

@@ -15,15 +15,8 @@ from kestrel.constraints import ResponseFormat
 from kestrel.errors import RequestError, did_you_mean
 from kestrel.grammar import Grammar
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import (
-    Constraint,
-    FinishReason,
-    SamplingParams,
-    SkillOutput,
-    StreamDelta,
-    TokenConstraint,
-    TokenLogprobs,
-)
+from kestrel.request import Constraint, FinishReason, SkillOutput, StreamDelta, TokenConstraint, TokenLogprobs
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import ContextItem, ImageSpan, Token
 
 

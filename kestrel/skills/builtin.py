@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kestrel.request import SamplingParams
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillRequest, SkillSpec
 from kestrel.skills.fields import DrawSeed, Values, random_seed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kestrel.errors import RequestError, shown
-from kestrel.request import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from kestrel.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
 Check = Callable[[str, Any], Any]
 """Takes a field's name and raw value; returns the typed value or raises RequestError."""

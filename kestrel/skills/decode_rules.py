@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from kestrel.errors import RequestError
 from kestrel.grammar import END, Carries, Edge, Grammar, State, free_text
-from kestrel.request import SamplingParams
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, SpecialIds
 
 

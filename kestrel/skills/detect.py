@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kestrel.grammar import Grammar
-from kestrel.request import SamplingParams, SkillOutput, StreamDelta
+from kestrel.request import SkillOutput, StreamDelta
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.checks import text
 from kestrel.skills.decode_rules import detect_rules

@@ -9,7 +9,8 @@ from typing import Any
 
 from kestrel.errors import NumericalError, RequestError
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.checks import some_token_ids, text

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.request import Constraint, SamplingParams
+from kestrel.request import Constraint
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, Template
 from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.spatial import SpatialRef, spatial_tokens

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillState, SpecialIds
 from kestrel.skills.logprobs import LogprobLedger, TextPlace
 from kestrel.tokens import CoordToken, SizeToken, Token

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kestrel.request import SamplingParams, SkillOutput, StreamDelta
+from kestrel.request import SkillOutput, StreamDelta
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.logprobs import TextPlace
 from kestrel.skills.recording import RecordingState, token_id

@@ -18,8 +18,9 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.images import PicturePool
 from kestrel.errors import EngineStopped, KestrelError, NumericalError, QueueFull, RequestCancelled, RequestError
 from kestrel.grammar import END, Edge, Grammar, State, free_text
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime.fake import FakeRuntime
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills import SkillRegistry, default_skills
 from kestrel.skills.base import ModelProfile, Prompt, SkillRequest, SkillSpec, SkillState
 from kestrel.tokens import CoordToken, ImageSpan, TextToken, Token

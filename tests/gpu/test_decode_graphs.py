@@ -10,8 +10,7 @@ import torch
 from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.moondream.runtime import batch_sizes
-from kestrel.request import SamplingParams
+from kestrel.moondream.limits import batch_sizes
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps
@@ -19,6 +18,7 @@ from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
+from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
 from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.grammars import text_grammar

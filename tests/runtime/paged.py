@@ -22,12 +22,13 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.moondream.vision import VisionModel
 from kestrel.prompt_outputs import PromptOutputs
-from kestrel.request import AdapterUse, GenerationRequest, SamplingParams, StreamUpdate
+from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
+from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem, Token
 from tests.scheduler.harness import Recorder, run, tokens_of

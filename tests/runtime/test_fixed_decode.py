@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kestrel.request import SamplingParams
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.sampler import Sampled
+from kestrel.sampling_params import SamplingParams
 from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, paged

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from kestrel.grammar import END, Carries, Edge, Grammar, State
 from kestrel.kernels.best_ids import mask
 from kestrel.kernels.commit_ids import advance
-from kestrel.request import SamplingParams
 from kestrel.runtime import rows
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.sampling_params import SamplingParams
 
 VOCAB = 12
 CPU = torch.device("cpu")

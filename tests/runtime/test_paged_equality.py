@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel.request import SamplingParams
 from kestrel.runtime.contract import POSITIONS_PER_CROP
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.moondream.goldens import FAMILIES, Golden, golden, pixels
 from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_grammar

@@ -9,8 +9,9 @@ import torch
 
 from kestrel.errors import NumericalError
 from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import FinishReason, SamplingParams, StreamUpdate
+from kestrel.request import FinishReason, StreamUpdate
 from kestrel.runtime import prompt_scoring
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, num_positions
 from tests.moondream.goldens import FAMILIES, Golden, golden
 from tests.moondream.grammars import text_grammar

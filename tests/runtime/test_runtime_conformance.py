@@ -12,7 +12,7 @@ from kestrel.errors import NumericalError
 from kestrel.grammar import free_text
 from kestrel.moondream.lora import adapter_shape
 from kestrel.prompt_outputs import PromptOutputs
-from kestrel.request import FinishReason, SamplingParams
+from kestrel.request import FinishReason
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import (
     AdapterLoad,
@@ -28,6 +28,7 @@ from kestrel.runtime.contract import (
 )
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.fake import FakeRuntime
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 from tests.moondream.goldens import golden, golden_adapter
 from tests.runtime.paged import RecordingDecoder

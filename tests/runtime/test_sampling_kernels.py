@@ -13,11 +13,11 @@ from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.row_inputs import row_inputs
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
-from kestrel.request import SamplingParams
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
+from kestrel.sampling_params import SamplingParams
 from tests.moondream.goldens import golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, Paged, RecordingDecoder, paged, paged_in_steps

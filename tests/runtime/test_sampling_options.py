@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from kestrel.grammar import END, Edge, Grammar, State, free_text
-from kestrel.request import FinishReason, SamplingParams
+from kestrel.request import FinishReason
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.endings import EndingTable
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.penalties import PenaltyTable
+from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.moondream.goldens import golden
 from tests.runtime.paged import Case, Paged, paged

@@ -11,7 +11,6 @@ from kestrel.request import (
     AdapterUse,
     FinishReason,
     GenerationRequest,
-    SamplingParams,
     SkillOutput,
     StreamDelta,
     StreamUpdate,
@@ -19,6 +18,7 @@ from kestrel.request import (
 )
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.fake import FakeRuntime, adapter_number, item_value
+from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kestrel.grammar import END, Carries, Grammar, State
-from kestrel.request import FinishReason, SamplingParams, SkillOutput, StreamDelta
+from kestrel.request import FinishReason, SkillOutput, StreamDelta
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import SkillState, SpecialIds
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kestrel.grammar import END, Carries, Grammar
-from kestrel.request import FinishReason, SamplingParams
+from kestrel.request import FinishReason
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, Template
 from kestrel.skills.decode_rules import (
     answer_rules,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.request import SamplingParams
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.checks import boolean, text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kestrel.request import SamplingParams
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.segment import SegmentRequest, SegmentState, outline_box, points_of
 from kestrel.skills.svg import PathSyntaxError, parse_path, path_text, scaled

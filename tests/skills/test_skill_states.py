@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kestrel.request import FinishReason, SamplingParams, TokenLogprobs
+from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.complete import CompleteState
 from kestrel.skills.detect import DetectState

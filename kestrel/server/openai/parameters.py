@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, shown
-from kestrel.request import (
+from kestrel.prompt_outputs import MAX_LOGPROBS
+from kestrel.sampling_params import (
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,

@@ -1,0 +1,58 @@
+"""What a configuration leaves open, by device: budgets of a step, sizes of batches, pages of the cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+from kestrel.models.contract import DecoderShape
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.memory import plan_pages
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them."""
+    usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]
+    return [*(size for size in usual if size < largest), largest]
+
+
+def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
+    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights."""
+    return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
+
+
+def streaming_budget(config: RuntimeConfig, device: torch.device) -> int:
+    """On a GPU a picture's positions, which have to be computed together, with a question."""
+    if config.streaming_prefill_tokens is not None:
+        return config.streaming_prefill_tokens
+    return 768 if device.type == "cuda" else 256
+
+
+def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
+    """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
+    return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
+
+
+def runtime_limits(
+    shape: DecoderShape,
+    device: torch.device,
+    config: RuntimeConfig,
+    kv_dtype: torch.dtype,
+    num_adapter_slots: int = 0,
+) -> RuntimeLimits:
+    max_seq_length = config.max_seq_length or shape.max_context
+    if max_seq_length > shape.max_context:
+        raise ConfigError(
+            "max_seq_length", f"{max_seq_length} exceeds the model's context of {shape.max_context}; lower it"
+        )
+    return RuntimeLimits(
+        max_batch_size=config.max_batch_size,
+        max_seq_length=max_seq_length,
+        num_pages=plan_pages(config, shape, device, kv_dtype),
+        page_size=config.page_size,
+        max_prefill_tokens=config.max_prefill_tokens or prefill_budget(config, device),
+        steps_in_flight=1 if device.type == "cuda" else 0,
+        num_adapter_slots=num_adapter_slots,
+        streaming_prefill_tokens=streaming_budget(config, device),
+    )
