@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from PIL import Image
 from kestrel.errors import RequestCancelled
 from kestrel.server.playground.assets import FOLDER
 from tests.server.conftest import RunningServer
-from tests.server.playground.browser import Page
+from tests.server.playground.browser import WAIT_S, Page
 from tests.server.playground.conftest import (
     KEY,
     MAX_BODY_BYTES,
@@ -58,6 +60,13 @@ async def give(page: Page, event: str, data: bytes, name: str = "mine.png", kind
     if event == "paste":
         carrier = "new ClipboardEvent('paste', {bubbles: true, clipboardData: dataTransfer})"
     await page.evaluate(f"(dataTransfer => document.body.dispatchEvent({carrier}))({transfer})")
+
+
+async def soon(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not come to this"
+        await asyncio.sleep(0.01)
 
 
 async def banner(page: Page) -> str:
@@ -173,21 +182,17 @@ async def test_the_keyboard_alone_is_enough(open_page: OpenPage) -> None:
 
 async def test_stopping_ends_the_request_on_the_server_too(open_page: OpenPage, locked_server: RunningServer) -> None:
     page = await open_page()
-    await give(page, "drop", png(370, 370, noisy=True))
-    await page.wait_for("document.querySelector('#picture').complete")
+    await give(page, "drop", png(170, 170, noisy=True))
+    await page.wait_for("document.querySelector('#picture').naturalWidth === 170")
     await choose_skill(page, "caption")
     known = set(locked_server.watcher.started_ids)
     await page.evaluate("document.querySelector('#composer').requestSubmit()")
-    while not (new := set(locked_server.watcher.started_ids) - known):
-        await asyncio.sleep(0.01)
+    await soon(lambda: set(locked_server.watcher.started_ids) > known)
     await page.press("Escape")
     await finished(page)
     assert "stopped" in await page.text("#answer")
-    (request_id,) = new
-    for _ in range(200):
-        if request_id in locked_server.watcher.outcomes:
-            break
-        await asyncio.sleep(0.02)
+    (request_id,) = set(locked_server.watcher.started_ids) - known
+    await soon(lambda: request_id in locked_server.watcher.outcomes)
     outcome: Any = locked_server.watcher.outcomes[request_id]
     assert isinstance(outcome, (RequestCancelled, asyncio.CancelledError))
 
