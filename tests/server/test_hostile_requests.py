@@ -173,13 +173,20 @@ def test_an_odd_picture_is_answered_or_refused(sturdy: RunningServer, name: str)
 
 
 def test_bodies_of_50_mb_are_refused_and_not_kept(sturdy: RunningServer) -> None:
+    """What the client itself allocates stays with the process, so growth counts from the second time on."""
+
+    def send() -> None:
+        pieces = (b"x" * 2**20 for _ in range(50))
+        with sturdy.client() as client:
+            declared = client.post("/v1/query", content=b'{"question": "' + b"x" * (50 * 2**20))
+            chunked = client.post("/v1/query", content=pieces)
+        assert (declared.status_code, chunked.status_code) == (413, 413)
+        assert eventually(lambda: sturdy.state.pending_body_bytes == 0)
+
+    send()
     memory_before = resident_bytes()
-    pieces = (b"x" * 2**20 for _ in range(50))
-    with sturdy.client() as client:
-        declared = client.post("/v1/query", content=b'{"question": "' + b"x" * (50 * 2**20))
-        chunked = client.post("/v1/query", content=pieces)
-    assert (declared.status_code, chunked.status_code) == (413, 413)
-    assert eventually(lambda: sturdy.state.pending_body_bytes == 0)
+    for _ in range(3):
+        send()
     assert resident_bytes() - memory_before < GROWTH_BYTES
 
 
