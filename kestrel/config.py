@@ -69,7 +69,10 @@ class RuntimeConfig:
     )
     kv_cache_memory_fraction: float | None = field(
         default=None,
-        metadata=_doc("Share of the free memory a planned KV cache may take. Default: 0.8 on a GPU, 0.25 on a CPU."),
+        metadata=_doc(
+            "Share of the memory left by weights and steps that a planned KV cache may take. Default: 0.8 on a GPU, "
+            "0.25 on a CPU."
+        ),
     )
     refiner_path: str | os.PathLike[str] | None = field(
         default=None,
@@ -110,7 +113,10 @@ class RuntimeConfig:
     )
     vision_batch_crops: int | None = field(
         default=None,
-        metadata=_doc("Crops of pictures that are encoded together. Default: 72 on a GPU, 16 on a CPU."),
+        metadata=_doc(
+            "Crops of pictures that are encoded together. Default: 72 on a GPU, fewer on one with little memory, 16 on "
+            "a CPU."
+        ),
     )
     max_queue_size: int = field(
         default=1024, metadata=_doc("Requests beyond `max_batch_size` before new ones are refused.")

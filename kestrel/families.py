@@ -30,7 +30,7 @@ from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import choose_device, choose_dtype, on_device
-from kestrel.runtime.memory import naming_memory_knobs
+from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs
 from kestrel.skills.base import ModelProfile
 
 FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
@@ -47,6 +47,8 @@ class ReadyModel:
     """Positions a picture takes in the context; 0 when the model reads text only."""
     adapter_shape: AdapterShape
     """What an adapter of it must fit."""
+    memory_plan: MemoryPlan | None = None
+    """What the memory of its device is for."""
     refiner: OutlineRefiner | None = None
     """Sharpens the outlines of `segment`, when its weights were given."""
 
@@ -78,6 +80,7 @@ def ready_from(
                 vocab_size=runtime.decoder.shape.vocab_size,
                 num_image_positions=runtime.decoder.shape.num_image_positions,
                 adapter_shape=runtime.adapter_shape,
+                memory_plan=runtime.memory_plan,
                 refiner=None
                 if config.refiner_file is None
                 else load_outline_refiner(config.refiner_file, loaded.model),

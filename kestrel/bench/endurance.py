@@ -159,7 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = load_model(config, args.random)
     ready = ready_from(loaded, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    planned = {"device_gib_planned": torch.cuda.memory_reserved() / GIB if device.type == "cuda" else 0.0}
+    planned_bytes = 0 if ready.memory_plan is None or device.type != "cuda" else ready.memory_plan.total_bytes
+    planned = {"device_gib_planned": planned_bytes / GIB}
     figures = {**planned, **asyncio.run(endure(config, ready, args.minutes, device))}
     print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
     if args.output is not None:

@@ -8,7 +8,12 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.memory import plan_pages
+from kestrel.runtime.memory import cache_fraction, free_memory_bytes, plan_pages
+from kestrel.runtime.working_memory import WorkingMemory
+
+CROPS_ON_GPU, CROPS_ON_CPU = 72, 16
+CROPS_OF_A_PICTURE = 13
+"""The most that one comes in."""
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -19,6 +24,8 @@ def batch_sizes(largest: int) -> list[int]:
 
 def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
     """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights."""
+    if config.max_prefill_tokens is not None:
+        return config.max_prefill_tokens
     return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
 
 
@@ -29,9 +36,14 @@ def streaming_budget(config: RuntimeConfig, device: torch.device) -> int:
     return 768 if device.type == "cuda" else 256
 
 
-def batch_crops(config: RuntimeConfig, device: torch.device) -> int:
+def batch_crops(config: RuntimeConfig, device: torch.device, working: WorkingMemory | None) -> int:
     """Crops encoded together: a GPU is the faster the more there are, a CPU only needs more memory."""
-    return config.vision_batch_crops or (72 if device.type == "cuda" else 16)
+    if config.vision_batch_crops is not None:
+        return config.vision_batch_crops
+    if working is None:
+        return CROPS_ON_CPU
+    spared = free_memory_bytes(device) * (1 - cache_fraction(config, device))
+    return min(CROPS_ON_GPU, max(CROPS_OF_A_PICTURE, working.affordable_crops(int(spared))))
 
 
 def runtime_limits(
@@ -40,6 +52,7 @@ def runtime_limits(
     config: RuntimeConfig,
     kv_dtype: torch.dtype,
     num_adapter_slots: int = 0,
+    working_bytes: int = 0,
 ) -> RuntimeLimits:
     max_seq_length = config.max_seq_length or shape.max_context
     if max_seq_length > shape.max_context:
@@ -49,9 +62,9 @@ def runtime_limits(
     return RuntimeLimits(
         max_batch_size=config.max_batch_size,
         max_seq_length=max_seq_length,
-        num_pages=plan_pages(config, shape, device, kv_dtype),
+        num_pages=plan_pages(config, shape, device, kv_dtype, working_bytes),
         page_size=config.page_size,
-        max_prefill_tokens=config.max_prefill_tokens or prefill_budget(config, device),
+        max_prefill_tokens=prefill_budget(config, device),
         steps_in_flight=1 if device.type == "cuda" else 0,
         num_adapter_slots=num_adapter_slots,
         streaming_prefill_tokens=streaming_budget(config, device),

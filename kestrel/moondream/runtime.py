@@ -19,7 +19,7 @@ from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedI
 from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
 from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
 from kestrel.moondream.fp8_weights import check_kept
-from kestrel.moondream.limits import batch_crops, batch_sizes, runtime_limits
+from kestrel.moondream.limits import batch_crops, batch_sizes, prefill_budget, runtime_limits
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.quantised_weights import KvScale
@@ -32,9 +32,10 @@ from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.memory import memory_report
+from kestrel.runtime.memory import MemoryPlan
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
+from kestrel.runtime.working_memory import WorkingMemory, measure_working_memory
 
 NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
 logger = logging.getLogger("kestrel.runtime")
@@ -191,12 +192,14 @@ class MoondreamRuntime(Executor):
         # Slots and matrices first: the KV cache is planned from what they leave.
         slots = self._make_slots(config) if with_adapters else None
         put_on_path(decoder, path, ops)
-        limits = runtime_limits(
-            decoder.shape, decoder.device, config, path.kv_dtype, 0 if slots is None else slots.num_slots
-        )
-        num_crops = batch_crops(config, decoder.device)
+        is_captured = path.is_fused and config.enable_cuda_graphs
+        working = measured_steps(decoder, config, path, is_captured) if decoder.device.type == "cuda" else None
+        num_crops = batch_crops(config, decoder.device, working)
+        working_bytes = 0 if working is None else working.planned(num_crops)
+        num_slots = 0 if slots is None else slots.num_slots
+        limits = runtime_limits(decoder.shape, decoder.device, config, path.kv_dtype, num_slots, working_bytes)
         graphs: MakeFastSteps | None = None
-        if path.is_fused and config.enable_cuda_graphs:
+        if is_captured:
             # Apart from each other, since pictures are encoded beside the rest of a step.
             decoder.capture_vision(num_crops, GraphPool(decoder.device))
             adapted = slots if decoder.can_adapt_on_device else None
@@ -204,15 +207,16 @@ class MoondreamRuntime(Executor):
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
         super().__init__(decoder, limits, slots, num_crops, graphs, ops, path.kv_dtype, scales)
         self.prepare()
-        logger.info(
-            "%s", memory_report(decoder.shape, limits.num_pages, limits.page_size, path.kv_dtype, decoder.device)
-        )
+        self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, decoder.device, working_bytes)
+        logger.info("%s", self.memory_plan)
 
     @torch.inference_mode()
     def prepare(self) -> None:
         super().prepare()
         with on_device(self.decoder.device):
             self.decoder.prepare_vision(self.limits.streaming_prefill_tokens // POSITIONS_PER_CROP)
+            if self.decoder.device.type == "cuda":
+                torch.cuda.empty_cache()  # trying out has left memory that only the captures' streams could use
 
     def _make_slots(self, config: RuntimeConfig) -> AdapterSlots:
         experts = self.adapter_shape.moe
@@ -230,6 +234,14 @@ def put_on_path(decoder: MoondreamDecoder, path: FastPath, ops: Ops) -> None:
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # other streams will read the new matrices
         torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned
+
+
+def measured_steps(
+    decoder: MoondreamDecoder, config: RuntimeConfig, path: FastPath, is_captured: bool
+) -> WorkingMemory:
+    working = measure_working_memory(decoder, prefill_budget(config, decoder.device), path.kv_dtype, is_captured)
+    torch.cuda.empty_cache()  # what the measurement took counts as free again
+    return working
 
 
 def cache_scales(found: Mapping[int, KvScale], kv_dtype: torch.dtype, num_layers: int) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 """The encoding of crops as CUDA graphs, one per number of crops: filling up to a coarser size would cost more.
 
-Small numbers are captured at the start, others when they come up for the second time.
+Small numbers and the largest are captured at the start, others when they come up for the second time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class VisionGraphs:
         self._has_run: set[int] = set()
 
     def prepare(self, most: int) -> None:
-        """Captures everything up to so many crops."""
+        """Captures everything up to so many crops, after the most that are encoded together: memory that suffices for
+        those suffices for any."""
+        self._graphs[self._max_crops] = self._capture(self._max_crops)
         for num_crops in range(1, min(most, self._max_crops) + 1):
             self._graphs[num_crops] = self._capture(num_crops)
 

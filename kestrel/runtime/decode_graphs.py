@@ -58,8 +58,9 @@ class DecodeGraphs(FixedDecode):
         self._version = table.grammars.version
 
     def prepare(self) -> None:
-        """Captures what plain texts need, in every size, greedy or drawn."""
-        for size in self._sizes:
+        """Captures what plain texts need, in every size, greedy or drawn. The largest first, whose memory suffices for
+        the others."""
+        for size in reversed(self._sizes):
             for draws in (False, True):
                 key = (size, DecodeParts(Carries.NOTHING, draws, has_endings=False))
                 self._steps[key] = self.capture(*key)

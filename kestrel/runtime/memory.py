@@ -1,4 +1,4 @@
-"""How many KV pages fit: measured once at start-up, passed on as a plain number."""
+"""How many KV pages fit, and what a device's memory is for: planned once at start-up, passed on as plain numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,16 +14,24 @@ import torch
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
+from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.kv_cache import bytes_per_page
 
 MIN_TEXT_POSITIONS = 64
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.25}
+GIB = 2**30
 CACHED_CONTEXTS_PER_ROW = 4
 """Planned pages beyond what running sequences can use, kept for the prefix cache: this many contexts per row."""
 
 
-def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device, kv_dtype: torch.dtype) -> int:
-    """Pages to allocate: as configured, or as many as are useful and fit the allowed share of the free memory."""
+def plan_pages(
+    config: RuntimeConfig, shape: DecoderShape, device: torch.device, kv_dtype: torch.dtype, working_bytes: int = 0
+) -> int:
+    """Pages to allocate: as configured, or as many as are useful and fit the allowed share of the free memory.
+
+    `working_bytes` are free still, but kept for the steps.
+    """
+    free = max(0, free_memory_bytes(device) - working_bytes)
     least = -(-(shape.num_image_positions + MIN_TEXT_POSITIONS) // config.page_size)
     page_bytes = bytes_per_page(shape, config.page_size, kv_dtype)
     if config.kv_cache_pages is not None:
@@ -32,26 +41,39 @@ def plan_pages(config: RuntimeConfig, shape: DecoderShape, device: torch.device,
                 f"{config.kv_cache_pages} pages of {config.page_size} cannot hold one picture and a question; "
                 f"use at least {least}",
             )
-        needed, free = config.kv_cache_pages * page_bytes, free_memory_bytes(device)
+        needed = config.kv_cache_pages * page_bytes
         if needed > free:
             raise ConfigError(
                 "kv_cache_pages",
-                f"{config.kv_cache_pages} pages need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on "
-                f"{device}; use at most {free // page_bytes}",
+                f"{config.kv_cache_pages} pages need {needed / GIB:.1f} GiB, but {_left(free, working_bytes, device)}; "
+                f"use at most {free // page_bytes}{_smaller_steps(working_bytes)}",
             )
         return config.kv_cache_pages
     context = config.max_seq_length or shape.max_context
     useful = config.max_batch_size * (1 + CACHED_CONTEXTS_PER_ROW) * -(-context // config.page_size)
-    free = free_memory_bytes(device)
-    fraction = config.kv_cache_memory_fraction or DEFAULT_FRACTION[device.type]
+    fraction = cache_fraction(config, device)
     affordable = int(free * fraction) // page_bytes
     if affordable < least:
         raise ConfigError(
             "kv_cache_memory_fraction",
-            f"{fraction} of {free / 2**30:.1f} GiB free on {device} cannot hold one picture "
-            f"({least * page_bytes / 2**30:.2f} GiB needed); free memory, raise it, or use a smaller model",
+            f"{fraction} of that cannot hold one picture ({least * page_bytes / GIB:.2f} GiB needed): "
+            f"{_left(free, working_bytes, device)}; free memory, raise it, or use a smaller model"
+            f"{_smaller_steps(working_bytes)}",
         )
     return min(useful, affordable)
+
+
+def cache_fraction(config: RuntimeConfig, device: torch.device) -> float:
+    return config.kv_cache_memory_fraction or DEFAULT_FRACTION[device.type]
+
+
+def _left(free: int, working_bytes: int, device: torch.device) -> str:
+    kept = f" beside {working_bytes / GIB:.1f} GiB for graphs and activations" if working_bytes else ""
+    return f"{free / GIB:.1f} GiB are free on {device}{kept}"
+
+
+def _smaller_steps(working_bytes: int) -> str:
+    return ", or lower max_prefill_tokens or vision_batch_crops" if working_bytes else ""
 
 
 @contextmanager
@@ -68,20 +90,42 @@ def naming_memory_knobs() -> Iterator[None]:
         ) from error
 
 
-def memory_report(
-    shape: DecoderShape, num_pages: int, page_size: int, kv_dtype: torch.dtype, device: torch.device
-) -> str:
-    """What was planned, in words."""
-    kv_gib = num_pages * bytes_per_page(shape, page_size, kv_dtype) / 2**30
-    dtype = str(kv_dtype).removeprefix("torch.")
-    kv = f"KV cache {kv_gib:.2f} GiB ({num_pages} pages of {page_size} positions, {dtype})"
-    if device.type != "cuda":
-        return f"memory: {kv}, taken as it is used"
-    taken, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
-    return (
-        f"memory of {device}: {kv}, weights and buffers {taken / 2**30 - kv_gib:.2f} GiB, {free / 2**30:.2f} GiB free "
-        "for graphs and activations"
-    )
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the memory of a device is for."""
+
+    device: torch.device
+    kv_bytes: int
+    kv_words: str
+    other_bytes: int = 0
+    """Of weights and buffers; known of a GPU."""
+    working_bytes: int = 0
+    """The most for graphs and activations; known of a GPU."""
+
+    @classmethod
+    def of(
+        cls, shape: DecoderShape, limits: RuntimeLimits, kv_dtype: torch.dtype, device: torch.device, working_bytes: int
+    ) -> MemoryPlan:
+        """Once everything that stays is in place."""
+        kv_bytes = limits.num_pages * bytes_per_page(shape, limits.page_size, kv_dtype)
+        dtype = str(kv_dtype).removeprefix("torch.")
+        words = f"{limits.num_pages} pages of {limits.page_size} positions, {dtype}"
+        if device.type != "cuda":
+            return cls(device, kv_bytes, words)
+        return cls(device, kv_bytes, words, torch.cuda.memory_allocated(device) - kv_bytes, working_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.kv_bytes + self.other_bytes + self.working_bytes
+
+    def __str__(self) -> str:
+        kv = f"KV cache {self.kv_bytes / GIB:.2f} GiB ({self.kv_words})"
+        if self.device.type != "cuda":
+            return f"memory: {kv}, taken as it is used"
+        return (
+            f"memory of {self.device}: {kv}, weights and buffers {self.other_bytes / GIB:.2f} GiB, graphs and "
+            f"activations up to {self.working_bytes / GIB:.2f} GiB: {self.total_bytes / GIB:.2f} GiB in all"
+        )
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -1,5 +1,5 @@
-"""The layers of a prefill step as CUDA graphs: those of single prompts captured at the start, others when they come up
-for the second time.
+"""The layers of a prefill step as CUDA graphs: those of single prompts and of a full step captured at the start, others
+when they come up for the second time.
 
 A step's positions are filled up to the next size with positions of the spare row, its chunks with empty ones; where
 they lie, the graph reads from tensors that are written before each replay. Without this the host, which has a few
@@ -90,11 +90,14 @@ class PrefillGraphs:
         self._has_run: set[PrefillForm] = set()
 
     def prepare(self) -> None:
-        """Captures what a short prompt and a picture with a question need."""
+        """Captures what a short prompt and a picture with a question need, after as many pictures as fit a step:
+        memory that suffices for those suffices for any."""
         spare, few, many = self._table.spare_row, FINE // 4, self._model.shape.num_image_positions + 1
         question = ChunkNumbers(first=0, num_positions=few, start=0, sees_all=0, row=spare)
         picture = ChunkNumbers(first=0, num_positions=many, start=0, sees_all=1, row=spare)
+        num_pictures = max(1, self._max_positions // (many + few))
         usual = (
+            PrefillForm.of(self._max_positions, [picture] * num_pictures, [question] * num_pictures, is_adapted=False),
             PrefillForm.of(few, [], [question], is_adapted=False),
             PrefillForm.of(many + few, [picture], [question], is_adapted=False),
         )

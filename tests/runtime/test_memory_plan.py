@@ -10,7 +10,8 @@ from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
 from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
-from kestrel.runtime.memory import memory_report, naming_memory_knobs, plan_pages
+from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs, plan_pages
+from tests.runtime.paged import usual_limits
 
 SHAPE = DecoderShape(
     num_layers=2,
@@ -26,8 +27,8 @@ SHAPE = DecoderShape(
 CPU = torch.device("cpu")
 
 
-def plan(**config: object) -> int:
-    return plan_pages(RuntimeConfig(**config), SHAPE, CPU, torch.float32)  # type: ignore[arg-type]
+def plan(working_bytes: int = 0, **config: object) -> int:
+    return plan_pages(RuntimeConfig(**config), SHAPE, CPU, torch.float32, working_bytes)  # type: ignore[arg-type]
 
 
 def test_a_page_holds_keys_and_values_of_every_layer() -> None:
@@ -62,6 +63,19 @@ def test_no_more_memory_than_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
         plan(kv_cache_memory_fraction=0.02)
 
 
+def test_what_steps_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = bytes_per_page(SHAPE, 16, torch.float32)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: 1000 * page)
+    assert plan(600 * page) == 100
+    assert plan(600 * page, kv_cache_pages=400) == 400
+    with pytest.raises(ConfigError, match=r"kv_cache_pages: 401 pages .* use at most 400, or lower max_prefill_tokens"):
+        plan(600 * page, kv_cache_pages=401)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_memory_fraction: .* for graphs and activations; .*max_prefill_tok"
+    ):
+        plan(990 * page)
+
+
 def test_free_memory_is_a_sensible_number() -> None:
     assert 2**27 < memory.free_memory_bytes(CPU) < 2**46
 
@@ -73,5 +87,13 @@ def test_running_out_of_memory_names_what_to_change() -> None:
 
 
 def test_the_report_says_how_large_the_cache_is() -> None:
-    report = memory_report(SHAPE, 8192, 16, torch.bfloat16, CPU)
+    limits = usual_limits(1024, num_pages=8192, page_size=16)
+    report = str(MemoryPlan.of(SHAPE, limits, torch.bfloat16, CPU, 0))
     assert "0.03 GiB (8192 pages of 16 positions, bfloat16)" in report
+
+
+def test_the_plan_of_a_gpu_names_all_its_parts_and_their_sum() -> None:
+    gib = 2**30
+    plan = MemoryPlan(torch.device("cuda:0"), 3 * gib, "9 pages", 4 * gib, gib // 2)
+    assert plan.total_bytes == 7.5 * gib
+    assert all(part in str(plan) for part in ("KV cache 3.00", "buffers 4.00", "up to 0.50", "7.50 GiB in all"))
