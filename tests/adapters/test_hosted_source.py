@@ -24,6 +24,9 @@ from kestrel.errors import (
 from tests.adapters.adapter_hosts import answer, presigned, slow
 from tests.adapters.hosted_service import API_PATH, CONTENT, FILE_PATH, ID, KEY, SIGNATURE, Service, cut_short, failure
 
+WAIT_S = 30.0
+"""For what comes within a moment."""
+
 
 async def test_the_key_goes_to_the_service_and_never_to_the_host_of_the_file(service: Service) -> None:
     copy = await service.source().fetch(ID)
@@ -118,8 +121,9 @@ async def test_a_download_ends_when_the_last_caller_has_gone(service: Service) -
     service.files.answers[FILE_PATH] = slow(CONTENT, never)
     source = service.source()
     tasks = [asyncio.create_task(source.fetch(ID)) for _ in range(2)]
-    while not service.left_overs() or not service.files.open_connections:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S):
+        while not service.left_overs() or not service.files.open_connections:
+            await asyncio.sleep(0.01)
     tasks[0].cancel()
     await asyncio.sleep(0.05)
     assert len(service.left_overs()) == 1
@@ -137,8 +141,9 @@ async def test_closing_ends_downloads(service: Service) -> None:
     service.files.answers[FILE_PATH] = slow(CONTENT, never)
     source = service.source()
     task = asyncio.create_task(source.fetch(ID))
-    while not service.files.open_connections:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(WAIT_S):
+        while not service.files.open_connections:
+            await asyncio.sleep(0.01)
     await source.close()
     with pytest.raises(EngineStopped):
         await task

@@ -181,8 +181,9 @@ async def test_a_source_that_dies_in_the_middle_of_a_download_fails_those_reques
         expected = await text_of(engine, "a0"), await text_of(engine, None)
         far.answers["/far.safetensors"] = slow(file, before=asyncio.Event())
         downloading = [asyncio.create_task(said(engine, "far")) for _ in range(3)]
-        while not far.count("/far.safetensors"):
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(30):
+            while not far.count("/far.safetensors"):
+                await asyncio.sleep(0.005)
         meanwhile = await text_of(engine, "a0"), await text_of(engine, None)
         assert meanwhile == expected
         assert not any(task.done() for task in downloading)
