@@ -8,12 +8,14 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.memory import cache_fraction, free_memory_bytes, plan_pages
+from kestrel.runtime.memory import free_memory_bytes, plan_pages
 from kestrel.runtime.working_memory import WorkingMemory
 
 CROPS_ON_GPU, CROPS_ON_CPU = 72, 16
 CROPS_OF_A_PICTURE = 13
-"""The most that one comes in."""
+"""The most that a picture of usual shape comes in; narrow ones come in more."""
+SHARE_OF_STEPS = 0.2
+"""Of the free memory, for as many crops as that holds."""
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -22,11 +24,15 @@ def batch_sizes(largest: int) -> list[int]:
     return [*(size for size in usual if size < largest), largest]
 
 
-def prefill_budget(config: RuntimeConfig, device: torch.device) -> int:
-    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights."""
-    if config.max_prefill_tokens is not None:
-        return config.max_prefill_tokens
-    return 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
+def prefill_budget(config: RuntimeConfig, shape: DecoderShape, device: torch.device) -> int:
+    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights.
+
+    No more than all rows can hold.
+    """
+    budget = config.max_prefill_tokens
+    if budget is None:
+        budget = 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
+    return min(budget, config.max_batch_size * (config.max_seq_length or shape.max_context))
 
 
 def streaming_budget(config: RuntimeConfig, device: torch.device) -> int:
@@ -42,8 +48,8 @@ def batch_crops(config: RuntimeConfig, device: torch.device, working: WorkingMem
         return config.vision_batch_crops
     if working is None:
         return CROPS_ON_CPU
-    spared = free_memory_bytes(device) * (1 - cache_fraction(config, device))
-    return min(CROPS_ON_GPU, max(CROPS_OF_A_PICTURE, working.affordable_crops(int(spared))))
+    affordable = working.affordable_crops(int(SHARE_OF_STEPS * free_memory_bytes(device)))
+    return min(CROPS_ON_GPU, max(CROPS_OF_A_PICTURE, affordable))
 
 
 def runtime_limits(
@@ -64,7 +70,7 @@ def runtime_limits(
         max_seq_length=max_seq_length,
         num_pages=plan_pages(config, shape, device, kv_dtype, working_bytes),
         page_size=config.page_size,
-        max_prefill_tokens=prefill_budget(config, device),
+        max_prefill_tokens=prefill_budget(config, shape, device),
         steps_in_flight=1 if device.type == "cuda" else 0,
         num_adapter_slots=num_adapter_slots,
         streaming_prefill_tokens=streaming_budget(config, device),

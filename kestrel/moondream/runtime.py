@@ -189,19 +189,20 @@ class MoondreamRuntime(Executor):
             logger.log(logging.WARNING if decoder.device.type == "cuda" else logging.INFO, "%s", path.note)
         self.decoder = decoder
         self.adapter_shape = adapter_shape(model.config.text)
-        # Slots and matrices first: the KV cache is planned from what they leave.
+        # Slots, matrices and buffers first: the KV cache is planned from what they leave.
         slots = self._make_slots(config) if with_adapters else None
         put_on_path(decoder, path, ops)
         is_captured = path.is_fused and config.enable_cuda_graphs
         working = measured_steps(decoder, config, path, is_captured) if decoder.device.type == "cuda" else None
         num_crops = batch_crops(config, decoder.device, working)
         working_bytes = 0 if working is None else working.planned(num_crops)
+        if is_captured:
+            # Apart from the other graphs, since pictures are encoded beside the rest of a step.
+            decoder.capture_vision(num_crops, GraphPool(decoder.device))
         num_slots = 0 if slots is None else slots.num_slots
         limits = runtime_limits(decoder.shape, decoder.device, config, path.kv_dtype, num_slots, working_bytes)
         graphs: MakeFastSteps | None = None
         if is_captured:
-            # Apart from each other, since pictures are encoded beside the rest of a step.
-            decoder.capture_vision(num_crops, GraphPool(decoder.device))
             adapted = slots if decoder.can_adapt_on_device else None
             graphs = captured_steps(limits, ops, GraphPool(decoder.device, is_urgent=True), adapted)
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
@@ -239,8 +240,10 @@ def put_on_path(decoder: MoondreamDecoder, path: FastPath, ops: Ops) -> None:
 def measured_steps(
     decoder: MoondreamDecoder, config: RuntimeConfig, path: FastPath, is_captured: bool
 ) -> WorkingMemory:
-    working = measure_working_memory(decoder, prefill_budget(config, decoder.device), path.kv_dtype, is_captured)
-    torch.cuda.empty_cache()  # what the measurement took counts as free again
+    budget = prefill_budget(config, decoder.shape, decoder.device)
+    with on_device(decoder.device):
+        working = measure_working_memory(decoder, budget, path.kv_dtype, is_captured)
+        torch.cuda.empty_cache()  # what the measurement took counts as free again
     return working
 
 

@@ -34,10 +34,10 @@ class VisionGraphs:
         self._has_run: set[int] = set()
 
     def prepare(self, most: int) -> None:
-        """Captures everything up to so many crops, after the most that are encoded together: memory that suffices for
-        those suffices for any."""
+        """Captures everything up to so many crops, after the most that are encoded together: the rest finds room in
+        what those take."""
         self._graphs[self._max_crops] = self._capture(self._max_crops)
-        for num_crops in range(1, min(most, self._max_crops) + 1):
+        for num_crops in range(1, min(most, self._max_crops - 1) + 1):
             self._graphs[num_crops] = self._capture(num_crops)
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:

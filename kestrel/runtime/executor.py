@@ -87,7 +87,7 @@ class Executor:
         model: DecoderModel,
         limits: RuntimeLimits,
         adapters: AdapterSlots | None = None,
-        vision_batch_crops: int = 1,
+        vision_batch_crops: int = 16,
         make_fast_steps: MakeFastSteps | None = None,
         ops: Ops = PLAIN,
         kv_dtype: torch.dtype | None = None,
@@ -121,13 +121,14 @@ class Executor:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Does what the first requests would otherwise wait for."""
+        """Does what the first requests would otherwise wait for. What takes the most memory first: the rest finds room
+        in it."""
         if self._fast is None:
             return
         with on_device(self._model.device):
-            self._fast.decode.prepare()
             if self._fast.prefill is not None:
                 self._fast.prefill.prepare()
+            self._fast.decode.prepare()
 
     @property
     def limits(self) -> RuntimeLimits:

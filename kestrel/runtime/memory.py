@@ -31,7 +31,7 @@ def plan_pages(
 
     `working_bytes` are free still, but kept for the steps.
     """
-    free = max(0, free_memory_bytes(device) - working_bytes)
+    free = _free_beside_steps(device, working_bytes)
     least = -(-(shape.num_image_positions + MIN_TEXT_POSITIONS) // config.page_size)
     page_bytes = bytes_per_page(shape, config.page_size, kv_dtype)
     if config.kv_cache_pages is not None:
@@ -46,25 +46,37 @@ def plan_pages(
             raise ConfigError(
                 "kv_cache_pages",
                 f"{config.kv_cache_pages} pages need {needed / GIB:.1f} GiB, but {_left(free, working_bytes, device)}; "
-                f"use at most {free // page_bytes}{_smaller_steps(working_bytes)}",
+                f"use {_at_most(free // page_bytes, least)}{_smaller_steps(working_bytes)}",
             )
         return config.kv_cache_pages
     context = config.max_seq_length or shape.max_context
     useful = config.max_batch_size * (1 + CACHED_CONTEXTS_PER_ROW) * -(-context // config.page_size)
-    fraction = cache_fraction(config, device)
+    fraction = config.kv_cache_memory_fraction or DEFAULT_FRACTION[device.type]
     affordable = int(free * fraction) // page_bytes
     if affordable < least:
         raise ConfigError(
             "kv_cache_memory_fraction",
-            f"{fraction} of that cannot hold one picture ({least * page_bytes / GIB:.2f} GiB needed): "
-            f"{_left(free, working_bytes, device)}; free memory, raise it, or use a smaller model"
+            f"{_left(free, working_bytes, device)}, and {fraction} of that cannot hold one picture "
+            f"({least * page_bytes / GIB:.2f} GiB needed); free memory, raise it, or use a smaller model"
             f"{_smaller_steps(working_bytes)}",
         )
     return min(useful, affordable)
 
 
-def cache_fraction(config: RuntimeConfig, device: torch.device) -> float:
-    return config.kv_cache_memory_fraction or DEFAULT_FRACTION[device.type]
+def _free_beside_steps(device: torch.device, working_bytes: int) -> int:
+    free = free_memory_bytes(device)
+    if working_bytes > free:
+        raise ConfigError(
+            "device",
+            f"beside the weights {free / GIB:.1f} GiB are free on {device}, and steps need {working_bytes / GIB:.1f} "
+            "GiB for graphs and activations; lower max_prefill_tokens or vision_batch_crops, set enable_cuda_graphs to "
+            "false, or free memory",
+        )
+    return free - working_bytes
+
+
+def _at_most(num_pages: int, least: int) -> str:
+    return f"at most {num_pages}" if num_pages >= least else "a smaller model"
 
 
 def _left(free: int, working_bytes: int, device: torch.device) -> str:
@@ -73,7 +85,9 @@ def _left(free: int, working_bytes: int, device: torch.device) -> str:
 
 
 def _smaller_steps(working_bytes: int) -> str:
-    return ", or lower max_prefill_tokens or vision_batch_crops" if working_bytes else ""
+    if not working_bytes:
+        return ""
+    return ", or lower max_prefill_tokens or vision_batch_crops, or set enable_cuda_graphs to false"
 
 
 @contextmanager
@@ -86,7 +100,7 @@ def naming_memory_knobs() -> Iterator[None]:
             "device",
             f"its memory does not hold the model and its buffers ({str(error).splitlines()[0]}); lower "
             "kv_cache_memory_fraction, max_batch_size, max_prefill_tokens, vision_batch_crops or max_adapters, set "
-            "quantization or kv_cache_dtype to fp8, or free memory",
+            "quantization or kv_cache_dtype to fp8 or enable_cuda_graphs to false, or free memory",
         ) from error
 
 

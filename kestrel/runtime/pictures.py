@@ -1,15 +1,16 @@
-"""Encoding the pictures of a step: each is prepared alone, and as many as fit are encoded together. What earlier steps
-have encoded in slices is taken from there."""
+"""Encoding the pictures of a step: each is prepared alone, as many as fit are encoded together, and one with more crops
+than that in several goes. What earlier steps have encoded in slices is taken from there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from kestrel.models.contract import DecoderModel, PreparedImage
 from kestrel.runtime.contract import PrefillChunk
-from kestrel.runtime.pictures_ahead import PicturesAhead
+from kestrel.runtime.pictures_ahead import PicturesAhead, encode_in_goes
 from kestrel.tokens import ImageSpan
 
 
@@ -17,7 +18,7 @@ class PictureEncoder:
     def __init__(self, model: DecoderModel, max_crops: int) -> None:
         self._model = model
         self._max_crops = max_crops
-        self.ahead = PicturesAhead(model)
+        self.ahead = PicturesAhead(model, max_crops)
 
     def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only, so a
@@ -27,7 +28,7 @@ class PictureEncoder:
         prepared = self._prepare(prefill, embedded, failures)
         for group in self._groups(prepared):
             try:
-                embedded |= zip(group, self._model.embed_images(list(group.values())), strict=True)
+                embedded |= zip(group, self._embed(list(group.values())), strict=True)
             except Exception:
                 has_failed = True
             else:
@@ -67,13 +68,20 @@ class PictureEncoder:
         if group:
             yield group
 
+    def _embed(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        if sum(image.num_crops for image in images) <= self._max_crops:
+            return self._model.embed_images(images)
+        [image] = images
+        features = encode_in_goes(self._model, image.patches_NPC, self._max_crops)
+        return self._model.join_crops([torch.cat(features)], [image.tiles_hw])
+
     def _one_by_one(
         self, group: dict[str, PreparedImage], prefill: list[PrefillChunk], failures: dict[int, Exception]
     ) -> dict[str, Tensor]:
         embedded: dict[str, Tensor] = {}
         for digest, image in group.items():
             try:
-                embedded[digest] = self._model.embed_images([image])[0]
+                embedded[digest] = self._embed([image])[0]
             except Exception as error:
                 failures |= {chunk.row: error for chunk, own in _pictures(prefill) if own == digest}
         return embedded

@@ -90,18 +90,18 @@ class PrefillGraphs:
         self._has_run: set[PrefillForm] = set()
 
     def prepare(self) -> None:
-        """Captures what a short prompt and a picture with a question need, after as many pictures as fit a step:
-        memory that suffices for those suffices for any."""
+        """Captures what a short prompt and a picture with a question need, after as many of those as fit a step: the
+        rest finds room in what they take."""
         spare, few, many = self._table.spare_row, FINE // 4, self._model.shape.num_image_positions + 1
         question = ChunkNumbers(first=0, num_positions=few, start=0, sees_all=0, row=spare)
         picture = ChunkNumbers(first=0, num_positions=many, start=0, sees_all=1, row=spare)
-        num_pictures = max(1, self._max_positions // (many + few))
+        fitting = self._max_positions // (many + few)
         usual = (
-            PrefillForm.of(self._max_positions, [picture] * num_pictures, [question] * num_pictures, is_adapted=False),
+            PrefillForm.of(self._max_positions, [picture] * fitting, [question] * max(1, fitting), is_adapted=False),
             PrefillForm.of(few, [], [question], is_adapted=False),
             PrefillForm.of(many + few, [picture], [question], is_adapted=False),
         )
-        for form in usual:
+        for form in dict.fromkeys(usual):
             if form.num_positions <= self._max_positions:
                 self._captured[form] = self._capture(form)
 

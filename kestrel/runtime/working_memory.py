@@ -14,12 +14,9 @@ from kestrel.models.contract import DecoderModel
 from kestrel.runtime.kv_cache import PagedKVCache
 
 ROOM = 2**29
-"""For pictures on their way to the encoder, adapters, sampling, and the buffers that captured steps read."""
+"""For pictures on their way to the encoder, adapters, sampling, and buffers of steps."""
 SCATTER = 1.5
 """An allocator holds more than is in use at any time: what is freed does not lie side by side."""
-PICTURE_SIDE = 2000
-"""Of a picture that comes in many crops."""
-
 PeakBytes = Callable[[torch.device, Callable[[], object]], int]
 
 
@@ -51,7 +48,7 @@ class WorkingMemory:
 
 @dataclass(frozen=True, slots=True)
 class NothingSeen:
-    """Attention that stores everything in one place and sees nothing: layers run with it without a cache."""
+    """Attention that keeps nothing and sees nothing: layers run with it without a cache."""
 
     kv: PagedKVCache
     slots_T: Tensor
@@ -70,7 +67,9 @@ class NothingSeen:
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """The most that a GPU's allocator has given out at once for this work."""
+    """The most that a GPU's allocator has given out at once for this work, libraries' own memory aside, which they take
+    the first time."""
+    work()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -80,12 +79,17 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
 
 @torch.inference_mode()
 def measure_working_memory(
-    model: DecoderModel, max_positions: int, kv_dtype: torch.dtype, is_captured: bool, peak: PeakBytes = peak_bytes
+    model: DecoderModel,
+    max_positions: int,
+    kv_dtype: torch.dtype,
+    is_captured: bool,
+    picture_side: int = 2000,
+    peak: PeakBytes = peak_bytes,
 ) -> WorkingMemory:
-    """By running the model once on a large picture, and once on as many positions as a step may have."""
+    """By running the model on a large picture, and on as many positions as a step may have."""
     per_crop = 0
     if model.shape.num_image_positions:
-        picture = RgbImage.from_pixels(np.zeros((PICTURE_SIDE, PICTURE_SIDE, 3), np.uint8), copy=False)
+        picture = RgbImage.from_pixels(np.zeros((picture_side, picture_side, 3), np.uint8), copy=False)
         prepared = model.prepare_image(picture)
         per_crop = -(-peak(model.device, lambda: model.embed_images([prepared])) // prepared.num_crops)
     positions_T = torch.zeros(max_positions, dtype=torch.int64, device=model.device)

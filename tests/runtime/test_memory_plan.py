@@ -71,8 +71,12 @@ def test_what_steps_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigError, match=r"kv_cache_pages: 401 pages .* use at most 400, or lower max_prefill_tokens"):
         plan(600 * page, kv_cache_pages=401)
     with pytest.raises(
-        ConfigError, match=r"kv_cache_memory_fraction: .* for graphs and activations; .*max_prefill_tok"
+        ConfigError, match=r"kv_cache_pages: 60 pages .*; use a smaller model, or lower max_prefill_tok"
     ):
+        plan(960 * page, kv_cache_pages=60)
+    with pytest.raises(ConfigError, match=r"device: beside the weights .* lower max_prefill_tokens .* or free memory"):
+        plan(1001 * page)
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_fraction: .* graphs and activations, .*max_prefill_tok"):
         plan(990 * page)
 
 

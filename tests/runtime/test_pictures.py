@@ -23,12 +23,17 @@ class WatchedDecoder(MoondreamDecoder):
     def __init__(self) -> None:
         super().__init__(golden("md2").model)
         self.groups: list[list[int]] = []
+        self.goes: list[int] = []
 
     def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         self.groups.append([image.num_crops for image in images])
         if any(bool((image.patches_NPC[0, 0] == 1.0).all()) for image in images):
             raise RuntimeError("the encoder broke")
         return super().embed_images(images)
+
+    def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
+        self.goes.append(sum(map(len, patches)))
+        return super().encode_crops(patches)
 
 
 def chunk(row: int, name: str, white_corner: bool = False) -> PrefillChunk:
@@ -56,12 +61,17 @@ def test_pictures_of_several_requests_are_encoded_together_as_each_alone() -> No
 
 @pytest.mark.parametrize("max_crops", [1, 5])
 @torch.inference_mode()
-def test_no_more_crops_come_together_than_allowed_unless_one_picture_has_more(max_crops: int) -> None:
+def test_no_more_crops_come_together_than_allowed_also_of_one_picture(max_crops: int) -> None:
     decoder = WatchedDecoder()
     chunks = [chunk(0, "multi"), chunk(1, "small")]
-    PictureEncoder(decoder, max_crops).encode(chunks)
-    assert len(decoder.groups) == 2
-    assert all(len(group) == 1 or sum(group) <= max_crops for group in decoder.groups)
+    embedded, _ = PictureEncoder(decoder, max_crops).encode(chunks)
+    num_crops = [decoder.prepare_image(next(iter(each.images.values()))).num_crops for each in chunks]
+    assert num_crops[0] > 5
+    assert sum(decoder.goes) == sum(num_crops)
+    assert max(decoder.goes) == max_crops
+    at_once, _ = PictureEncoder(decoder, max_crops=64).encode(chunks)
+    for digest, expected in at_once.items():
+        torch.testing.assert_close(embedded[digest], expected, rtol=0.0, atol=2e-5)
 
 
 @torch.inference_mode()

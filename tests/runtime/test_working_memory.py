@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kestrel.config import RuntimeConfig
+from kestrel.images.rgb import RgbImage
 from kestrel.kernels.ops import PLAIN
 from kestrel.moondream import limits
-from kestrel.moondream.limits import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops
+from kestrel.moondream.limits import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.runtime.working_memory import ROOM, WorkingMemory, measure_working_memory
 from tests.moondream.goldens import golden
 
+CPU = torch.device("cpu")
 MIB = 2**20
 MEASURED = WorkingMemory(per_crop=10 * MIB, prefill=100 * MIB, is_captured=True)
 
 
-@pytest.mark.parametrize("name", ["md2", "md3"])
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(("name", "is_fused"), [("md2", False), ("md3", True)])
 def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool) -> None:
     decoder = MoondreamDecoder(copy.deepcopy(golden(name).model))
     if is_fused:
@@ -34,11 +37,14 @@ def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool)
         results.append(work())
         return 1000
 
-    found = measure_working_memory(decoder, 300, torch.float32, is_captured=True, peak=peak)
-    assert found.per_crop < 1000 / 5, "shared by the crops of one picture"
+    found = measure_working_memory(decoder, 300, torch.float32, is_captured=True, picture_side=500, peak=peak)
+    picture = RgbImage.from_pixels(np.zeros((500, 500, 3), np.uint8))
+    num_crops = decoder.prepare_image(picture).num_crops
+    assert num_crops > 1
+    assert found.per_crop == math.ceil(1000 / num_crops), "shared by the crops of one picture"
     assert found.prefill == 1000
-    [picture], hidden = results
-    assert picture.shape == (729, decoder.shape.hidden_dim)
+    [embedded], hidden = results
+    assert embedded.shape == (729, decoder.shape.hidden_dim)
     assert hidden.shape == (300, decoder.shape.hidden_dim)
     assert hidden.isfinite().all()
 
@@ -52,9 +58,15 @@ def test_crops_are_as_many_as_the_memory_left_to_steps_allows(monkeypatch: pytes
     gpu = torch.device("cuda")
     for free_gib, expected in ((100, CROPS_ON_GPU), (8, 27), (2, CROPS_OF_A_PICTURE)):
         monkeypatch.setattr(limits, "free_memory_bytes", lambda device, free_gib=free_gib: free_gib * 2**30)
-        found = batch_crops(RuntimeConfig(), gpu, MEASURED)
-        assert found == expected
-        if expected == 27:
-            assert MEASURED.planned(found) <= 0.2 * free_gib * 2**30 < MEASURED.planned(found + 1)
+        assert batch_crops(RuntimeConfig(kv_cache_memory_fraction=0.98), gpu, MEASURED) == expected
         assert batch_crops(RuntimeConfig(vision_batch_crops=50), gpu, MEASURED) == 50
-    assert batch_crops(RuntimeConfig(), torch.device("cpu"), None) == CROPS_ON_CPU
+    assert batch_crops(RuntimeConfig(), CPU, None) == CROPS_ON_CPU
+    assert MEASURED.planned(27) <= 0.2 * 8 * 2**30 < MEASURED.planned(28)
+
+
+def test_a_step_has_no_more_positions_than_all_rows_together() -> None:
+    shape = MoondreamDecoder(golden("md2").model).shape
+    assert prefill_budget(RuntimeConfig(max_batch_size=4), shape, CPU) == 2048
+    for length, expected in ((None, 3 * shape.max_context), (500, 1500)):
+        config = RuntimeConfig(max_batch_size=3, max_prefill_tokens=2**20, max_seq_length=length)
+        assert prefill_budget(config, shape, CPU) == expected
