@@ -6,5 +6,7 @@ import os
 
 
 def pytest_configure() -> None:
+    # Where this is set, each program that a test starts would compile the package anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
