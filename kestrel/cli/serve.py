@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +9,8 @@ import typer
 
 from kestrel.cli.config_file import take_defaults_from_file
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stderr_console
-from kestrel.cli.grpc_port import grpc_beside
-from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
-from kestrel.engine import InferenceEngine
-from kestrel.engine.allocator import keep_freed_memory
 from kestrel.server.config import ServerConfig
-from kestrel.server.http import create_app
-from kestrel.server.lifecycle import serve as serve_app
-from kestrel.server.logs import configure_logs
-from kestrel.server.state import app_state
 
 
 def _read_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -54,34 +44,7 @@ def serve(
     --grpc-port also offers them in the protocol of KServe and Triton.
     SIGTERM or Ctrl-C lets accepted requests finish; a second one ends at once.
     """
+    # Here and not above: the other verbs start half a second sooner without a web framework.
+    from kestrel.cli.serving import run_server  # noqa: PLC0415
+
     run_server(server, config)
-
-
-def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
-    keep_freed_memory()
-    configure_logs(server.log_format)
-    if not server.is_loopback and not server.api_keys:
-        note(f"anybody who can reach {server.host} can use this server: no API key is set")
-    asyncio.run(_serve(server, config))
-
-
-async def _serve(server: ServerConfig, config: RuntimeConfig) -> None:
-    app = create_app(lambda: _load(config), server)
-    async with grpc_beside(app_state(app)) as grpc_target:
-        await serve_app(app, lambda address: _announce(address, config, grpc_target))
-
-
-async def _load(config: RuntimeConfig) -> InferenceEngine:
-    with LoadingBars(stderr_console()) as bars:
-        try:
-            return await InferenceEngine.create(config, progress=bars)
-        except asyncio.CancelledError:
-            bars.abandon()
-            raise
-
-
-def _announce(address: str, config: RuntimeConfig, grpc_target: str | None) -> None:
-    note_default_model(config)
-    note(f"Application startup complete. Playground and API: {address}")
-    if grpc_target is not None:
-        note(f"The same model over gRPC (KServe v2): {grpc_target}")

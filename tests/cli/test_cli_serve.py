@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.cli import serve as serve_module
+from kestrel.cli import serving
 from kestrel.config import RuntimeConfig
 from kestrel.environment import flag_names
 from kestrel.server.config import ServerConfig
@@ -34,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, RuntimeCon
     def note_down(server: ServerConfig, config: RuntimeConfig) -> None:
         taken.append((server, config))
 
-    monkeypatch.setattr(serve_module, "run_server", note_down)
+    monkeypatch.setattr(serving, "run_server", note_down)
     return taken
 
 
