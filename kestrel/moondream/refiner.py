@@ -22,6 +22,7 @@ from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead, load_refiner
 from kestrel.moondream.vision import VisionModel
+from kestrel.runtime.wide_products import computing, fast_dtype
 
 EARLY_BLOCK = 8
 """Index of the vision block whose residual stream is the head's early features."""
@@ -101,9 +102,9 @@ def _at_most(pixels_HWC: Pixels, side_px: int) -> Pixels:
 
 
 def load_outline_refiner(path: str | Path, model: MoondreamModel) -> MoondreamOutlineRefiner:
-    """Reads a refiner's weights onto the device and into the precision of the model's vision tower."""
+    """Reads a refiner onto the device of the vision tower, in a precision that computes fast there."""
     place = model.vision.pos_emb
-    return MoondreamOutlineRefiner(load_refiner(path, place.device, place.dtype), model)
+    return MoondreamOutlineRefiner(load_refiner(path, place.device, fast_dtype(place.device, place.dtype)), model)
 
 
 class VisionCropEncoder:
@@ -117,7 +118,8 @@ class VisionCropEncoder:
         place = self._vision.pos_emb
         crops_NHWC = torch.tensor(crop_HWC, device=place.device).unsqueeze(0)
         patches_NPC = normalise_and_patchify(crops_NHWC, self._patch_size, place.dtype)
-        features = self._vision.encode_crops_with_early(patches_NPC, EARLY_BLOCK)
+        with computing(place.device, place.dtype):
+            features = self._vision.encode_crops_with_early(patches_NPC, EARLY_BLOCK)
         return features.final, features.early
 
 

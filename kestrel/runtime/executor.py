@@ -9,11 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kestrel.errors import NumericalError
 from kestrel.kernels.ops import PLAIN, Ops
-from kestrel.kernels.row_tables import COORD, GOING_ON, NOT_FINITE, SIZE, STOPPED
 from kestrel.models.contract import DecoderModel
-from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
 from kestrel.runtime.contract import (
@@ -21,12 +18,10 @@ from kestrel.runtime.contract import (
     DecodeRow,
     PictureSlice,
     PrefillChunk,
-    RowOutput,
     RuntimeLimits,
     StepOutput,
     StepPlan,
 )
-from kestrel.runtime.device import on_device
 from kestrel.runtime.fixed_decode import FixedDecode, parts_for
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.interpreter import shorten_turns
@@ -35,27 +30,11 @@ from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prefill_attention import in_packed_order
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
-from kestrel.runtime.rows import HostRow, RowTable
+from kestrel.runtime.rows import RowTable
+from kestrel.runtime.sampled_rows import SampledPart, read_part, send_part
 from kestrel.runtime.sampler import Sampled, sample_rows
 from kestrel.runtime.side_stream import SideStream
-from kestrel.runtime.upload import start_download
-from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
-
-FINISH = 2
-"""Column of `Sampled.integers_B5` that says whether and how a row ended."""
-NOT_FINITE_MESSAGE = (
-    "the model gave no finite score for any allowed token; if the weights are sound, use dtype bfloat16 or float32"
-)
-
-
-@dataclass(slots=True)
-class SampledPart:
-    """Rows that were sampled together. `sampled` is on its way to the host; `arrived` tells when it is there."""
-
-    row_indices: list[int]
-    host_rows: list[HostRow]
-    sampled: Sampled
-    arrived: torch.cuda.Event | None
+from kestrel.runtime.wide_products import computing
 
 
 @dataclass(slots=True)
@@ -125,7 +104,7 @@ class Executor:
         in it."""
         if self._fast is None:
             return
-        with on_device(self._model.device):
+        with computing(self._model.device, self._model.dtype):
             if self._fast.prefill is not None:
                 self._fast.prefill.prepare()
             self._fast.decode.prepare()
@@ -141,7 +120,7 @@ class Executor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> TorchStep:
-        with on_device(self._model.device):
+        with computing(self._model.device, self._model.dtype):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> TorchStep:
@@ -216,15 +195,12 @@ class Executor:
         return self._fast.decode.sample(hidden_BD, rows, wishes)
 
     def _sent(self, row_indices: list[int], sampled: Sampled) -> SampledPart:
-        on_host, arrived = _send_to_host(sampled)
-        return SampledPart(row_indices, [self._table.host[row] for row in row_indices], on_host, arrived)
+        return send_part(row_indices, [self._table.host[row] for row in row_indices], sampled)
 
     def collect(self, step: TorchStep) -> StepOutput:
         output = StepOutput(step.step_id, failures=step.failures)
         for part in step.parts:
-            if part.arrived is not None:
-                part.arrived.synchronize()
-            _read_part(part, output)
+            read_part(part, output)
         if step.prompts is not None:
             output.prompt_parts, unsound = read_prompts(step.prompts)
             output.failures |= unsound
@@ -241,60 +217,3 @@ class Executor:
         if self._adapters is None or all(slot is None for slot in slots):
             return None
         return StepAdapt(self._adapters, slots, self._model.device)
-
-
-def _read_part(part: SampledPart, output: StepOutput) -> None:
-    integers, values = part.sampled.integers_B5.tolist(), part.sampled.values_B2.tolist()
-    logprobs = _logprobs(part.sampled, part.host_rows)
-    for b, row in enumerate(part.row_indices):
-        if integers[b][FINISH] == NOT_FINITE:
-            output.failures[row] = NumericalError(NOT_FINITE_MESSAGE)
-        else:
-            output.rows.append(_row_output(row, part.host_rows[b], integers[b], values[b], logprobs[b]))
-
-
-def _send_to_host(sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
-    """Start the copy to pinned host memory; on the CPU the tensors are there already."""
-    if not sampled.integers_B5.is_cuda:
-        return sampled, None
-    on_host = Sampled(start_download(sampled.integers_B5), start_download(sampled.values_B2))
-    if sampled.chosen_logprob_B is not None:
-        on_host.chosen_logprob_B = start_download(sampled.chosen_logprob_B)
-    if sampled.top_logprob_BK is not None and sampled.top_id_BK is not None:
-        on_host.top_logprob_BK, on_host.top_id_BK = (
-            start_download(sampled.top_logprob_BK),
-            start_download(sampled.top_id_BK),
-        )
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(sampled.integers_B5.device))
-    return on_host, arrived
-
-
-def _row_output(
-    row: int, host: HostRow, integers: list[int], value: list[float], logprobs: TokenLogprobs | None
-) -> RowOutput:
-    token_id, kind, finish, state, spent = integers
-    token: Token | None = TextToken(token_id)
-    if finish == STOPPED:
-        token = None
-    elif kind == COORD:
-        token = CoordToken(value[0])
-    elif kind == SIZE:
-        token = SizeToken(value[0], value[1])
-    reason = None
-    if finish != GOING_ON:
-        reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH
-    end_id = token_id if token is None else None
-    return RowOutput(row, token, reason, state - host.grammar_base, spent, logprobs, end_id)
-
-
-def _logprobs(sampled: Sampled, hosts: list[HostRow]) -> list[TokenLogprobs | None]:
-    if sampled.chosen_logprob_B is None:
-        return [None] * len(hosts)
-    chosen = sampled.chosen_logprob_B.tolist()
-    top_ids = [[]] * len(hosts) if sampled.top_id_BK is None else sampled.top_id_BK.tolist()
-    top = [[]] * len(hosts) if sampled.top_logprob_BK is None else sampled.top_logprob_BK.tolist()
-    return [
-        None if host.logprobs is None else TokenLogprobs(c, tuple(zip(ids, lps, strict=True))[: host.logprobs])
-        for host, c, ids, lps in zip(hosts, chosen, top_ids, top, strict=True)
-    ]
