@@ -6,7 +6,9 @@
     i' = r·sin(angle) + i·cos(angle)
 
 Pairs are half-split and written back in place of their halves; dimensions from `rotary_dim` on pass through.
-Tables and products are fp32; the result has the dtype of the input.
+Tables and products are fp32; the result has the dtype of the input. What enters a table is rounded to fp32 where the
+reference rounds it, but powers, sines and cosines are computed in fp64: in fp32 each processor has its own last bits,
+and at a position of a thousand they are a thousand times as large.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from torch import Tensor
 def rope_tables(num_positions: int, rotary_dim: int, theta: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """cos and sin for positions 0 … num_positions-1, each [num_positions, rotary_dim / 2], fp32."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    inv_freq = 1.0 / (theta**exponents)
+    inv_freq = 1.0 / (theta ** exponents.double()).float()
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), inv_freq)
-    return angles.cos(), angles.sin()
+    return angles.double().cos().float(), angles.double().sin().float()
 
 
 def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 truncate: p = softmax(logits / T); keep the top_k most likely; renormalise; drop token i when the probability of all
 likelier tokens together exceeds top_p (so the token that crosses top_p stays); drop p < min_p · max p; renormalise.
-draw: the smallest i in likelihood order whose kept cumulative probability exceeds u.
-u depends on the row's seed and its token count alone, so a draw is the same in every batch.
+draw: a race. Every id waits for e_i / p_i, e_i exponential, and the first one is drawn; it is i with probability p_i.
+e_i depends on the row's seed, its token count and the id alone, so a draw is the same in every batch. Last bits of the
+logits, which other batches do change, matter only where two ids arrive together, not wherever one of many shares of
+[0, 1) ends.
 """
 
 from __future__ import annotations
@@ -38,24 +40,27 @@ def truncate(logits_BV: Tensor, how: Truncation) -> tuple[Tensor, Tensor]:
     return probs_BV / probs_BV.sum(-1, keepdim=True), order_BV
 
 
-def draw(probs_BV: Tensor, order_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """One id per row."""
-    exceeds_BV = probs_BV.cumsum(-1) > uniform_B[:, None]
-    last_kept_B = ((probs_BV > 0).sum(-1) - 1).clamp(min=0)  # a row of NaNs keeps none; it is reported elsewhere
-    index_B = torch.where(exceeds_BV.any(-1), exceeds_BV.int().argmax(-1), last_kept_B)
-    return order_BV.gather(1, torch.minimum(index_B, last_kept_B)[:, None])[:, 0]
+def draw(probs_BV: Tensor, order_BV: Tensor, seed_B: Tensor, count_B: Tensor) -> Tensor:
+    """One id per row, from what `truncate` gave."""
+    by_id_BV = torch.zeros_like(probs_BV).scatter_(1, order_BV, probs_BV)
+    return (exponentials(seed_B, count_B, probs_BV.shape[1]) / by_id_BV).argmin(-1)
 
 
-def uniform(seed_B: Tensor, count_B: Tensor) -> Tensor:
-    """A number in [0, 1) from (seed, count): two rounds of the SplitMix64 finaliser in wrapping int64 arithmetic."""
-    mixed_B = _mix(_mix(seed_B) + count_B * _GOLDEN_GAMMA)
-    return _shift_right(mixed_B, 40).float() * 2.0**-24
+def exponentials(seed_B: Tensor, count_B: Tensor, num_ids: int) -> Tensor:
+    """[B, num_ids] of mean 1, above 0 and finite, each from (seed, count, id) alone."""
+    id_V = torch.arange(1, num_ids + 1, device=seed_B.device)
+    stream_B = _mix(_mix(seed_B) + count_B * _GOLDEN_GAMMA)
+    bits_BV = _shift_right(_mix(stream_B[:, None] + id_V * _GOLDEN_GAMMA), 11)
+    # Small numbers keep all their digits; the largest is what float32 has below 1.
+    uniform_BV = ((bits_BV.float() + 0.5) * 2.0**-53).clamp(max=1.0 - 2.0**-24)
+    return -torch.log1p(-uniform_BV)
 
 
-_GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_GOLDEN_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, the step of SplitMix64
 
 
 def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, in wrapping int64 arithmetic."""
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ _shift_right(x, 31)

@@ -22,7 +22,7 @@ from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead, load_refiner
 from kestrel.moondream.vision import VisionModel
-from kestrel.runtime.wide_products import computing, fast_dtype
+from kestrel.runtime.wide_products import computing
 
 EARLY_BLOCK = 8
 """Index of the vision block whose residual stream is the head's early features."""
@@ -102,9 +102,9 @@ def _at_most(pixels_HWC: Pixels, side_px: int) -> Pixels:
 
 
 def load_outline_refiner(path: str | Path, model: MoondreamModel) -> MoondreamOutlineRefiner:
-    """Reads a refiner onto the device of the vision tower, in a precision that computes fast there."""
+    """Reads a refiner's weights onto the device and into the precision of the model's vision tower."""
     place = model.vision.pos_emb
-    return MoondreamOutlineRefiner(load_refiner(path, place.device, fast_dtype(place.device, place.dtype)), model)
+    return MoondreamOutlineRefiner(load_refiner(path, place.device, place.dtype), model)
 
 
 class VisionCropEncoder:
@@ -118,8 +118,7 @@ class VisionCropEncoder:
         place = self._vision.pos_emb
         crops_NHWC = torch.tensor(crop_HWC, device=place.device).unsqueeze(0)
         patches_NPC = normalise_and_patchify(crops_NHWC, self._patch_size, place.dtype)
-        with computing(place.device, place.dtype):
-            features = self._vision.encode_crops_with_early(patches_NPC, EARLY_BLOCK)
+        features = self._vision.encode_crops_with_early(patches_NPC, EARLY_BLOCK)
         return features.final, features.early
 
 
@@ -156,13 +155,14 @@ class SegmentRefiner:
         side, place = self._head.config.mask_size, self._head.image_pe
         square = Image.fromarray(np.ascontiguousarray(crop)).resize((side, side), Image.Resampling.BILINEAR)
         square_mask = Image.fromarray(coarse.astype(np.uint8)).resize((side, side), Image.Resampling.NEAREST)
-        final, early = (features.to(place) for features in self._encode_crop(np.array(square)))
         mask = torch.from_numpy(np.array(square_mask)).to(place).unsqueeze(0)
         expected_iou = torch.zeros((), device=mask.device)
-        for _ in range(NUM_ITERATIONS):
-            logits, ious = self._head(final, early, mask)
-            best = ious[0].argmax()
-            mask, expected_iou = logits[:, best].sigmoid(), ious[0, best]
+        with computing(place.device, place.dtype):
+            final, early = (features.to(place) for features in self._encode_crop(np.array(square)))
+            for _ in range(NUM_ITERATIONS):
+                logits, ious = self._head(final, early, mask)
+                best = ious[0].argmax()
+                mask, expected_iou = logits[:, best].sigmoid(), ious[0, best]
         probability = Image.fromarray(mask[0].float().cpu().numpy())
         height, width = crop.shape[:2]
         resized = probability.resize((width, height), Image.Resampling.BILINEAR)

@@ -12,7 +12,7 @@ from kestrel.grammar import Carries
 from kestrel.kernels.best_ids import mask, rank
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.row_tables import TEXT, RegionHeads
-from kestrel.kernels.sampling import Truncation, draw, truncate, uniform
+from kestrel.kernels.sampling import Truncation, draw, truncate
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.rows import HostRow, RowTable
 from kestrel.runtime.token_masks import apply_masks
@@ -69,7 +69,7 @@ def drawn_ids(table: RowTable, rows_B: Tensor, masked_BV: Tensor) -> Tensor:
     best_B, greedy_B = masked_BV.max(-1)
     how = Truncation(t.temperature[rows_B], t.top_k[rows_B], t.top_p[rows_B], t.min_p[rows_B])
     probs_BV, order_BV = truncate(masked_BV, how)
-    drawn_B = draw(probs_BV, order_BV, uniform(t.seed[rows_B], t.generated[rows_B]))
+    drawn_B = draw(probs_BV, order_BV, t.seed[rows_B], t.generated[rows_B])
     return rank(best_B, torch.where(how.temperature_B > 0, drawn_B, greedy_B))[None, :, None]
 
 

@@ -22,6 +22,9 @@ PRODUCTS = frozenset(
     {
         functional.linear,
         functional.scaled_dot_product_attention,
+        functional.multi_head_attention_forward,
+        functional.conv2d,
+        functional.conv_transpose2d,
         torch.matmul,
         torch.mm,
         torch.bmm,
@@ -63,8 +66,7 @@ class WideProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in PRODUCTS or _first_tensor(args).dtype != torch.bfloat16:
             return func(*args, **kwargs)
-        wide = func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
-        return wide.to(torch.bfloat16)
+        return _rounded(func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()}))
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:
@@ -73,3 +75,10 @@ def _first_tensor(args: tuple[Any, ...]) -> Tensor:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _rounded(result: Tensor | tuple[Tensor | None, ...] | None) -> Any:
+    """Attention of several heads gives its weights, or None, beside its result."""
+    if isinstance(result, tuple):
+        return tuple(map(_rounded, result))
+    return None if result is None else result.to(torch.bfloat16)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.moondream.model import MoondreamModel
+from kestrel.runtime.wide_products import fast_dtype
 from kestrel.train.curves import CurveWriter
 from kestrel.train.experts import all_experts
 from kestrel.train.matrices import OrthogonalSteps
@@ -35,6 +36,7 @@ class TrainingPlan:
     """Orthogonal steps for the matrices inside blocks, instead of AdamW."""
     compile: bool = False
     mixed_precision: bool = True
+    """Products in bfloat16, where the device has fast ones."""
 
     def lr_at(self, step: int, seconds: float = 0.0) -> float:
         """Where a time limit ends the run before its steps do, the time decides how far it is."""
@@ -136,7 +138,8 @@ def train(
 ) -> int:
     """Runs the plan, or the part of it before `should_stop`; the model ends with its averaged weights. Returns the
     scenes seen in all."""
-    device_type = model.text.wte.device.type
+    device = model.text.wte.device
+    dtype = fast_dtype(device, torch.bfloat16) if plan.mixed_precision else torch.float32
     optimiser, average = Optimiser(model, plan), AveragedWeights(model, plan.ema_decay)
     start, scenes, window = time.perf_counter(), scenes_before, _Window()
     model.train()
@@ -145,8 +148,8 @@ def train(
             lr = plan.lr_at(step, time.perf_counter() - start)
             with window.waiting():
                 pixels, tasks = next(batches)
-            with torch.autocast(device_type, torch.bfloat16, enabled=plan.mixed_precision):
-                found = losses(model, experts, pixels, tasks, torch.bfloat16 if plan.mixed_precision else torch.float32)
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                found = losses(model, experts, pixels, tasks, dtype)
             found.total.backward()
             optimiser.step(lr)
             average.update()

@@ -12,14 +12,16 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from kestrel.runtime.wide_products import fast_dtype
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _STEP_RMS = 0.2  # size of an AdamW step's entries, by the learning rate
 
 
 def orthogonalised(matrices_NRC: Tensor) -> Tensor:
-    """About U·Vᵀ of each matrix, in bf16."""
-    x = matrices_NRC.bfloat16()
+    """About U·Vᵀ of each matrix, in bf16 where that is fast."""
+    x = matrices_NRC.to(fast_dtype(matrices_NRC.device, torch.bfloat16))
     is_tall = x.shape[1] > x.shape[2]
     if is_tall:
         x = x.mT

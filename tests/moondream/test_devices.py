@@ -7,6 +7,8 @@ from copy import deepcopy
 import pytest
 import torch
 
+from kestrel.runtime.wide_products import computing
+
 from .goldens import FAMILIES, golden, pixels, tensors
 from .naive import NaiveMoondream
 
@@ -40,7 +42,8 @@ def test_fp32_takes_the_steps_of_the_reference(family: str, device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_points_at_something(family: str, device: str) -> None:
-    run = moved(family, device, torch.bfloat16).point(pixels("small"), "dog", max_objects=1)
+    with computing(torch.device(device), torch.bfloat16):
+        run = moved(family, device, torch.bfloat16).point(pixels("small"), "dog", max_objects=1)
     assert run.last.logits_V.dtype == torch.bfloat16
     assert run.last.logits_V.isfinite().all()
     (point,) = run.output["points"]

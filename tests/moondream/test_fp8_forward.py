@@ -8,6 +8,7 @@ one by one, the whole model within a bound. How far float8 is from the exact mod
 from __future__ import annotations
 
 import copy
+from statistics import median
 
 import pytest
 import torch
@@ -128,10 +129,13 @@ def test_pictures_and_texts_in_float8_stay_near(
     family: str, to_rounded: float, to_exact: float, agreement: float
 ) -> None:
     g = golden(family)
-    names = text_cases(g)[:1]
-    found = all_logits(paged(g.model, quantization="fp8"), family, names)
-    assert relative(found, all_logits(paged(fake_fp8(g.model)), family, names)) < to_rounded
-    close = compare_with_golden(g, family, g.model, quantization="fp8")
+    ours, rounded_weights = paged(g.model, quantization="fp8"), paged(fake_fp8(g.model))
+    errors = [
+        relative(all_logits(ours, family, [name]), all_logits(rounded_weights, family, [name]))
+        for name in text_cases(g)
+    ]
+    assert median(errors) < to_rounded, "a case whose positions go to other experts may be further off"
+    close = compare_engine(g, family, ours)
     print(f"\n{family} fp8: {close}")
     assert close.relative_rms < to_exact
     assert close.agreement >= agreement

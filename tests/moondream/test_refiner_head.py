@@ -13,6 +13,7 @@ from torch import Tensor
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.moondream.refiner import NUM_ITERATIONS
 from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead, load_refiner
+from kestrel.runtime.wide_products import computing
 
 from .refiner_parts import TINY
 
@@ -32,7 +33,8 @@ def run_golden(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     mask[0, 100:260, 60:300] = 1
     all_logits, all_ious = [], []
     for _ in range(NUM_ITERATIONS):
-        logits, ious = head(final, early, mask)
+        with computing(torch.device("cpu"), dtype):
+            logits, ious = head(final, early, mask)
         assert logits.shape == (1, 4, 378, 378)
         all_logits.append(logits[0, :, ::27, ::27])
         all_ious.append(ious[0])

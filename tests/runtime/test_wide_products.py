@@ -25,6 +25,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "attention": (functional.scaled_dot_product_attention, (numbers(1, 2, 9, 16),) * 3),
     "@": (lambda a, b: a @ b, (numbers(5, 48), numbers(48, 3))),
     "matmul": (torch.matmul, (numbers(2, 5, 48), numbers(48, 3))),
+    "convolution": (functional.conv2d, (numbers(1, 4, 9, 9), numbers(6, 4, 3, 3), numbers(6))),
 }
 
 
@@ -50,6 +51,26 @@ def test_layers_of_a_model_are_products_too() -> None:
     with WideProducts():
         ours = layer(x)
     assert torch.equal(ours, functional.linear(x.float(), layer.weight.float(), layer.bias.float()).to(BF16))
+
+
+@torch.inference_mode()
+def test_attention_of_several_heads_gives_no_weights_when_none_are_asked_for() -> None:
+    attention, x = nn.MultiheadAttention(48, 4, batch_first=True, dtype=BF16).eval(), numbers(1, 9, 48)
+    with WideProducts():
+        ours, weights = attention(x, x, x, need_weights=False)
+    wide, _ = attention.float()(x.float(), x.float(), x.float(), need_weights=False)
+    assert weights is None
+    assert ours.dtype == BF16
+    torch.testing.assert_close(ours, wide.to(BF16))
+
+
+def test_gradients_come_back_through_wide_products() -> None:
+    layer, x = nn.Linear(48, 7, dtype=BF16), numbers(5, 48)
+    with WideProducts():
+        loss = layer(x).float().square().sum()
+    loss.backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == BF16
 
 
 def test_other_operations_and_other_numbers_are_left_alone() -> None:
