@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+def normal_parameter(*shape: int, std: float = 1.0) -> nn.Parameter:
+    """Numbers of a bell curve; none on the meta device, where filling in pulls in torch's compiler: half a second."""
+    parameter = nn.Parameter(torch.empty(*shape))
+    if not parameter.is_meta:
+        nn.init.normal_(parameter, std=std)
+    return parameter
 
 
 class GeluMlp(nn.Module):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kestrel.kernels.moe_mlp import gate_hidden, mix_experts, moe_mlp, route_top_k
 from kestrel.models.contract import Adapt
+from kestrel.models.layers import normal_parameter
 from kestrel.moondream.config import MoeConfig
 
 
@@ -16,9 +16,7 @@ class ExpertMatrices(nn.Module):
 
     def __init__(self, num_experts: int, out_dim: int, in_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim))
-        if not self.weight.is_meta:  # a random fill of meta tensors pulls in torch's compiler: seconds for nothing
-            nn.init.normal_(self.weight, std=in_dim**-0.5)
+        self.weight = normal_parameter(num_experts, out_dim, in_dim, std=in_dim**-0.5)
 
 
 class MoeMlp(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kestrel.errors import CheckpointError, ConfigError
+from kestrel.models.layers import normal_parameter
 
 PIXEL_ATTENTION_HEADS = 4
 MAX_GROUPS = 32
@@ -58,10 +59,10 @@ class RefinerHead(nn.Module):
         self.image_proj = nn.Conv2d(config.enc_dim, width, 1)
         self.hq_fusion = EarlyFusion(config)
         self.mask_encoder = MaskEncoder(width, config.grid)
-        self.mask_tokens = nn.Parameter(torch.randn(config.num_masks, width) * 0.02)
-        self.iou_token = nn.Parameter(torch.randn(1, width) * 0.02)
-        self.output_pe = nn.Parameter(torch.randn(config.num_masks + 1, width) * 0.02)
-        self.image_pe = nn.Parameter(torch.randn(1, width, config.grid, config.grid) * 0.02)
+        self.mask_tokens = normal_parameter(config.num_masks, width, std=0.02)
+        self.iou_token = normal_parameter(1, width, std=0.02)
+        self.output_pe = normal_parameter(config.num_masks + 1, width, std=0.02)
+        self.image_pe = normal_parameter(1, width, config.grid, config.grid, std=0.02)
         self.transformer_blocks = nn.ModuleList(TwoWayBlock(width, config.num_heads) for _ in range(config.num_layers))
         self.final_token_to_image = _attention(width, config.num_heads)
         self.final_norm = nn.LayerNorm(width)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.kernels.region_fourier import fourier_features
-from kestrel.models.layers import GeluMlp
+from kestrel.models.layers import GeluMlp, normal_parameter
 from kestrel.moondream.config import RegionConfig
 
 
@@ -19,9 +19,9 @@ class RegionModel(nn.Module):
 
     def __init__(self, config: RegionConfig) -> None:
         super().__init__()
-        self.coord_features = nn.Parameter(torch.randn(1, config.coord_feat_dim // 2))
+        self.coord_features = normal_parameter(1, config.coord_feat_dim // 2)
         self.coord_encoder = nn.Linear(config.coord_feat_dim, config.dim)
-        self.size_features = nn.Parameter(torch.randn(2, config.size_feat_dim // 2))
+        self.size_features = normal_parameter(2, config.size_feat_dim // 2)
         self.size_encoder = nn.Linear(config.size_feat_dim, config.dim)
         self.coord_decoder = _decoder(config, config.coord_out_dim)
         self.size_decoder = _decoder(config, config.size_out_dim)

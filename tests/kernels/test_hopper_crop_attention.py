@@ -17,6 +17,7 @@ import triton
 from kestrel.kernels.crop_attention import attend_crops as plain
 from kestrel.kernels.triton import crop_attention_choice
 from kestrel.kernels.triton.crop_attention_choice import attend_crops_on_hopper, fastest_attend_crops
+from kestrel.runtime.wide_products import computing
 
 BF16 = torch.bfloat16
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == crop_attention_choice.HOPPER
@@ -112,7 +113,7 @@ def test_where_it_fails_the_log_says_why_and_torch_does_it(
 ) -> None:
     monkeypatch.setattr(crop_attention_choice, "attend_crops_on_hopper", kernel)
     monkeypatch.setattr(crop_attention_choice, "DEVICE", "cpu")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), computing(torch.device("cpu"), BF16):
         assert fastest_attend_crops((9, 0)) is plain
     (line,) = caplog.messages
     assert line == f"attention of crops runs in torch, without the Hopper kernel: {reason}"
