@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+LONG = ("tests/train/adapter/", "tests/server/playground/")
+"""Begun first, since a file is one worker's: at the end the other one would wait for it."""
+
 
 def pytest_configure() -> None:
     # Where this is set, each program that a test starts would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
