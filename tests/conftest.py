@@ -1,4 +1,4 @@
-"""For all tests: workers that run side by side take one thread each, and so do the programs they start."""
+"""For all tests: threads of workers that run side by side and of programs they start, and which files come first."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from kestrel.kernels.rope import apply_rope, rope_tables
 from kestrel.kernels.tau import scale_heads, tau_factors
 from kestrel.models.contract import Adapt, Attend
-from kestrel.models.layers import GeluMlp
+from kestrel.models.layers import GeluMlp, normal_parameter
 from kestrel.moondream.config import TextConfig
 from kestrel.moondream.moe import MoeMlp
 
@@ -141,9 +141,7 @@ class TextModel(nn.Module):
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
-        self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        if not self.wte.is_meta:
-            nn.init.normal_(self.wte, std=0.02)
+        self.wte = normal_parameter(config.vocab_size, config.dim, std=0.02)
         self.blocks = nn.ModuleList(TextBlock(config, layer) for layer in range(config.n_layers))
         self.post_ln = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size)

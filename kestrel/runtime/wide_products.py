@@ -1,7 +1,8 @@
-"""Products of bfloat16 on processors without instructions for them.
+"""Products of bfloat16 on processors for which torch has no routine but a plain loop.
 
-There torch computes them with a routine some hundred times slower than the one for float32. Every bfloat16 is a float32
-too, so a product in float32 that is rounded once, at its end, is the same product but for the order of its sums.
+That loop is hundreds of times slower than products of float32. Every bfloat16 is a float32 too, so both sides are made
+wide and the result is rounded once, at the end (attention then keeps what is in between in float32 as well). Weights
+are made wide at every call: nothing beside many rows, and more than the product itself beside one.
 """
 
 from __future__ import annotations
@@ -25,13 +26,8 @@ PRODUCTS = frozenset(
         functional.multi_head_attention_forward,
         functional.conv2d,
         functional.conv_transpose2d,
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.addmm,
-        torch.baddbmm,
-        Tensor.matmul,
-        Tensor.__matmul__,
+        torch.einsum,
+        *(getattr(place, name) for place in (torch, Tensor) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
     }
 )
 
@@ -42,14 +38,14 @@ def computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
 
 
 def fast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The precision to compute numbers of `dtype` in: their own, unless the processor has no fast way to do that."""
+    """The precision to compute numbers of `dtype` in: their own, but for bfloat16 where that is slow."""
     is_slow = device.type == "cpu" and dtype == torch.bfloat16 and not has_fast_bfloat16()
     return torch.float32 if is_slow else dtype
 
 
 @lru_cache(maxsize=1)
 def has_fast_bfloat16() -> bool:
-    """Whether torch has a routine for products of bfloat16 on this processor that deserves the name."""
+    """Whether oneDNN multiplies bfloat16 on this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -64,17 +60,17 @@ class WideProducts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in PRODUCTS or _first_tensor(args).dtype != torch.bfloat16:
+        if func not in PRODUCTS or not any(map(_is_narrow, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
         return _rounded(func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()}))
 
 
-def _first_tensor(args: tuple[Any, ...]) -> Tensor:
-    return next(one for one in args if isinstance(one, Tensor))
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+    return value.float() if _is_narrow(value) else value
 
 
 def _rounded(result: Tensor | tuple[Tensor | None, ...] | None) -> Any:

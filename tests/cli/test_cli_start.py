@@ -10,10 +10,14 @@ ROOT = Path(__file__).parents[2]
 FOR_FEW = ("torch._dynamo", "torch._inductor", "sympy", "fastapi", "uvicorn", "prometheus_client")
 SCRIPT = f"""
 import sys
+import torch
 import kestrel.cli.app
 from kestrel.config import RuntimeConfig
 from kestrel.families import ready_model
+from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead
 ready_model(RuntimeConfig(device="cpu"))
+with torch.device("meta"):
+    RefinerHead(RefinerConfig(enc_dim=32))
 print([name for name in {FOR_FEW!r} if name in sys.modules])
 """
 

@@ -54,9 +54,10 @@ class DenseAttention:
         self._stored[layer] = (k_THD, v_THD)
         groups = q_THD.shape[1] // k_THD.shape[1]
         k_all, v_all = k_THD.repeat_interleave(groups, dim=1), v_THD.repeat_interleave(groups, dim=1)
-        scores_HTS = torch.einsum("thd,shd->hts", q_THD.float(), k_all.float()) * q_THD.shape[2] ** -0.5
+        wide = torch.promote_types(q_THD.dtype, torch.float32)
+        scores_HTS = torch.einsum("thd,shd->hts", q_THD.to(wide), k_all.to(wide)) * q_THD.shape[2] ** -0.5
         scores_HTS = scores_HTS.masked_fill(~self._visible(q_THD.shape[0]).to(q_THD.device), float("-inf"))
-        return torch.einsum("hts,shd->thd", scores_HTS.softmax(dim=2), v_all.float()).to(q_THD.dtype)
+        return torch.einsum("hts,shd->thd", scores_HTS.softmax(dim=2), v_all.to(wide)).to(q_THD.dtype)
 
     def _visible(self, num_queries: int) -> Tensor:
         block = torch.tensor(self.block_of)

@@ -134,7 +134,8 @@ def test_pictures_and_texts_in_float8_stay_near(
         relative(all_logits(ours, family, [name]), all_logits(rounded_weights, family, [name]))
         for name in text_cases(g)
     ]
-    assert median(errors) < to_rounded, "a case whose positions go to other experts may be further off"
+    assert median(errors) < to_rounded
+    assert max(errors) < 2 * to_rounded, "a case whose positions go to other experts"
     close = compare_engine(g, family, ours)
     print(f"\n{family} fp8: {close}")
     assert close.relative_rms < to_exact

@@ -35,6 +35,7 @@ def run(model: TextModel, ids: Tensor) -> Tensor:
 
 
 def in_float64(attention: TextAttention, y_TD: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """All products; the factors of tau are rounded to float32."""
     cos, sin = rope
     wide = deepcopy(attention).double()
     return wide(y_TD.double(), positions, (cos.double(), sin.double()), 0, causal(len(y_TD)))
@@ -75,8 +76,9 @@ def test_tau_attention_equals_the_reference(start: int) -> None:
     expected = units[f"attn_out_causal_pos{start}"][0]
     exact = in_float64(attention, y_TD, positions, text.rope(positions))
     torch.testing.assert_close(expected.double(), exact, rtol=0.0, atol=2e-5)
-    # Each processor adds up in an order of its own: ours may be twice as far from the exact sums as the reference's.
-    assert (out - exact).abs().max() <= 2 * (expected - exact).abs().max()
+    # Each processor adds up in an order of its own. The 384 terms of a factor have sizes that add up to 37, so float32
+    # leaves noise of 4e-6 in it, and it is multiplied with values of up to 8.
+    torch.testing.assert_close(out.double(), exact, rtol=0.0, atol=4e-5)
 
 
 @pytest.mark.parametrize("config", [TINY, TINY_MOE, replace(TINY, n_kv_heads=2)], ids=["dense", "moe", "grouped"])

@@ -38,9 +38,10 @@ def check_close(family: str, model: MoondreamModel, where: str) -> None:
     engine = paged(model)
     cases = {name: compare_engine(g, family, engine, [name]) for name in text_cases(g)}
     errors = {name: close.relative_rms for name, close in cases.items()}
-    every = compare_engine(g, family, engine)
-    print(f"\n{family} bf16 {where}: {every}; by case: {errors}")
-    assert every.agreement >= 0.98
+    steps = {name: len(g.cases[name]["generated_tokens"]) for name in cases}
+    agreement = sum(steps[name] * close.agreement for name, close in cases.items()) / sum(steps.values())
+    print(f"\n{family} bf16 {where}: {agreement:.1%} of greedy tokens; {errors}")
+    assert agreement >= 0.98
     assert median(errors.values()) < 0.03
     assert max(errors.values()) < 0.06
 
@@ -51,6 +52,7 @@ def test_bf16_stays_close(family: str, device: str) -> None:
     check_close(family, deepcopy(golden(family).model).to(device, torch.bfloat16), device)
 
 
+@pytest.mark.skipif(not wide_products.has_fast_bfloat16(), reason="this processor has none: the test above is this one")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_stays_close_on_a_processor_without_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_products, "has_fast_bfloat16", lambda: False)

@@ -22,7 +22,6 @@ from kestrel.errors import NumericalError
 from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import Adapt
 from kestrel.moondream.model import MoondreamModel
-from kestrel.runtime.wide_products import computing
 from kestrel.skills.base import SpecialIds
 from kestrel.train.adapter.encoding import RowOrder, TrainingRow
 from kestrel.train.adapter.lora import Factors
@@ -105,9 +104,8 @@ class AdapterTask:
         packed = pack([row.tasks for row in rows], length, self._ids, positions)
         tasks = TaskTensors.upload(packed, self.device)
         pictures = self._pictures.batch([row.picture for row in rows])
-        with computing(self.device, self.dtype):
-            hidden = hidden_states(self.model, pictures, tasks, adapt)
-            return answer_losses(self.model, hidden, tasks), len(tasks.label_at)
+        hidden = hidden_states(self.model, pictures, tasks, adapt)
+        return answer_losses(self.model, hidden, tasks), len(tasks.label_at)
 
     @torch.no_grad()
     def judge(self, rows: Sequence[TrainingRow], adapter: Adapter, batch_size: int) -> float:

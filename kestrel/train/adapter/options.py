@@ -104,7 +104,10 @@ class AdapterRun:
     device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
     dtype: str = field(
         default="auto",
-        metadata=_doc("Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32."),
+        metadata=_doc(
+            "Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32. On a processor that "
+            "computes bfloat16 only slowly, bfloat16 is read as float32."
+        ),
     )
     picture_memory_mb: int = field(
         default=2048,

@@ -18,7 +18,6 @@ from kestrel.images.decode import decode_image
 from kestrel.images.limits import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.wide_products import computing
 from kestrel.train.adapter.mistakes import Mistake
 
 
@@ -123,7 +122,6 @@ class EmbeddedPictures:
         return self._kept[index]
 
     def _embed(self, index: int) -> Tensor:
-        decoder = self._decoder
-        with torch.no_grad(), computing(decoder.device, decoder.dtype):
-            prepared = decoder.prepare_image(self._folder.read(self._pictures[index]))
-            return decoder.embed_images([prepared])[0]
+        with torch.no_grad():
+            prepared = self._decoder.prepare_image(self._folder.read(self._pictures[index]))
+            return self._decoder.embed_images([prepared])[0]

@@ -18,6 +18,7 @@ from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.moondream.spec import LoadedMoondream
 from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.runtime.wide_products import fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
 from kestrel.train.adapter.encoding import SampleEncoder, TrainingRow
 from kestrel.train.adapter.loop import AdapterTask, Ending, LoopPlan, StepLine, train_adapter
@@ -112,7 +113,7 @@ def load_base(options: AdapterRun) -> LoadedMoondream:
     device = choose_device(config)
     if device.type == "cuda":  # read once, at the first matrix product; without it none repeats bit by bit
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    loaded = load(resolve(config), device, choose_dtype(config, device))
+    loaded = load(resolve(config), device, fast_dtype(device, choose_dtype(config, device)))
     if not isinstance(loaded, LoadedMoondream):
         raise CheckpointError(f"{loaded.name} is no Moondream; adapters can be trained for Moondream models only")
     return loaded
