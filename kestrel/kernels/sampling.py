@@ -40,16 +40,17 @@ def truncate(logits_BV: Tensor, how: Truncation) -> tuple[Tensor, Tensor]:
     return probs_BV / probs_BV.sum(-1, keepdim=True), order_BV
 
 
-def draw(probs_BV: Tensor, id_BV: Tensor, seed_B: Tensor, count_B: Tensor) -> Tensor:
+def draw(probs_BV: Tensor, order_BV: Tensor, seed_B: Tensor, count_B: Tensor) -> Tensor:
     """One id per row, from what `truncate` gave."""
-    first_B = (exponentials(seed_B, count_B, id_BV) / probs_BV).argmin(-1)
-    return id_BV.gather(1, first_B[:, None])[:, 0]
+    by_id_BV = torch.zeros_like(probs_BV).scatter_(1, order_BV, probs_BV)
+    return (exponentials(seed_B, count_B, probs_BV.shape[1]) / by_id_BV).argmin(-1)
 
 
-def exponentials(seed_B: Tensor, count_B: Tensor, id_BV: Tensor) -> Tensor:
-    """Of mean 1, above 0 and finite, each from (seed, count, id) alone."""
+def exponentials(seed_B: Tensor, count_B: Tensor, num_ids: int) -> Tensor:
+    """[B, num_ids] of mean 1, above 0 and finite, each from (seed, count, id) alone."""
+    id_V = torch.arange(1, num_ids + 1, device=seed_B.device)
     stream_B = _mix(_mix(seed_B) + count_B * _GOLDEN_GAMMA)
-    bits_BV = _shift_right(_mix(stream_B[:, None] + (id_BV + 1) * _GOLDEN_GAMMA), 11)
+    bits_BV = _shift_right(_mix(stream_B[:, None] + id_V * _GOLDEN_GAMMA), 11)
     # Small numbers keep all their digits; the largest is what float32 has below 1.
     uniform_BV = ((bits_BV.float() + 0.5) * 2.0**-53).clamp(max=1.0 - 2.0**-24)
     return -torch.log1p(-uniform_BV)
