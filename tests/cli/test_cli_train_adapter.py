@@ -17,12 +17,17 @@ from rich.console import Console
 from kestrel.cli.adapter_training_report import AdapterReport
 from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.run import Beginning
+from tests.moondream.coarse import coarse_folder
 from tests.train.adapter.data_folder import small_folder
 
-from .conftest import GOLDENS, Kestrel
+from .conftest import Kestrel
 
 ROOT = Path(__file__).parents[2]
-BASE = ("--model-path", str(GOLDENS / "md3"), "--device", "cpu", "--rank", "6", "--batch-size", "2", "--log-every", "1")
+
+
+def base() -> tuple[str, ...]:
+    options = ("--device", "cpu", "--rank", "6", "--batch-size", "2", "--log-every", "1")
+    return ("--model-path", str(coarse_folder("md3")), *options)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "new.safetensors"
-    flags = ("--data", data, "--output", output, "--steps", "2", "--skill", "point,query", "--skill", "detect", *BASE)
+    flags = ("--data", data, "--output", output, "--steps", "2", "--skill", "point,query", "--skill", "detect", *base())
     outcome = kestrel("train", "adapter", *flags)
     assert outcome.code == 0, outcome.err
     first, looked, *lines = outcome.out.splitlines()
@@ -57,7 +62,7 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
 
 def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "new.safetensors"
-    flags = ("train", "adapter", "--data", data, "--output", output, "--epochs", "100000", *BASE)
+    flags = ("train", "adapter", "--data", data, "--output", output, "--epochs", "100000", *base())
     process = subprocess.Popen(
         [sys.executable, "-m", "kestrel.main", *map(str, flags)],
         cwd=ROOT,
@@ -102,7 +107,7 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
         (("--device", "tpu"), "device: 'tpu' is not supported; use auto, cpu, cuda or cuda:N"),
         (("--dtype", "int4"), "dtype: 'int4' is not supported; use one of: auto, float32, bfloat16, float16"),
         (("--dtype", "float16"), "dtype: float16 is too narrow for gradients; use bfloat16 or float32"),
-        (("--length", "295"), "length: must be 294 or less to fit the model's context (got 295)"),
+        (("--length", "880"), "length: must be 879 or less to fit the model's context (got 880)"),
         (("--output", "x.pt"), "output: x.pt must end in .safetensors"),
         (("--output", "none/x.safetensors"), "output: none is not a folder; create it first"),
         (("--data", "none"), "data: none is not a folder; name the folder that holds train.jsonl or annotations.json"),
@@ -111,7 +116,7 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
 def test_flags_that_cannot_work_are_refused_with_a_remedy(
     kestrel: Kestrel, data: Path, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
-    outcome = kestrel("train", "adapter", "--data", data, "--output", tmp_path / "x.safetensors", *BASE, *flags)
+    outcome = kestrel("train", "adapter", "--data", data, "--output", tmp_path / "x.safetensors", *base(), *flags)
     assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -121,7 +126,7 @@ def test_mistakes_in_data_are_told_together_before_anything_is_trained(kestrel: 
     with (folder / "train.jsonl").open("a") as file:
         file.write(json.dumps({"image": "p0.png", "object": "cat", "points": [[30, 40]]}) + "\n")
         file.write(json.dumps({"image": "gone.png", "question": "q", "answer": "a"}) + "\n")
-    outcome = kestrel("train", "adapter", "--data", folder, "--output", tmp_path / "x.safetensors", *BASE)
+    outcome = kestrel("train", "adapter", "--data", folder, "--output", tmp_path / "x.safetensors", *base())
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith(
         "error: data: 2 mistakes, nothing was trained: train.jsonl line 17: points[0]: (30, 40)"

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from kestrel.cli.demo import SCENE
+from tests.scene import SCENE
 
 from .conftest import GOLDENS, MD3, SMALL, Kestrel
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from kestrel.cli.demo import SCENE
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import RequestError
@@ -25,6 +24,7 @@ from tests.engine.fake_engine import fake_engine
 from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.naive import NaiveMoondream
 from tests.runtime.dense_prompt import dense_hidden, dense_logprobs
+from tests.scene import SCENE
 
 IDS = [0, *range(40, 75)]
 PICTURE = GOLDENS / "image_small.png"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kestrel.cli.demo import SCENE
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import RequestError
 from tests.engine.fake_engine import fake_engine
+from tests.scene import SCENE
 
 QUESTION = "What color is the background?"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}

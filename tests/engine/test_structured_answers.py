@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kestrel.cli.demo import SCENE
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.constraints.formats import ResponseFormat
@@ -23,6 +22,7 @@ from kestrel.errors import QueueFull, RequestCancelled, RequestError
 from tests.constraints.json_walks import SCHEMAS, assert_valid
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
+from tests.scene import SCENE
 
 PICTURE = GOLDENS / "image_small.png"
 QUESTION = {"question": "What is it?", "reasoning": False}

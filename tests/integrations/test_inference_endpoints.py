@@ -22,7 +22,6 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from kestrel import default_model
-from kestrel.cli.demo import SCENE
 from tests.engine.held_out import drawn_scenes
 from tests.engine.random_adapters import write_adapters
 from tests.integrations.asking import Seen, ask, note, open_stream, tensors
@@ -36,6 +35,7 @@ from tests.integrations.endpoints import (
     start_triton,
 )
 from tests.integrations.truth import GREEDY, KEYS, Asked, direct_answers, encoded, questions
+from tests.scene import SCENE
 from tests.server.long_request import long_query
 from tests.server.sockets import eventually
 

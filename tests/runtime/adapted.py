@@ -21,7 +21,7 @@ from kestrel.runtime.contract import AdapterLoad, RuntimeLimits
 from kestrel.runtime.executor import Executor, MakeFastSteps
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import Token
-from tests.moondream.goldens import golden
+from tests.moondream.coarse import coarse
 from tests.moondream.naive import NaiveMoondream
 from tests.moondream.test_lora import random_adapter
 from tests.runtime.paged import Case, Paged, RecordingDecoder
@@ -47,7 +47,7 @@ def adapters(family: str) -> dict[str, Adapter]:
 def crowd(family: str, tag: str) -> list[Case]:
     """Every skill about a picture and one about another, by the base model and by each adapter in turn."""
     uses = [None, *(AdapterUse(name, name, adapter) for name, adapter in adapters(family).items())]
-    g = golden(family)
+    g = coarse(family)
     cases = all_skills(g, f"{tag}.a", "small") + all_skills(g, f"{tag}.b", "multi")[:1]
     return [replace(case, adapter=uses[number % len(uses)]) for number, case in enumerate(cases)]
 
@@ -64,7 +64,7 @@ def each_alone(family: str, cases: list[Case]) -> dict[str, list[Token]]:
 
 @cache
 def naive_adapted(family: str, adapter: str | None) -> NaiveMoondream:
-    g = golden(family)
+    g = coarse(family)
     adapt = None if adapter is None else SingleAdapter(adapters(family)[adapter])
     return NaiveMoondream(g.model, g.config, g.tokenizer, g.naive.image_cache, adapt)
 
@@ -92,18 +92,18 @@ def serving(
 
 
 def decoder_and_slots(family: str, device: str, num_slots: int) -> tuple[RecordingDecoder, AdapterSlots]:
-    decoder = RecordingDecoder(copy.deepcopy(golden(family).model).to(device))
-    shape = adapter_shape(golden(family).config.text)
+    decoder = RecordingDecoder(copy.deepcopy(coarse(family).model).to(device))
+    shape = adapter_shape(coarse(family).config.text)
     return decoder, AdapterSlots(shape, num_slots, MAX_RANK, decoder.device, decoder.dtype)
 
 
 def adapted_text(ops: Ops, device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdaptedText:
-    return AdaptedText(copy.deepcopy(golden("md2").model.text).to(device, dtype), ops)
+    return AdaptedText(copy.deepcopy(coarse("md2").model.text).to(device, dtype), ops)
 
 
 def loaded_slots(device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdapterSlots:
     """A slot for each of the adapters, and an empty one."""
-    shape = adapter_shape(golden("md2").config.text)
+    shape = adapter_shape(coarse("md2").config.text)
     slots = AdapterSlots(shape, len(adapters("md2")) + 1, MAX_RANK, torch.device(device), dtype)
     for slot, adapter in enumerate(adapters("md2").values()):
         slots.load(AdapterLoad(slot, str(slot), adapter))
@@ -114,7 +114,7 @@ class ValuesAlone:
     """Attention of which each position sees its own value only."""
 
     def __init__(self, num_rows: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        text = golden("md2").config.text
+        text = coarse("md2").config.text
         self.slots_T = torch.arange(num_rows, device=device)
         self._k, self._v = torch.zeros(2, num_rows, text.n_kv_heads, text.head_dim, device=device, dtype=dtype).unbind(
             0

@@ -17,7 +17,7 @@ from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
-from tests.moondream.goldens import golden
+from tests.moondream.coarse import coarse
 from tests.runtime.adapted import (
     ValuesAlone,
     adapted_text,
@@ -94,7 +94,7 @@ def test_experts_are_adapted_by_the_plain_model(eager_adapts: list[Adapt]) -> No
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 40])
 @torch.inference_mode()
 def test_positions_of_the_base_keep_their_bits_and_the_others_equal_each_adapter_alone(num_rows: int) -> None:
-    text, plain, slots = adapted_text(PLAIN), golden("md2").model.text, loaded_slots()
+    text, plain, slots = adapted_text(PLAIN), coarse("md2").model.text, loaded_slots()
     owners = [(n * 5) % 7 % 6 - 1 for n in range(num_rows)]
     x_TD, positions = plain.embed(torch.arange(20, 20 + num_rows)), torch.arange(num_rows)
     together = text.forward_adapted(x_TD, positions, ValuesAlone(num_rows), slots.deltas(torch.tensor(owners)))
@@ -110,7 +110,7 @@ def test_positions_of_the_base_keep_their_bits_and_the_others_equal_each_adapter
 
 @torch.inference_mode()
 def test_a_slot_filled_anew_changes_what_the_same_tensors_give() -> None:
-    text, plain, slots = adapted_text(PLAIN), golden("md2").model.text, loaded_slots()
+    text, plain, slots = adapted_text(PLAIN), coarse("md2").model.text, loaded_slots()
     deltas = slots.deltas(torch.full((5,), 2))
     x_TD, positions = plain.embed(torch.arange(20, 25)), torch.arange(5)
     for name in ("wide", "of norm", "narrow", "one matrix"):

@@ -13,14 +13,14 @@ from kestrel.runtime.decode_graphs import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from tests.moondream.goldens import golden
+from tests.moondream.coarse import coarse
 from tests.runtime.paged import Paged, RecordingDecoder, paged_in_steps
 from tests.runtime.repeating_pool import RepeatingPool
 from tests.runtime.test_paged_equality import all_skills, dense
 
 
 def captured(family: str, pool: RepeatingPool) -> tuple[Paged, DecodeGraphs]:
-    decoder = RecordingDecoder(copy.deepcopy(golden(family).model))
+    decoder = RecordingDecoder(copy.deepcopy(coarse(family).model))
     decoder.fuse(PLAIN)
     made: list[DecodeGraphs] = []
 
@@ -33,7 +33,7 @@ def captured(family: str, pool: RepeatingPool) -> tuple[Paged, DecodeGraphs]:
 
 @pytest.mark.parametrize("family", ["md2", "md3"])
 def test_steps_run_once_before_they_are_captured_and_give_what_the_dense_loop_gives(family: str) -> None:
-    g, pool = golden(family), RepeatingPool()
+    g, pool = coarse(family), RepeatingPool()
     engine, graphs = captured(family, pool)
     expected = dense(g, all_skills(g, "a", "small"))
     for round_ in range(3):
@@ -55,7 +55,7 @@ def test_what_is_prepared_is_tried_out_first() -> None:
 
 def test_after_tables_have_moved_everything_runs_again_before_it_is_captured() -> None:
     """Wider tables need other kernels, and inside a capture none can be compiled."""
-    g, pool = golden("md2"), RepeatingPool()
+    g, pool = coarse("md2"), RepeatingPool()
     engine, graphs = captured("md2", pool)
     for _ in range(2):
         engine.run(*all_skills(g, "a", "small"))

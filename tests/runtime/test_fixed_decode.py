@@ -10,7 +10,8 @@ import pytest
 from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.sampler import Sampled
 from kestrel.sampling_params import SamplingParams
-from tests.moondream.goldens import FAMILIES, golden
+from tests.moondream.coarse import coarse
+from tests.moondream.goldens import FAMILIES
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, paged
 from tests.runtime.test_paged_equality import all_skills, dense
@@ -34,7 +35,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_every_skill_in_one_batch_equals_the_dense_loop(
     family: str, steps_in_flight: int, sizes: list[tuple[int, int]]
 ) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = all_skills(g, "a", "small") + all_skills(g, "b", "multi")
     engine = paged(g.model, steps_in_flight=steps_in_flight, in_fixed_sizes=True)
     assert engine.run(*cases) == dense(g, cases)
@@ -43,14 +44,14 @@ def test_every_skill_in_one_batch_equals_the_dense_loop(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_filling_up_a_batch_changes_nothing_for_a_row_alone(family: str, sizes: list[tuple[int, int]]) -> None:
-    g = golden(family)
+    g = coarse(family)
     for case in all_skills(g, "a", "small"):
         assert paged(g.model, in_fixed_sizes=True, page_size=7).run(case) == dense(g, [case])
     assert {size for _, size in sizes} == {1}
 
 
 def test_draws_and_wishes_about_the_end_are_those_of_the_usual_step(sizes: list[tuple[int, int]]) -> None:
-    g = golden("md3")
+    g = coarse("md3")
     items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
     wishes = {
         "drawn": SamplingParams(max_new_tokens=12, temperature=1.5, seed=5),
@@ -67,7 +68,7 @@ def test_draws_and_wishes_about_the_end_are_those_of_the_usual_step(sizes: list[
 
 
 def test_what_needs_the_host_in_every_step_runs_as_usual(sizes: list[tuple[int, int]]) -> None:
-    g = golden("md2")
+    g = coarse("md2")
     items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
     wishes = {
         "scored": SamplingParams(max_new_tokens=6, logprobs=2),
@@ -82,7 +83,7 @@ def test_what_needs_the_host_in_every_step_runs_as_usual(sizes: list[tuple[int, 
 
 
 def test_a_row_that_had_wishes_about_its_end_leaves_none_to_the_next() -> None:
-    g = golden("md2")
+    g = coarse("md2")
     items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
     engine = paged(g.model, in_fixed_sizes=True, max_batch_size=2)
     plain = Case("plain", items, text_grammar(g.config), 9)

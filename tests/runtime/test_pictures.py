@@ -14,14 +14,15 @@ from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.tokens import ImageSpan
-from tests.moondream.goldens import golden, pixels
+from tests.moondream.coarse import POSITIONS, coarse
+from tests.moondream.goldens import pixels
 
 
 class WatchedDecoder(MoondreamDecoder):
     """Notes how many crops came together; pictures whose top left pixel is white break the encoder."""
 
     def __init__(self) -> None:
-        super().__init__(golden("md2").model)
+        super().__init__(coarse("md2").model)
         self.groups: list[list[int]] = []
         self.goes: list[int] = []
 
@@ -41,8 +42,8 @@ def chunk(row: int, name: str, white_corner: bool = False) -> PrefillChunk:
     if white_corner:
         array[:200, :200] = 255
     image = RgbImage.from_pixels(array)
-    span = ImageSpan(image.digest, 730, 1)
-    return PrefillChunk(row, 0, [span], 730, samples=False, images={image.digest: image})
+    span = ImageSpan(image.digest, POSITIONS, 1)
+    return PrefillChunk(row, 0, [span], POSITIONS, samples=False, images={image.digest: image})
 
 
 @torch.inference_mode()

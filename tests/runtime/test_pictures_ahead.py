@@ -11,13 +11,14 @@ from kestrel.runtime.contract import PictureSlice, PrefillChunk
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.pictures_ahead import MAX_PICTURES
 from kestrel.tokens import ImageSpan
-from tests.moondream.goldens import golden, pixels
+from tests.moondream.coarse import POSITIONS, coarse
+from tests.moondream.goldens import pixels
 
 MULTI = RgbImage.from_pixels(pixels("multi"))
 
 
 def encoder() -> PictureEncoder:
-    return PictureEncoder(MoondreamDecoder(golden("md2").model), max_crops=64)
+    return PictureEncoder(MoondreamDecoder(coarse("md2").model), max_crops=64)
 
 
 def slice_of(image: RgbImage, max_crops: int) -> PictureSlice:
@@ -25,7 +26,9 @@ def slice_of(image: RgbImage, max_crops: int) -> PictureSlice:
 
 
 def chunk(image: RgbImage, row: int = 0) -> PrefillChunk:
-    return PrefillChunk(row, 0, [ImageSpan(image.digest, 730, 1)], 730, samples=False, images={image.digest: image})
+    return PrefillChunk(
+        row, 0, [ImageSpan(image.digest, POSITIONS, 1)], POSITIONS, samples=False, images={image.digest: image}
+    )
 
 
 def other(index: int) -> RgbImage:
@@ -80,7 +83,7 @@ def test_a_failure_is_told_when_the_picture_is_prefilled_and_hits_its_rows_only(
     pictures = encoder()
     pictures.ahead.advance(PictureSlice("feed", None, 1))
     assert pictures.ahead.has_encoded("feed")
-    bad = PrefillChunk(1, 0, [ImageSpan("feed", 730, 1)], 730, samples=False)
+    bad = PrefillChunk(1, 0, [ImageSpan("feed", POSITIONS, 1)], POSITIONS, samples=False)
     embedded, failures = pictures.encode([chunk(MULTI), bad])
     assert list(embedded) == [MULTI.digest]
     assert list(failures) == [1]

@@ -13,7 +13,8 @@ from kestrel.request import FinishReason, StreamUpdate
 from kestrel.runtime import prompt_scoring
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, num_positions
-from tests.moondream.goldens import FAMILIES, Golden, golden
+from tests.moondream.coarse import coarse
+from tests.moondream.goldens import FAMILIES, Golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.dense_prompt import dense_hidden, dense_logprobs
 from tests.runtime.paged import Case, paged
@@ -55,7 +56,7 @@ def assert_dense(g: Golden, case: Case, update: StreamUpdate, tolerance: float =
 
 @pytest.mark.parametrize(("family", "page_size"), [("md2", 1), ("md3", 16), ("md2", 64)])
 def test_in_a_crowd_of_strangers(family: str, page_size: int) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases, strangers = asking_cases(g), all_skills(g, "stranger", "multi")
     alone = paged(g.model).run(*strangers)
     engine = paged(g.model, page_size=page_size, steps_in_flight=1)
@@ -70,7 +71,7 @@ def test_in_a_crowd_of_strangers(family: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_and_on_a_warm_cache_that_is_not_read(family: str) -> None:
-    g = golden(family)
+    g = coarse(family)
     engine = paged(g.model)
     for case in asking_cases(g):
         plain = replace(case, name=f"{case.name}.plain", prompt_outputs=None)
@@ -85,7 +86,7 @@ def test_alone_and_on_a_warm_cache_that_is_not_read(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [1, 7, 731])
 def test_chunked_prefill(family: str, budget: int) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = asking_cases(g)
     final = paged(g.model, max_prefill_tokens=budget, steps_in_flight=1).finish(*cases)
     for case in cases:
@@ -95,7 +96,7 @@ def test_chunked_prefill(family: str, budget: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_in_the_middle_of_the_prompt(family: str) -> None:
     """A more urgent stream grows until the asking sequence, still in its prefill, has to give its pages up."""
-    g = golden(family)
+    g = coarse(family)
     case = replace(next(c for c in asking_cases(g) if c.name == "ask.text"), name="victim")
     context = [*case.items, *[TextToken(40 + i) for i in range(24)]]
     case = replace(case, items=context)
@@ -116,7 +117,7 @@ def test_preempted_in_the_middle_of_the_prompt(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_generated_when_no_token_is_wanted(family: str) -> None:
-    g = golden(family)
+    g = coarse(family)
     engine = paged(g.model)
     for case in asking_cases(g):
         silent = replace(case, sampling=SamplingParams(max_new_tokens=0))
@@ -132,7 +133,7 @@ def test_nothing_is_generated_when_no_token_is_wanted(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_greedy_continuation_fed_back_scores_as_it_did(family: str) -> None:
-    g = golden(family)
+    g = coarse(family)
     base = all_skills(g, "base")[0]
     grammar = text_grammar(g.config)
     told = paged(g.model)
@@ -155,7 +156,7 @@ def test_a_greedy_continuation_fed_back_scores_as_it_did(family: str) -> None:
 
 
 def test_logits_are_made_for_a_slice_of_positions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    g = golden("md2")
+    g = coarse("md2")
     monkeypatch.setattr(prompt_scoring, "MAX_LOGITS", 5 * g.config.text.vocab_size)
     case = replace(asking_cases(g)[-1], sampling=SamplingParams(max_new_tokens=0))
     engine = paged(g.model)
@@ -167,7 +168,7 @@ def test_logits_are_made_for_a_slice_of_positions_at_a_time(monkeypatch: pytest.
 
 
 def test_numbers_that_are_none_fail_their_own_request_only() -> None:
-    g = golden("md2")
+    g = coarse("md2")
     case = replace(asking_cases(g)[-1], sampling=SamplingParams(max_new_tokens=0))
     stranger = all_skills(g, "stranger")[-1]
     engine = paged(g.model)

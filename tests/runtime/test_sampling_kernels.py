@@ -18,7 +18,7 @@ from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.sampling_params import SamplingParams
-from tests.moondream.goldens import golden
+from tests.moondream.coarse import coarse
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, Paged, RecordingDecoder, paged, paged_in_steps
 from tests.runtime.test_paged_equality import all_skills
@@ -27,7 +27,7 @@ OPS = replace(PLAIN, best_ids=best_ids, commit_ids=commit_ids, row_inputs=row_in
 
 
 def model_on(device: str) -> MoondreamModel:
-    return copy.deepcopy(golden("md2").model).to(device)
+    return copy.deepcopy(coarse("md2").model).to(device)
 
 
 def engine(device: str) -> Paged:
@@ -41,13 +41,13 @@ def engine(device: str) -> Paged:
 
 @devices
 def test_every_skill_equals_the_usual_step(device: str) -> None:
-    cases = all_skills(golden("md2"), "a", "small")
+    cases = all_skills(coarse("md2"), "a", "small")
     assert engine(device).run(*cases) == paged(model_on(device)).run(*cases)
 
 
 @devices
 def test_draws_and_wishes_about_the_end_are_those_of_the_usual_step(device: str) -> None:
-    g = golden("md2")
+    g = coarse("md2")
     items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
     wishes = {
         "drawn": SamplingParams(max_new_tokens=8, temperature=1.5, seed=5),

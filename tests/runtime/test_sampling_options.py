@@ -16,7 +16,7 @@ from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.penalties import PenaltyTable
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, Token
-from tests.moondream.goldens import golden
+from tests.moondream.coarse import coarse
 from tests.runtime.paged import Case, Paged, paged
 
 EOS = 0
@@ -30,7 +30,7 @@ def case(name: str, grammar: Grammar | None = None, budget: int = 24, **options:
 
 
 def small(**changes: int) -> Paged:
-    return paged(golden("md2").model, **({"max_batch_size": 8, "num_pages": 200} | changes))
+    return paged(coarse("md2").model, **({"max_batch_size": 8, "num_pages": 200} | changes))
 
 
 def naive(case: Case, logits_at: list[torch.Tensor]) -> list[int]:

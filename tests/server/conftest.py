@@ -18,13 +18,13 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from kestrel.cli.demo import SCENE
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import bind, uvicorn_config
 from kestrel.server.state import RequestInfo, ServerState, app_state
+from tests.scene import SCENE
 
 T = TypeVar("T")
 GREEDY = {"temperature": 0.0}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.cli.demo import SCENE
+from tests.scene import SCENE
 from tests.server.conftest import RunningServer
 
 ROOT = Path(__file__).parents[2]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import urllib.error
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
 from kestrel.evals.metrics import box_iou
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from tests.scene import BEES, SCENE
 from tests.server.conftest import KEYS, RunningServer
 
 MISSING = "the moondream client is not installed; run scripts/install-clients"
@@ -20,8 +17,6 @@ moondream = pytest.importorskip("moondream", reason=MISSING)
 cloud_vl = pytest.importorskip("moondream.cloud_vl", reason=MISSING)
 
 KEY = KEYS[0]
-OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
-BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]
 GREEDY = {"temperature": 0.0}
 
 

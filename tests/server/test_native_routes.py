@@ -7,17 +7,12 @@ import base64
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
 from kestrel.evals.metrics import box_iou
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from tests.scene import BEES, SCENE
 from tests.server.conftest import GREEDY, SCENE_BYTES, SCENE_URL, RunningServer
 
-OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
-BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]
 METRICS = {
     "input_tokens",
     "output_tokens",

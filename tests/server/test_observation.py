@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kestrel.cli.demo import SCENE
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import RequestError
 from kestrel.server.logs import LOGGERS, configure_logs
 from kestrel.server.observation import Observation
+from tests.scene import SCENE
 from tests.server.pages import Page
 from tests.server.recorded_app import client_of
 from tests.server.tiny import tiny_engine

@@ -8,16 +8,11 @@ from typing import Any
 
 import httpx
 import jsonschema
-import numpy as np
 import pytest
 
-from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from tests.scene import BEES, SCENE
 from tests.server.conftest import SCENE_BYTES, SCENE_URL, RunningServer
 
-OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
-NUM_COWS = sum(thing.name == "bee" for thing in OBJECTS)
 PICTURE = {"type": "image_url", "image_url": {"url": SCENE_URL, "detail": "low"}}
 COUNT = {"type": "text", "text": "How many bees are there?"}
 COUNTING = [{"role": "user", "content": [COUNT, PICTURE]}]
@@ -45,7 +40,7 @@ def said(answer: dict[str, Any], index: int = 0) -> str:
 
 def test_chat_counts_what_is_in_the_picture_and_its_tokens(client: httpx.Client, server: RunningServer) -> None:
     answer = chat(client, COUNTING)
-    assert said(answer) == str(NUM_COWS)
+    assert said(answer) == str(len(BEES))
     direct = server.on_loop(lambda: server.engine.query(SCENE, COUNT["text"], reasoning=False, temperature=0.0))
     usage = answer["usage"]
     assert usage["prompt_tokens"] == direct.metrics.input_tokens
@@ -94,11 +89,11 @@ def test_several_turns_and_pictures_are_what_the_chat_skill_makes_of_them(
 )
 def test_thinking_is_shown_beside_the_answer(client: httpx.Client, server: RunningServer, wish: dict[str, Any]) -> None:
     answer = chat(client, COUNTING, **wish)
-    assert said(answer) == str(NUM_COWS)
+    assert said(answer) == str(len(BEES))
     direct = server.on_loop(lambda: server.engine.query(SCENE, COUNT["text"], reasoning=True, temperature=0.0))
     assert answer["choices"][0]["message"]["reasoning_content"] == direct.output["reasoning"]["text"]
     usage = answer["usage"]
-    num_answer = len(server.engine.profile.tokenizer.encode(str(NUM_COWS)))
+    num_answer = len(server.engine.profile.tokenizer.encode(str(len(BEES))))
     assert usage["completion_tokens"] - usage["completion_tokens_details"]["reasoning_tokens"] == num_answer
 
 
@@ -185,7 +180,7 @@ def test_an_answer_keeps_to_its_schema(client: httpx.Client) -> None:
     ],
 )
 def test_nulls_unknown_fields_and_harmless_values_change_nothing(client: httpx.Client, fields: dict[str, Any]) -> None:
-    assert said(chat(client, COUNTING, **fields)) == str(NUM_COWS)
+    assert said(chat(client, COUNTING, **fields)) == str(len(BEES))
 
 
 def test_ignore_eos_goes_on_to_the_bound(client: httpx.Client) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kestrel.cli.demo import SCENE
 from kestrel.server.config import ServerConfig
 from kestrel.server.state import Phase
+from tests.scene import SCENE
 from tests.server.conftest import KEYS, SCENE_URL, RunningServer, runtime_config, start_server
 
 ROOT = Path(__file__).parents[2]

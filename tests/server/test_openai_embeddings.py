@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kestrel.cli.demo import SCENE
 from kestrel.server.config import ServerConfig
+from tests.scene import SCENE
 from tests.server.conftest import SCENE_URL, RunningServer, runtime_config, start_server
 
 PICTURE = {"type": "image_url", "image_url": {"url": SCENE_URL}}

@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from kestrel.cli.demo import SCENE
 from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
 from kestrel.request import RequestMetrics
 from kestrel.server.metrics import ServerMetrics
 from kestrel.server.records import RecordedRequests
+from tests.scene import SCENE
 from tests.server.pages import VLLM_NAMES, Page
 from tests.server.tiny import tiny_engine
 

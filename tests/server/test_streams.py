@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kestrel.cli.demo import SCENE
 from kestrel.engine.worker import Cancel
 from kestrel.errors import NumericalError
 from kestrel.server.config import ServerConfig
+from tests.scene import SCENE
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 from tests.server.sockets import eventually, send

@@ -1,4 +1,4 @@
-"""Training runs of tests: the golden models, small data, one thread."""
+"""Training runs of tests: the coarse golden models, small data, one thread."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from kestrel.train.adapter.loop import AdapterTask, StepLine
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.pictures import EmbeddedPictures, PictureFolder
 from kestrel.train.adapter.run import Beginning, Trained, encoded, load_base, run_adapter
+from tests.moondream.coarse import coarse_folder
 
-from .data_folder import GOLDENS, LIMITS, read
+from .data_folder import LIMITS, read
 
 RANKS = {"md2": 4, "md3": 6}
 """Three experts share the rank in md3."""
@@ -47,7 +48,7 @@ class QuietReport:
 def options(data: Path, output: Path, family: str = "md3", **changes: Any) -> AdapterRun:
     values: dict[str, Any] = {
         "rank": RANKS[family], "lr": 1e-2, "warmup_steps": 2, "batch_size": 2, "steps": 8, "val_share": 0.25,
-        "val_every": 4, "log_every": 2, "device": "cpu", "model_path": GOLDENS / family,
+        "val_every": 4, "log_every": 2, "device": "cpu", "model_path": coarse_folder(family),
     }  # fmt: skip
     return AdapterRun(data=data, output=output, **(values | changes))
 

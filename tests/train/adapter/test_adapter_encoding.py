@@ -19,12 +19,13 @@ from kestrel.train.adapter.lora import Factors
 from kestrel.train.adapter.mistakes import DataError, MistakeList
 from kestrel.train.objective import TaskTensors, hidden_states
 from kestrel.train.packing import pack
+from tests.moondream.coarse import POSITIONS
 from tests.moondream.naive_generator import NaiveGenerator
+from tests.scene import SCENE
 
 from .data_folder import draw_picture, read, write_lines
 from .runs import options, task_of
 
-SCENE = Path(__file__).parents[3] / "kestrel" / "cli" / "demo_scene.png"
 ROWS = [
     {"image": "a.png", "question": "is it red?", "answer": "yes it is"},
     {"image": "a.png", "caption": "a red cat", "length": "long"},
@@ -81,12 +82,12 @@ def test_the_adapted_stream_is_that_of_one_sequence_fed_step_by_step(family: str
         for factor in factors.parameters():
             factor.add_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(1)), alpha=0.02)
         adapt = task.adapt(factors.adapter())
-        packed = TaskTensors.upload(pack([row.tasks], 64, task._ids, 730), torch.device("cpu"))
+        packed = TaskTensors.upload(pack([row.tasks], 64, task._ids, POSITIONS), torch.device("cpu"))
         together = hidden_states(loaded.model, task._pictures.batch([0]), packed, adapt)[0]
         assert (together - hidden_states(loaded.model, task._pictures.batch([0]), packed)[0]).abs().max() > 0.1
     naive = NaiveGenerator(loaded.model, loaded.config, loaded.tokenizer, adapt=adapt)
     pixels = task._pictures._folder.read(task._pictures._pictures[0]).pixels
-    span = ImageSpan("ab" * 8, 730, bos_id=loaded.config.tokenizer.bos_id)
+    span = ImageSpan("ab" * 8, POSITIONS, bos_id=loaded.config.tokenizer.bos_id)
     at = 0
     for one in row.tasks:
         inputs = [*one.prompt_items, *one.target_items][:-1]

@@ -1,0 +1,18 @@
+"""The demo's scene in the size of one crop, and the truth about it.
+
+Encoding its picture is most of what a test of the embedded model waits for, and the demo's own has nine crops.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kestrel.cli.demo import SCENE_SEED, SCENE_SIZE
+from kestrel.train.scenes.difficulty import HELD_OUT
+from kestrel.train.scenes.placement import sample_batch, scene_at
+
+SCENE = Path(__file__).with_name("scene.png")
+OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
+BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]
