@@ -149,9 +149,11 @@ def attend_rows(
 
 def widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """What lies in the slots, as numbers of `dtype`; a scale is for a cache of another dtype."""
+    # Whole rows at a time: an index of tensors copies number by number on a CPU.
+    taken = _as_bytes(cache).index_select(0, slots_BK.flatten()).unflatten(0, slots_BK.shape)
     if cache.dtype == dtype:
-        return cache[slots_BK]
-    return (_as_bytes(cache)[slots_BK].view(cache.dtype).to(torch.float32) * scale).to(dtype)
+        return taken
+    return (taken.view(cache.dtype).to(torch.float32) * scale).to(dtype)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kestrel.runtime.contract import (
     StepOutput,
     StepPlan,
 )
+from kestrel.runtime.few_rows import few_rows
 from kestrel.runtime.fixed_decode import FixedDecode, parts_for
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.interpreter import shorten_turns
@@ -143,7 +144,9 @@ class Executor:
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
         if prefill or decode:
-            self._run_flat(step, plan, prefill, decode, images)
+            num_positions = sum(chunk.num_positions for chunk in prefill) + len(decode)
+            with few_rows(self._model.device, num_positions):
+                self._run_flat(step, plan, prefill, decode, images)
         return step
 
     def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
