@@ -32,7 +32,7 @@ from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.step_attention import ChunkAttention, StoredChunks
 from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, rounded
 from tests.moondream.goldens import FAMILIES, golden, golden_adapter
-from tests.runtime.forced import case_of, compare_engine, compare_with_golden, text_cases
+from tests.runtime.forced import closeness, compare_engine, logits_of, text_cases
 from tests.runtime.paged import Paged, paged
 
 FP8 = torch.float8_e4m3fn
@@ -95,10 +95,7 @@ def test_a_text_block_computes_with_rounded_numbers(family: str, index: int, num
 
 
 def all_logits(engine: Paged, family: str, names: list[str]) -> Tensor:
-    engine.decoder.logits_seen.clear()
-    for name in names:
-        engine.run(case_of(golden(family), name))
-    return torch.cat(engine.decoder.logits_seen).float()
+    return torch.cat([logits_of(engine, golden(family), name) for name in names])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +112,7 @@ def test_a_short_text_through_the_whole_model_is_that_of_rounded_weights(family:
 
 def test_with_experts_alone_in_float8_pictures_and_texts_are_those_of_rounded_experts() -> None:
     g = golden("md3")
-    names = text_cases(g)[:2]
+    names = ["query_small", "query_text_only"]
     found = all_logits(paged(g.model, quantization="fp8-experts"), "md3", names)
     assert relative(found, all_logits(paged(fake_fp8_experts(g.model)), "md3", names)) < 1e-5
     assert 1e-2 < relative(found, all_logits(paged(g.model), "md3", names)) < 0.08
@@ -130,13 +127,11 @@ def test_pictures_and_texts_in_float8_stay_near(
 ) -> None:
     g = golden(family)
     ours, rounded_weights = paged(g.model, quantization="fp8"), paged(fake_fp8(g.model))
-    errors = [
-        relative(all_logits(ours, family, [name]), all_logits(rounded_weights, family, [name]))
-        for name in text_cases(g)
-    ]
+    logits = {name: logits_of(ours, g, name) for name in text_cases(g)}
+    errors = [relative(found, logits_of(rounded_weights, g, name)) for name, found in logits.items()]
     assert median(errors) < to_rounded
     assert max(errors) < 2 * to_rounded, "a case whose positions go to other experts"
-    close = compare_engine(g, family, ours)
+    close = closeness(family, logits)
     print(f"\n{family} fp8: {close}")
     assert close.relative_rms < to_exact
     assert close.agreement >= agreement
@@ -191,7 +186,8 @@ def test_models_that_cannot_be_quantised_are_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize("choices", [{"is_fused": True, "in_fixed_sizes": True}, {}])
 def test_keys_and_values_in_float8_cost_little(family: str, largest: float, choices: dict[str, bool]) -> None:
     g = golden(family)
-    close = compare_with_golden(g, family, g.model, kv_dtype=FP8, **choices)
+    names = [name for name in text_cases(g) if g.cases[name]["image"] != "multi"]
+    close = compare_engine(g, family, paged(g.model, kv_dtype=FP8, **choices), names)
     print(f"\n{family} {choices}: {close}")
     assert 1e-3 < close.relative_rms < largest
     assert close.agreement >= 0.9

@@ -10,6 +10,7 @@ import torch
 from kestrel.kernels.ops import PLAIN
 from kestrel.moondream.fused_text import FusedText
 from kestrel.moondream.fused_vision import FusedVision
+from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.paged import paged
 from tests.runtime.test_paged_equality import all_skills, dense
@@ -17,14 +18,14 @@ from tests.runtime.test_paged_equality import all_skills, dense
 
 @pytest.mark.parametrize(("family", "in_fixed_sizes"), [("md2", True), ("md3", False)])
 def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, in_fixed_sizes: bool) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = all_skills(g, "a", "small") + all_skills(g, "b", "multi")
     assert paged(g.model, is_fused=True, in_fixed_sizes=in_fixed_sizes).run(*cases) == dense(g, cases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_and_odd_pages_change_nothing(family: str) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = all_skills(g, "a", "small")
     assert paged(g.model, is_fused=True, page_size=7, max_prefill_tokens=40).run(*cases) == dense(g, cases)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kestrel.grammar import Edge, Grammar, State
 from kestrel.moondream.model import MoondreamModel
@@ -56,13 +57,20 @@ def compare_with_golden(g: Golden, family: str, model: MoondreamModel, **choices
 
 def compare_engine(g: Golden, family: str, engine: Paged, names: Sequence[str] = ()) -> Closeness:
     """Over every step of the named text cases, or of all."""
-    ours, golden = [], []
-    for name in names or text_cases(g):
-        engine.decoder.logits_seen.clear()
-        engine.run(case_of(g, name))
-        ours.append(torch.cat(engine.decoder.logits_seen).float().cpu())
-        golden.append(tensors(family, "text")[f"{name}.logits"][: len(ours[-1])])
-    ours_SV, golden_SV = torch.cat(ours), torch.cat(golden)
+    return closeness(family, {name: logits_of(engine, g, name) for name in names or text_cases(g)})
+
+
+def logits_of(engine: Paged, g: Golden, name: str) -> Tensor:
+    """One row per step of a case."""
+    engine.decoder.logits_seen.clear()
+    engine.run(case_of(g, name))
+    return torch.cat(engine.decoder.logits_seen).float().cpu()
+
+
+def closeness(family: str, logits: Mapping[str, Tensor]) -> Closeness:
+    """Of cases by name to what the reference computed."""
+    golden = [tensors(family, "text")[f"{name}.logits"][: len(ours_SV)] for name, ours_SV in logits.items()]
+    ours_SV, golden_SV = torch.cat(list(logits.values())), torch.cat(golden)
     difference_SV = ours_SV - golden_SV
     return Closeness(
         agreement=(ours_SV.argmax(-1) == golden_SV.argmax(-1)).float().mean().item(),

@@ -17,14 +17,15 @@ from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillForm, PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
-from tests.moondream.goldens import Golden, golden
+from tests.moondream.coarse import coarse
+from tests.moondream.goldens import Golden
 from tests.runtime.paged import Case, Paged, RecordingDecoder
 from tests.runtime.repeating_pool import RepeatingPool
 from tests.runtime.test_paged_equality import all_skills, dense
 
 
 def captured(family: str, pool: RepeatingPool, max_prefill_tokens: int) -> tuple[Paged, PrefillGraphs]:
-    decoder = RecordingDecoder(copy.deepcopy(golden(family).model))
+    decoder = RecordingDecoder(copy.deepcopy(coarse(family).model))
     decoder.fuse(PLAIN)
     decoder.capture_vision(20, pool)
     limits = RuntimeLimits(
@@ -50,7 +51,7 @@ def captured(family: str, pool: RepeatingPool, max_prefill_tokens: int) -> tuple
 
 @pytest.mark.parametrize(("family", "max_prefill_tokens"), [("md2", 2048), ("md3", 100)])
 def test_every_skill_equals_the_dense_loop(family: str, max_prefill_tokens: int) -> None:
-    g, pool = golden(family), RepeatingPool()
+    g, pool = coarse(family), RepeatingPool()
     engine, graphs = captured(family, pool, max_prefill_tokens)
     expected = untagged(dense(g, crowd(g, "a")))
     for tag in ("a", "b", "c"):
@@ -70,7 +71,7 @@ def untagged(answers: dict[str, list]) -> dict[str, list]:
 def test_a_form_is_captured_when_it_comes_up_again_and_the_usual_ones_at_the_start() -> None:
     pool = RepeatingPool()
     _, graphs = captured("md2", pool, 2048)
-    form = PrefillForm(num_positions=192, num_long=1, num_short=0, longest=256, is_adapted=False)
+    form = PrefillForm(num_positions=320, num_long=1, num_short=0, longest=384, is_adapted=False)
     with torch.inference_mode():
         graphs._capture_if_worth_it(form)
         assert pool.has_run == []
@@ -80,4 +81,4 @@ def test_a_form_is_captured_when_it_comes_up_again_and_the_usual_ones_at_the_sta
         assert pool.has_run == [True]
         graphs.prepare()
     assert pool.has_run == [True, False, False, False]
-    assert [form.num_positions for form in graphs._captured] == [192, 2048, 64, 768], "a full step goes first"
+    assert [form.num_positions for form in graphs._captured] == [320, 2048, 64, 192], "a full step goes first"
