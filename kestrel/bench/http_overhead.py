@@ -25,7 +25,8 @@ from statistics import median
 
 import torch
 
-from kestrel.bench.http_sides import WORKLOADS, DirectEngine, HttpServer, Round, Workload, serve_turns
+from kestrel.bench.http_sides import DirectEngine, HttpServer, Round, serve_turns
+from kestrel.bench.http_workloads import WORKLOADS, Workload
 from kestrel.bench.rows import append_row, environment
 
 

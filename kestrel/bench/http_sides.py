@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 import os
 import re
@@ -15,56 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
-import numpy as np
-from PIL import Image
-
 from kestrel.bench.http_load.client import Connection, Target
+from kestrel.bench.http_workloads import WORKLOADS, Workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 
 MAX_BATCH_SIZE = 16
-WIDTH, HEIGHT = 640, 480
 START_S = 120.0
-SKILL = "query"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The same request over and over; its picture, if it has one, is in the prefix cache after the first."""
-
-    name: str
-    num_tokens: int
-    """Of each answer, exactly."""
-    has_picture: bool
-    concurrency: int
-    num_requests: int
-    """Per round."""
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        tokens = {"max_tokens": self.num_tokens, "min_tokens": self.num_tokens, "ignore_eos": True}
-        return {"question": "What is there?", "reasoning": False, "settings": {"temperature": 0.0, **tokens}}
-
-    def engine_fields(self) -> dict[str, Any]:
-        return {**self.fields, "image": picture()} if self.has_picture else self.fields
-
-    def body(self) -> bytes:
-        image = {"image_url": base64.b64encode(picture()).decode()} if self.has_picture else {}
-        return json.dumps({**self.fields, **image}).encode()
-
-
-WORKLOADS = (
-    Workload("1 token", 1, False, 1, 50),
-    Workload("1 token, cached picture", 1, True, 1, 30),
-    Workload("40 tokens, cached picture", 40, True, 16, 32),
-    Workload("1 token, cached picture", 1, True, 16, 96),
-)
 
 
 @dataclass(frozen=True)
@@ -77,26 +40,19 @@ class Round:
     """Of the process that computes, per request."""
 
 
-def picture() -> bytes:
-    """Coarse patches of chance colours as a JPEG: what it shows does not matter to the time."""
-    coarse = np.random.default_rng(0).integers(0, 256, (HEIGHT // 40, WIDTH // 40, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(coarse).resize((WIDTH, HEIGHT)).save(buffer, "JPEG", quality=85)
-    return buffer.getvalue()
-
-
-Caller: TypeAlias = Callable[[], Awaitable[None]]
+Caller: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 async def drive(callers: Sequence[Caller], num_requests: int) -> tuple[float, float]:
-    """Every caller asks again and again until `num_requests` are answered: p50 and requests per second."""
+    """Every caller asks again and again, with the number of its request, until `num_requests` are answered: p50 and
+    requests per second."""
     numbers = iter(range(num_requests))
     times: list[float] = []
 
     async def client(call: Caller) -> None:
-        for _ in numbers:
+        for number in numbers:
             started_s = time.perf_counter()
-            await call()
+            await call(number)
             times.append(time.perf_counter() - started_s)
 
     began_s = time.perf_counter()
@@ -137,19 +93,29 @@ class DirectEngine:
 async def serve_turns() -> None:
     """The other end of `DirectEngine`."""
     config = RuntimeConfig(device="cpu", max_batch_size=MAX_BATCH_SIZE)
+    turns: Counter[Workload] = Counter()
     async with await InferenceEngine.create(config) as engine:
         while line := await asyncio.to_thread(sys.stdin.readline):
             workload = WORKLOADS[int(line)]
-            fields = workload.engine_fields()
-
-            async def call(fields: dict[str, Any] = fields, num_tokens: int = workload.num_tokens) -> None:
-                result = await engine.run(SKILL, **fields)
-                assert result.metrics.output_tokens == num_tokens
-
+            callers = direct_callers(engine, workload, turns[workload])
+            turns[workload] += 1
             cpu_before_s = time.process_time()
-            p50_s, rate = await drive([call] * workload.concurrency, workload.num_requests)
+            p50_s, rate = await drive(callers, workload.num_requests)
             cpu_s = (time.process_time() - cpu_before_s) / workload.num_requests
             print(json.dumps(asdict(Round(p50_s, rate, cpu_s))), flush=True)
+
+
+def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> list[Caller]:
+    pictures = workload.pictures(turn)
+
+    def caller(skill: str) -> Caller:
+        async def call(number: int) -> None:
+            result = await engine.run(skill, image=pictures[number], **workload.fields_of(skill))
+            assert workload.num_tokens in (None, result.metrics.output_tokens)
+
+        return call
+
+    return [caller(workload.skill_of(number)) for number in range(workload.concurrency)]
 
 
 # ---------------------------------------------------------------------- the server
@@ -164,6 +130,7 @@ class HttpServer:
         command = [sys.executable, "-m", "kestrel.main", "serve", *flags]
         self._process = subprocess.Popen(command, stderr=self._log, env=steady())
         self._url = self._address()
+        self._turns: Counter[Workload] = Counter()
 
     def __enter__(self) -> HttpServer:
         return self
@@ -175,20 +142,26 @@ class HttpServer:
 
     def turn(self, number: int) -> Round:
         workload = WORKLOADS[number]
+        pictures = workload.pictures(self._turns[workload])
+        self._turns[workload] += 1
         cpu_before_s = cpu_seconds_of(self._process.pid)
-        p50_s, rate = asyncio.run(self._drive(workload))
+        p50_s, rate = asyncio.run(self._drive(workload, pictures))
         return Round(p50_s, rate, (cpu_seconds_of(self._process.pid) - cpu_before_s) / workload.num_requests)
 
-    async def _drive(self, workload: Workload) -> tuple[float, float]:
-        body, target = workload.body(), Target.of(f"{self._url}v1/{SKILL}")
-        connections = [Connection(target) for _ in range(workload.concurrency)]
+    async def _drive(self, workload: Workload, pictures: Sequence[bytes | None]) -> tuple[float, float]:
+        skills = [workload.skill_of(caller) for caller in range(workload.concurrency)]
+        connections = [Connection(Target.of(f"{self._url}v1/{skill}")) for skill in skills]
+        bodies = {skill: [body_of(workload.fields_of(skill), image) for image in pictures] for skill in set(skills)}
 
-        async def call(connection: Connection) -> None:
-            exchange = await connection.post(body)
-            assert exchange.status == 200, exchange.body
+        def caller(connection: Connection, skill: str) -> Caller:
+            async def call(number: int) -> None:
+                exchange = await connection.post(bodies[skill][number])
+                assert exchange.status == 200, exchange.body
+
+            return call
 
         try:
-            callers = [lambda connection=connection: call(connection) for connection in connections]
+            callers = list(map(caller, connections, skills))
             return await drive(callers, workload.num_requests)
         finally:
             for connection in connections:
@@ -203,6 +176,11 @@ class HttpServer:
             time.sleep(0.05)
         self._process.kill()
         raise RuntimeError(f"the server did not start: {Path(self._log.name).read_text(encoding='utf-8')}")
+
+
+def body_of(fields: dict[str, Any], image: bytes | None) -> bytes:
+    picture = {} if image is None else {"image_url": base64.b64encode(image).decode()}
+    return json.dumps({**fields, **picture}).encode()
 
 
 def steady() -> dict[str, str]:

@@ -29,16 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from kestrel.bench.http_sides import (
-    MAX_BATCH_SIZE,
-    SKILL,
-    START_S,
-    WORKLOADS,
-    DirectEngine,
-    Workload,
-    picture,
-    steady,
-)
+from kestrel.bench.http_sides import MAX_BATCH_SIZE, START_S, DirectEngine, steady
+from kestrel.bench.http_workloads import SKILL, WORKLOADS, Workload, picture
 from kestrel.bench.rows import append_row, environment
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +82,7 @@ class ProtocolServer:
         return median(times)
 
     def _inputs(self, workload: Workload) -> list[Any]:
-        fields = workload.fields
+        fields = workload.fields_of(SKILL)
         texts: dict[str, str | bytes] = {
             "SKILL": SKILL,
             "QUESTION": fields["question"],

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from kestrel.bench.http_overhead import Comparison, measure
-from kestrel.bench.http_sides import WORKLOADS, Round, cpu_seconds_of, drive
+from kestrel.bench.http_sides import Round, cpu_seconds_of, drive
+from kestrel.bench.http_workloads import WORKLOADS, Labelling
 
 ONE, MANY = WORKLOADS[0], WORKLOADS[2]
 
@@ -21,7 +22,7 @@ async def test_every_caller_asks_until_all_requests_are_answered() -> None:
         asked[caller] += 1
         await asyncio.sleep(0.05)
 
-    p50_s, rate = await drive([lambda: ask(0), lambda: ask(1)], 6)
+    p50_s, rate = await drive([lambda _: ask(0), lambda _: ask(1)], 6)
     assert asked == [3, 3]
     assert p50_s >= 0.05
     assert 0 < rate <= 2 / 0.05
@@ -41,6 +42,15 @@ def test_figures_are_medians_over_rounds_paired_by_turn() -> None:
     rows = Comparison(direct, http).rows(MANY)
     assert {row["metric"] for row in rows} == set(crowd)
     assert all(row["concurrency"] == 16 and row["rounds"] == 3 for row in rows)
+
+
+def test_labelling_never_shows_a_picture_twice_and_every_skill_gets_its_callers() -> None:
+    (labelling,) = (workload for workload in WORKLOADS if isinstance(workload, Labelling))
+    shown = [*labelling.pictures(0), *labelling.pictures(1)]
+    assert len(set(shown)) == len(shown) == 2 * labelling.num_requests
+    assert labelling.pictures(1) == shown[labelling.num_requests :], "both sides see the same"
+    skills = [labelling.skill_of(caller) for caller in range(labelling.concurrency)]
+    assert {skill: skills.count(skill) for skill in skills} == dict.fromkeys(("query", "caption", "point", "detect"), 4)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system does not tell")
