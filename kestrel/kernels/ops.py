@@ -16,6 +16,7 @@ from kestrel.kernels.best_ids import best_ids
 from kestrel.kernels.chunk_attention import attend_chunks
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.crop_attention import attend_crops
+from kestrel.kernels.draw_ids import draw_ids
 from kestrel.kernels.fp8_linear import fp8_linear
 from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.gelu_linear import gelu_linear
@@ -57,6 +58,7 @@ class Ops:
     resample: Op
     patchify: Op
     best_ids: Op
+    draw_ids: Op
     commit_ids: PairOp
     row_inputs: Callable[..., RowInputs]
     layer_norm_to_fp8: PairOp
@@ -86,6 +88,7 @@ PLAIN = Ops(
     patchify=patchify,
     tau_factors=stacked_tau_factors,
     best_ids=best_ids,
+    draw_ids=draw_ids,
     commit_ids=commit_ids,
     row_inputs=row_inputs,
     layer_norm_to_fp8=layer_norm_to_fp8,

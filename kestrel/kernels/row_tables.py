@@ -37,6 +37,19 @@ class RowState:
     max_total: Tensor
 
 
+@dataclass(slots=True)
+class DrawingRows(RowState):
+    """Beside it, how rows draw, [R] each: `seed` and `top_k` int64, the others fp32."""
+
+    seed: Tensor
+    temperature: Tensor
+    """0 for rows that take the most likely id."""
+    top_k: Tensor
+    """0 for all ids."""
+    top_p: Tensor
+    min_p: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarTensors:
     """All int64 and contiguous. E edges by id, and one column more for any other id."""

@@ -24,7 +24,7 @@ from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.sampler import Sampled, drawn_ids, region_heads, wanted_values
+from kestrel.runtime.sampler import Sampled, region_heads, wanted_values
 from kestrel.runtime.step_attention import RowAttention
 from kestrel.runtime.upload import upload
 
@@ -143,7 +143,7 @@ class FixedDecode:
         tables = (table.tensors, table.grammars.tensors, endings)
         logits_BV = self._model.logits(hidden_BD)
         if parts.draws:
-            ranks_SBC = drawn_ids(table, rows_B, allowed_scores(logits_BV, rows_B, *tables))
+            ranks_SBC = self._ops.draw_ids(allowed_scores(logits_BV, rows_B, *tables), rows_B, table.tensors)
         else:
             ranks_SBC = self._ops.best_ids(logits_BV, rows_B, *tables)
         region = region_heads(self._model, parts.carries, hidden_BD)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import Carries, Grammar
-from kestrel.kernels.row_tables import RowState
+from kestrel.kernels.row_tables import DrawingRows
 from kestrel.runtime.contract import PageWrite, RowStart
 from kestrel.runtime.endings import EndingTable
 from kestrel.runtime.grammar_tables import MAX_KEPT_STATES, GrammarTables
@@ -31,16 +31,11 @@ class HostRow:
 
 
 @dataclass(slots=True)
-class RowTensors(RowState):
-    """Beside it, how rows draw."""
+class RowTensors(DrawingRows):
+    """Beside it, what a row computes with."""
 
-    seed: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    top_k: Tensor
     adapter_slot: Tensor
     """-1 for the base model."""
-    min_p: Tensor
 
 
 @dataclass(slots=True)
@@ -80,10 +75,10 @@ class RowTable:
             max_total=integers(),
             seed=integers(),
             temperature=numbers(),
-            top_p=numbers(),
             top_k=integers(),
-            adapter_slot=integers() - 1,
+            top_p=numbers(),
             min_p=numbers(),
+            adapter_slot=integers() - 1,
         )
         self.pages = integers(self.max_pages_per_row)
         self.pages[self.spare_row] = self.spare_page

@@ -11,8 +11,8 @@ from torch import Tensor
 from kestrel.grammar import Carries
 from kestrel.kernels.best_ids import mask, rank
 from kestrel.kernels.commit_ids import commit_ids
+from kestrel.kernels.draw_ids import draw_ids
 from kestrel.kernels.row_tables import TEXT, RegionHeads
-from kestrel.kernels.sampling import Truncation, draw, truncate
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.rows import HostRow, RowTable
 from kestrel.runtime.token_masks import apply_masks
@@ -45,7 +45,7 @@ def sample_rows(
     masked_BV = mask(_within_id_limits(table, host, rows_B, weighed_BV), state_B, table.grammars.tensors)
     masked_BV = table.endings.forbid(masked_BV, row_indices, state_B, spent_B)
     is_random = any(row.samples_randomly for row in host)
-    ranks_SBC = drawn_ids(table, rows_B, masked_BV) if is_random else rank(*masked_BV.max(-1))[None, :, None]
+    ranks_SBC = draw_ids(masked_BV, rows_B, table.tensors) if is_random else rank(*masked_BV.max(-1))[None, :, None]
     endings = table.endings.tensors if table.endings.stops_any_of(row_indices) else None
     region = region_heads(model, wanted_values(host), hidden_BD)
     sampled = Sampled(*commit_ids(ranks_SBC, rows_B, table.tensors, table.grammars.tensors, endings, region))
@@ -61,16 +61,6 @@ def _within_id_limits(table: RowTable, host: list[HostRow], rows_B: Tensor, scor
         return scores_BV
     limited_B = upload([row.has_id_limits for row in host], rows_B.device)
     return scores_BV.masked_fill(limited_B[:, None] & ~table.id_limits[rows_B], -torch.inf)
-
-
-def drawn_ids(table: RowTable, rows_B: Tensor, masked_BV: Tensor) -> Tensor:
-    """Ranks as of `best_ids`: a draw for the rows that sample, the most likely id for the others."""
-    t = table.tensors
-    best_B, greedy_B = masked_BV.max(-1)
-    how = Truncation(t.temperature[rows_B], t.top_k[rows_B], t.top_p[rows_B], t.min_p[rows_B])
-    probs_BV, order_BV = truncate(masked_BV, how)
-    drawn_B = draw(probs_BV, order_BV, t.seed[rows_B], t.generated[rows_B])
-    return rank(best_B, torch.where(how.temperature_B > 0, drawn_B, greedy_B))[None, :, None]
 
 
 def wanted_values(host: list[HostRow]) -> Carries:

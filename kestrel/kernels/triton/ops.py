@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from kestrel.kernels.crop_attention import attend_crops
+from kestrel.kernels.draw_ids import draw_ids
 from kestrel.kernels.fp8_linear import scaled_mm_linear
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Op, Ops
@@ -65,6 +66,7 @@ def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
         patchify=patchify,
         tau_factors=partial(tau_factors, table=table),
         best_ids=partial(best_ids, table=table),
+        draw_ids=draw_ids,
         commit_ids=commit_ids,
         row_inputs=partial(row_inputs, table=table),
         layer_norm_to_fp8=partial(layer_norm_to_fp8, table=table),
