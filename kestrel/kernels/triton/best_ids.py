@@ -42,7 +42,7 @@ def _without(scores, ids, list_ptr, vocab, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _best_rank(scores, ids):
+def best_rank(scores, ids):
     """See `kestrel.kernels.best_ids.rank`."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     key = tl.where(scores != scores, NAN, bits ^ ((bits >> 31) & NAN))
@@ -77,14 +77,14 @@ def _best_of_block(
     out = ranks_ptr + entry * BLOCKS + block
     if HAS_ENDINGS:
         # The second set is for rows that have nothing but ends left.
-        tl.store(out + num_entries * BLOCKS, _best_rank(scores, ids))
+        tl.store(out + num_entries * BLOCKS, best_rank(scores, ids))
         spent = tl.load(spent_ptr + row)
         ends = end_ids_ptr + state * ENDS
         if spent < tl.load(ends_from_ptr + row):
             scores = _without(scores, ids, ends, vocab, ENDS)
         if (spent < tl.load(stops_from_ptr + row)) & (tl.load(ends) < vocab):
             scores = _without(scores, ids, stop_ids_ptr + row * STOPS, vocab, STOPS)
-    tl.store(out, _best_rank(scores, ids))
+    tl.store(out, best_rank(scores, ids))
 
 
 def best_ids(

@@ -7,13 +7,13 @@ from functools import partial
 from torch import Tensor
 
 from kestrel.kernels.crop_attention import attend_crops
-from kestrel.kernels.draw_ids import draw_ids
 from kestrel.kernels.fp8_linear import scaled_mm_linear
 from kestrel.kernels.gelu_linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
+from kestrel.kernels.triton.draw_ids import draw_ids
 from kestrel.kernels.triton.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.triton.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
 from kestrel.kernels.triton.low_rank import add_input_deltas, add_output_deltas, tile_slots
@@ -66,7 +66,7 @@ def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
         patchify=patchify,
         tau_factors=partial(tau_factors, table=table),
         best_ids=partial(best_ids, table=table),
-        draw_ids=draw_ids,
+        draw_ids=partial(draw_ids, table=table),
         commit_ids=commit_ids,
         row_inputs=partial(row_inputs, table=table),
         layer_norm_to_fp8=partial(layer_norm_to_fp8, table=table),
