@@ -8,6 +8,7 @@ from typing import Any
 from kestrel.kernels.triton import (
     best_ids,
     chunk_attention,
+    draw_ids,
     fp8_rows,
     layer_norm,
     low_rank_shrink,
@@ -50,6 +51,7 @@ TUNED_OPS = {
     "moe_grouped": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
     "moe_grouped_fp8": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
     "best_ids": TunedOp((best_ids.Tuning,), ("vocab",)),
+    "draw_ids": TunedOp((draw_ids.Tuning,), ("vocab",)),
     "row_inputs": TunedOp((row_inputs.Tuning,), ()),
     "add_input_deltas": TunedOp((low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "qkv_dim", "ff_dim")),
     "add_output_deltas": TunedOp((low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "ff_dim")),

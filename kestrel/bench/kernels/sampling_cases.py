@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import torch
@@ -10,17 +11,28 @@ from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker
 from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
-from kestrel.bench.kernels.tunings import best_ids_tunings, row_inputs_tunings
+from kestrel.bench.kernels.tunings import best_ids_tunings, draw_ids_tunings, row_inputs_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES
-from kestrel.kernels import best_ids, commit_ids, row_inputs
-from kestrel.kernels.row_tables import END_STATE, NO_ID, EndingTensors, GrammarTensors, RegionHeads, RowState
+from kestrel.kernels import best_ids, commit_ids, draw_ids, row_inputs
+from kestrel.kernels.row_tables import (
+    END_STATE,
+    NO_ID,
+    DrawingRows,
+    EndingTensors,
+    GrammarTensors,
+    RegionHeads,
+    RowState,
+)
 from kestrel.kernels.triton import best_ids as triton_best_ids
 from kestrel.kernels.triton import commit_ids as triton_commit_ids
+from kestrel.kernels.triton import draw_ids as triton_draw_ids
 from kestrel.kernels.triton import row_inputs as triton_row_inputs
 
 NUM_STATES, LIST_WIDTH = 64, 8
 COORD_ID, SIZE_ID = 5, 6
 NEVER_SPENT = 1 << 30
+DRAWS = ((0.5, 0, 0.3), (1.0, 0, 1.0), (1.0, 50, 1.0))
+"""Temperature, top_k and top_p: of the skills, of nothing cut off, and with a fixed number."""
 Tables: TypeAlias = tuple[RowState, GrammarTensors, EndingTensors | None]
 
 
@@ -29,6 +41,8 @@ def sampling_cases(sizes: Sizes) -> Iterator[Case]:
         yield _inputs_case(sizes, rows)
         yield _greedy_case(sizes.text.vocab_size, rows, has_endings=False)
         yield _greedy_case(sizes.text.vocab_size, rows, has_endings=True)
+        for how in DRAWS:
+            yield _draw_case(sizes.text.vocab_size, rows, *how)
 
 
 def _inputs_case(sizes: Sizes, rows: int) -> Case:
@@ -85,12 +99,53 @@ def _triton_greedy(
     return triton_commit_ids.commit_ids(ranks_SBC, rows_B, *tables, region)
 
 
+def _draw_case(vocab: int, rows: int, temperature: float, top_k: int, top_p: float) -> Case:
+    def make(maker: Maker) -> tuple[Any, ...]:
+        # Steep as a model's scores are: the likeliest id has some percent of all probability, not a thousandth.
+        scores = maker.numbers(rows, vocab, scale=2.5, dtype=torch.float32)
+        return scores, maker.order(rows), _drawing_rows(maker, rows, temperature, top_k, top_p)
+
+    def plain(*arguments: Any) -> Tensor:
+        return best_ids.chosen(draw_ids.draw_ids(*arguments))[1]
+
+    def triton(*arguments: Any, **chosen: Any) -> Tensor:
+        return best_ids.chosen(triton_draw_ids.draw_ids(*arguments, **chosen))[1]
+
+    return Case(
+        op="draw_ids",
+        size=f"{rows}x{vocab}, temperature {temperature}, top_k {top_k}, top_p {top_p}",
+        plain=plain,
+        triton=triton,
+        make=make,
+        bytes_moved=rows * vocab * 4,
+        flop=0,
+        tunings=draw_ids_tunings(),
+    )
+
+
 def _rows(maker: Maker, rows: int) -> RowState:
     def full(value: int) -> Tensor:
         return torch.full((rows,), value, device=maker.device)
 
     last_value = torch.zeros(rows, 2, device=maker.device)
     return RowState(full(1), full(0), last_value, full(0), full(0), full(0), full(NEVER_SPENT), full(NEVER_SPENT))
+
+
+def _drawing_rows(maker: Maker, rows: int, temperature: float, top_k: int, top_p: float) -> DrawingRows:
+    def full(value: float) -> Tensor:
+        return torch.full((rows,), value, device=maker.device)
+
+    state = _rows(maker, rows)
+    own = {field.name: getattr(state, field.name) for field in fields(state)}
+    own["generated"] = maker.integers(100, rows)
+    return DrawingRows(
+        **own,
+        seed=maker.integers(1 << 40, rows),
+        temperature=full(temperature),
+        top_k=full(top_k),
+        top_p=full(top_p),
+        min_p=full(0.0),
+    )
 
 
 def _free_text(maker: Maker, vocab: int) -> GrammarTensors:

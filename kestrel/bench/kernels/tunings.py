@@ -11,6 +11,7 @@ from kestrel.kernels.triton import (
     best_ids,
     chunk_attention,
     crop_attention,
+    draw_ids,
     fp8_rows,
     layer_norm,
     low_rank_shrink,
@@ -97,6 +98,11 @@ def _rows_per_block(pairs_per_expert: float) -> list[int]:
 
 def best_ids_tunings() -> tuple[Any, ...]:
     return tuple(best_ids.Tuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
+
+
+def draw_ids_tunings() -> tuple[Any, ...]:
+    blocks, rows = ((512, 2), (512, 4), (1024, 4), (2048, 4)), ((4096, 16), (8192, 16), (8192, 32), (16384, 32))
+    return tuple(draw_ids.Tuning(*block, *row) for block, row in product(blocks, rows))
 
 
 def row_inputs_tunings() -> tuple[Any, ...]:
