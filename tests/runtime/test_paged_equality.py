@@ -12,6 +12,7 @@ import torch
 from kestrel.runtime.contract import POSITIONS_PER_CROP
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, Token
+from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import FAMILIES, Golden, golden, pixels
 from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_grammar
 from tests.moondream.naive import NaiveMoondream
@@ -84,16 +85,16 @@ def test_alone_and_after_a_prefix_hit(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "steps_in_flight"), [("md2", 0), ("md3", 1)])
 def test_pictures_in_slices_while_others_are_read_along(family: str, steps_in_flight: int) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = [*all_skills(g, "a", "small")[-1:], *all_skills(g, "b", "multi")[:2], *all_skills(g, "c", "small")[3:5]]
     engine = paged(g.model, streaming_prefill_tokens=2 * POSITIONS_PER_CROP, steps_in_flight=steps_in_flight)
     assert engine.run(*(replace(case, is_read_along=True) for case in cases)) == dense(g, cases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, 731])
+@pytest.mark.parametrize("budget", [1, 7, POSITIONS + 1])
 def test_chunked_prefill(family: str, budget: int) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = all_skills(g, "a", "small")
     assert paged(g.model, max_prefill_tokens=budget).run(*cases) == dense(g, cases)
 
@@ -114,7 +115,7 @@ def test_after_preemption_and_recompute(family: str, steps_in_flight: int) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_prefix_cache(family: str) -> None:
-    g = golden(family)
+    g = coarse(family)
     cases = all_skills(g, "a", "small")
     assert paged(g.model, prefix_cache=False).run(*cases) == dense(g, cases)
 
@@ -156,7 +157,7 @@ def test_logits_stay_within_the_golden_tolerance(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeded_sampling_is_the_same_in_any_company(family: str) -> None:
-    g = golden(family)
+    g = coarse(family)
     base = all_skills(g, "s", "small")[0]
 
     def drawn(name: str, seed: int) -> Case:
@@ -168,14 +169,14 @@ def test_seeded_sampling_is_the_same_in_any_company(family: str) -> None:
     crowd = paged(g.model).run(drawn("y", 12), drawn("x", 11), *all_skills(g, "a", "multi"), drawn("z", 13))
     assert crowd["x"] == alone
     assert len({tuple(crowd[name]) for name in "xyz"}) == 3
-    tight = paged(g.model, page_size=4, num_pages=200, steps_in_flight=1)
+    tight = paged(g.model, page_size=4, num_pages=55, steps_in_flight=1)
     final = tight.finish(drawn("x", 11), drawn("y", 12), drawn("z", 13))
     assert final["x"].output is not None
     assert final["x"].output.fields["tokens"] == alone
 
 
 def test_logprobs_are_the_models_own() -> None:
-    g = golden("md2")
+    g = coarse("md2")
     base = all_skills(g, "p", "small")[0]
     case = Case("p", base.items, base.grammar, 4, base.images, SamplingParams(max_new_tokens=4, logprobs=3))
     engine = paged(g.model)
@@ -195,7 +196,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_a_requests_own_id_limits_hold() -> None:
-    g = golden("md2")
+    g = coarse("md2")
     base = all_skills(g, "p", "small")[0]
 
     def limited(name: str, **limits: tuple[int, ...]) -> Case:
