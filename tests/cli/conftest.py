@@ -13,10 +13,13 @@ import torch
 from kestrel.cli.app import run
 from kestrel.moondream.tiny_random import write_tiny_random_folder
 from kestrel.server.logs import LOGGERS
+from tests.moondream.coarse import coarse_folder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMALL = str(GOLDENS / "image_small.png")
-MD3 = ("--weights", str(GOLDENS / "md3"), "--device", "cpu", "--kv-cache-pages", "200")
+ON_CPU = ("--device", "cpu", "--kv-cache-pages", "200")
+MD3 = ("--weights", str(coarse_folder("md3")), *ON_CPU)
+GOLDEN_MD3 = ("--weights", str(GOLDENS / "md3"), *ON_CPU)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+from tests.moondream.coarse import POSITIONS
 from tests.scene import SCENE
 
-from .conftest import GOLDENS, MD3, SMALL, Kestrel
+from .conftest import GOLDEN_MD3, GOLDENS, MD3, SMALL, Kestrel
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "6")
 CASES = json.loads((GOLDENS / "md3" / "cases.json").read_text())["cases"]
@@ -25,13 +26,13 @@ def test_query_about_a_picture_prints_the_answer_alone(kestrel: Kestrel) -> None
     as_json = json.loads(kestrel("query", SMALL, "What is this?", *MD3, *GREEDY, "--no-reasoning", "--json").out)
     assert outcome.code == 0
     assert outcome.out == as_json["output"]["answer"].strip() + "\n"
-    assert as_json["metrics"]["input_tokens"] > 730
+    assert as_json["metrics"]["input_tokens"] > POSITIONS
 
 
 @pytest.mark.parametrize("words", [("hello",), ("--image", SMALL, "hello"), (SMALL, "hello")])
 def test_query_takes_its_picture_as_argument_as_option_or_not_at_all(kestrel: Kestrel, words: tuple[str, ...]) -> None:
     outcome = kestrel("query", *words, *MD3, *GREEDY, "--json", "--no-reasoning")
-    assert (json.loads(outcome.out)["metrics"]["input_tokens"] > 730) == (SMALL in words)
+    assert (json.loads(outcome.out)["metrics"]["input_tokens"] > POSITIONS) == (SMALL in words)
 
 
 def test_streamed_and_whole_output_are_the_same_text(kestrel: Kestrel) -> None:
@@ -89,7 +90,7 @@ def test_golden_points_come_out_of_the_command_line(kestrel: Kestrel) -> None:
     case = next(case for name, case in CASES.items() if "points" in case["output"] and "_ln" not in name)
     picture = GOLDENS / f"image_{case['image']}.png"
     limit = ("--max-objects", str(case["settings"]["max_objects"])) if case.get("settings") else ()
-    outcome = kestrel("point", picture, case["object"], *MD3, *limit, "--json")
+    outcome = kestrel("point", picture, case["object"], *GOLDEN_MD3, *limit, "--json")
     assert json.loads(outcome.out)["output"] == case["output"]
 
 
