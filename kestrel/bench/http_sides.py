@@ -1,6 +1,7 @@
 """The two sides of a comparison: an engine that is called directly and `kestrel serve`, each in a process of its own.
 
-Both answer the same requests with the same settings, a turn at a time.
+Both answer the same requests with the same settings, a turn at a time; in labelling both see the same pictures, but
+which skill a later one falls to depends on who is free.
 """
 
 from __future__ import annotations

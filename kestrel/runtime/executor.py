@@ -145,7 +145,7 @@ class Executor:
         step = TorchStep(plan.step_id, parts, failures)
         if prefill or decode:
             num_positions = sum(chunk.num_positions for chunk in prefill) + len(decode)
-            with few_rows(self._model.device, num_positions):
+            with few_rows(self._model.device, self._model.dtype, num_positions):
                 self._run_flat(step, plan, prefill, decode, images)
         return step
 

@@ -1,7 +1,7 @@
 """Steps of few positions on ARM processors, without oneDNN.
 
-There it takes most of a millisecond to begin a product, whatever its size, and an activation nearly as long. torch's
-other routines have multiplied a few rows by then. Whole pictures and prompts are better off with it.
+There it takes up to most of a millisecond to begin a product, whatever its size. torch's other routines have multiplied
+a few rows by then. Whole pictures and prompts are better off with it, and so is bfloat16 where it multiplies that.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 
 import torch
 from torch.backends import mkldnn
+
+from kestrel.runtime.wide_products import has_fast_bfloat16
 
 MOST_ROWS = 128
 ARM = ("aarch64", "arm64")
@@ -24,10 +25,10 @@ _was_enabled = True
 
 
 @contextmanager
-def few_rows(device: torch.device, num_rows: int) -> Iterator[None]:
+def few_rows(device: torch.device, dtype: torch.dtype, num_rows: int) -> Iterator[None]:
     """What a step of `num_rows` positions is computed in. The switch is one for the process: the last one out turns it
     back."""
-    if num_rows > MOST_ROWS or device.type != "cpu" or not begins_slowly():
+    if num_rows > MOST_ROWS or device.type != "cpu" or not begins_slowly(dtype):
         yield
         return
     _enter()
@@ -37,9 +38,10 @@ def few_rows(device: torch.device, num_rows: int) -> Iterator[None]:
         _leave()
 
 
-@lru_cache(maxsize=1)
-def begins_slowly() -> bool:
-    return platform.machine() in ARM and mkldnn.is_available()
+def begins_slowly(dtype: torch.dtype) -> bool:
+    """Only oneDNN multiplies bfloat16 at all well, where it does."""
+    is_its_own = dtype == torch.bfloat16 and has_fast_bfloat16()
+    return platform.machine() in ARM and mkldnn.is_available() and not is_its_own
 
 
 def _enter() -> None:

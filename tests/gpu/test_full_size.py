@@ -60,9 +60,9 @@ def test_cached_decoding_equals_one_uncached_pass(name: str, config: MoondreamCo
     assert relative < 0.03
     # Of 51 200 random scores the best two are often nearer to each other than bf16 tells apart. What was chosen must be
     # among those, and mostly the best.
-    noise = difference.square().mean().sqrt()
+    spread = uncached.square().mean().sqrt()
     lost_T = uncached.max(-1).values - uncached.gather(-1, cached.argmax(-1)[:, None])[:, 0]
-    assert lost_T.max() < 6 * noise
+    assert lost_T.max() < 0.15 * spread
     assert agreement >= 0.7
 
     together = paged(model, page_size=16, num_pages=800, max_seq_length=2048, steps_in_flight=1)

@@ -18,6 +18,9 @@ from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_gr
 from tests.moondream.naive import NaiveMoondream
 from tests.runtime.paged import Case, Paged, paged
 
+FULL_SIZE = 731
+"""Positions of a step that a picture of a golden model just fits."""
+
 
 def all_skills(g: Golden, tag: str, picture: str = "small") -> list[Case]:
     """One case per skill, all about one picture."""
@@ -87,14 +90,14 @@ def test_alone_and_after_a_prefix_hit(family: str) -> None:
 def test_pictures_in_slices_while_others_are_read_along(family: str, steps_in_flight: int) -> None:
     g = coarse(family)
     cases = [*all_skills(g, "a", "small")[-1:], *all_skills(g, "b", "multi")[:2], *all_skills(g, "c", "small")[3:5]]
-    engine = paged(g.model, streaming_prefill_tokens=2 * POSITIONS_PER_CROP, steps_in_flight=steps_in_flight)
+    engine = paged(g.model, streaming_prefill_tokens=POSITIONS_PER_CROP, steps_in_flight=steps_in_flight)
     assert engine.run(*(replace(case, is_read_along=True) for case in cases)) == dense(g, cases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, POSITIONS + 1])
+@pytest.mark.parametrize("budget", [1, 7, POSITIONS + 1, FULL_SIZE])
 def test_chunked_prefill(family: str, budget: int) -> None:
-    g = coarse(family)
+    g = golden(family) if budget == FULL_SIZE else coarse(family)
     cases = all_skills(g, "a", "small")
     assert paged(g.model, max_prefill_tokens=budget).run(*cases) == dense(g, cases)
 

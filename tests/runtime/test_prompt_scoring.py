@@ -13,7 +13,7 @@ from kestrel.request import FinishReason, StreamUpdate
 from kestrel.runtime import prompt_scoring
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, num_positions
-from tests.moondream.coarse import coarse
+from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import FAMILIES, Golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.dense_prompt import dense_hidden, dense_logprobs
@@ -84,7 +84,7 @@ def test_alone_and_on_a_warm_cache_that_is_not_read(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, 731])
+@pytest.mark.parametrize("budget", [1, 7, POSITIONS + 1])
 def test_chunked_prefill(family: str, budget: int) -> None:
     g = coarse(family)
     cases = asking_cases(g)
