@@ -1,4 +1,4 @@
-"""One thread, and drawn pictures that the tests of this room share."""
+"""One thread, and pictures that the tests of this room share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
+
+from kestrel.bench.charts import chart_path
+
+NUM_PICTURES = 32
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -19,4 +24,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("charts")
+    """With small pictures in place of charts: one crop each instead of ten."""
+    folder = tmp_path_factory.mktemp("charts")
+    for number in range(NUM_PICTURES):
+        Image.new("RGB", (300, 200), (8 * number, 100, 50)).save(chart_path(folder, number))
+    return folder

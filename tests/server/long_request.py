@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kestrel.engine import InferenceEngine
+if TYPE_CHECKING:  # a program that only asks needs no torch
+    from kestrel.engine import InferenceEngine
 
 TOKENS = 1000
 

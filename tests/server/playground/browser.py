@@ -100,7 +100,7 @@ class Connection:
         context = (await self.call("Target.createBrowserContext"))["browserContextId"]
         target = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        page = Page(self, attached["sessionId"], context)
+        page = Page(self, attached["sessionId"])
         self._pages[attached["sessionId"]] = page
         for domain in ("Page", "Runtime", "Network", "Log"):
             await page.call(f"{domain}.enable")
@@ -143,10 +143,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
 class Page:
     """One tab. `requested` and `complaints` collect every address it asked for and every error it logged."""
 
-    def __init__(self, connection: Connection, session: str, context: str) -> None:
+    def __init__(self, connection: Connection, session: str) -> None:
         self._connection = connection
         self._session = session
-        self._context = context
         self.requested: list[str] = []
         self.complaints: list[str] = []
 
@@ -165,16 +164,22 @@ class Page:
             self.complaints.append(f"{entry['source']}: {entry['text']} {entry.get('url', '')}")
 
     async def open(self, address: str) -> None:
+        await self.evaluate("window.isOld = true")
         await self.call("Page.navigate", url=address)
-        await self.wait_for("document.readyState === 'complete' && location.href.startsWith('http')")
+        await self.wait_for("!window.isOld && document.readyState === 'complete' && location.href.startsWith('http')")
+
+    async def forget(self) -> None:
+        """What the page has kept, and what was noted of it: the next one opens as in another browser. A new tab would
+        do too, at the price of four processes."""
+        await self.evaluate("sessionStorage.clear(), localStorage.clear()")
+        await self.hover((0, 0))
+        self.requested.clear()
+        self.complaints.clear()
 
     async def reload(self) -> None:
         await self.evaluate("window.isOld = true")
         await self.call("Page.reload")
         await self.wait_for("!window.isOld && document.readyState === 'complete'")
-
-    async def close(self) -> None:
-        await self._connection.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     # ------------------------------------------------------------------ reading
 

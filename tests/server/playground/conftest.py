@@ -34,31 +34,30 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Con
         yield connection
 
 
+@pytest_asyncio.fixture(loop_scope="package", scope="package")
+async def tab(browser: Connection) -> Page:
+    return await browser.new_page()
+
+
 @pytest_asyncio.fixture(loop_scope="package")
-async def open_page(browser: Connection, locked_server: RunningServer) -> AsyncIterator[OpenPage]:
-    """Opens the playground. After the test every page must have kept to its server and logged nothing."""
-    pages: list[Page] = []
-    logged_before_end: list[str] = []
+async def open_page(tab: Page, locked_server: RunningServer) -> AsyncIterator[OpenPage]:
+    """Opens the playground. After the test the page must have kept to its server and logged nothing."""
 
     async def opened(
         width: int = 1440, height: int = 900, *, touch: bool = False, scheme: str = "light", key: str = KEY
     ) -> Page:
-        page = await browser.new_page()
-        pages.append(page)
-        await page.resize(width, height, touch)
-        await page.prefer(prefers_color_scheme=scheme)
-        await page.open(f"{locked_server.url}/")
-        await page.wait_for(READY)
-        await enter_key(page, key)
-        return page
+        await tab.resize(width, height, touch)
+        await tab.prefer(prefers_color_scheme=scheme)
+        await tab.open(f"{locked_server.url}/")
+        await tab.wait_for(READY)
+        await enter_key(tab, key)
+        return tab
 
     yield opened
-    for page in pages:
-        outside = [url for url in page.requested if not url.startswith((f"{locked_server.url}/", "blob:", "data:"))]
-        assert outside == []
-        logged_before_end += [entry for entry in page.complaints if not _is_refusal(entry)]
-        await page.close()
-    assert logged_before_end == []
+    outside = [url for url in tab.requested if not url.startswith((f"{locked_server.url}/", "blob:", "data:"))]
+    logged = [entry for entry in tab.complaints if not _is_refusal(entry)]
+    await tab.forget()
+    assert (outside, logged) == ([], [])
 
 
 def _is_refusal(entry: str) -> bool:
