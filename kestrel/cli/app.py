@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -36,7 +37,7 @@ VERBS = (query, caption, point, detect, segment, schedule, serve, eval, profile,
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; return the exit code."""
     try:
-        code = typer.main.get_command(make_app()).main(list(arguments), prog_name="kestrel", standalone_mode=False)
+        code = _program().main(list(arguments), prog_name="kestrel", standalone_mode=False)
         sys.stdout.flush()
         return code or OK
     except BrokenPipeError:
@@ -47,6 +48,13 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except Exception as error:
         return report(error)
+
+
+@cache
+def _program() -> typer.core.TyperGroup:
+    program = typer.main.get_command(make_app())
+    assert isinstance(program, typer.core.TyperGroup)
+    return program
 
 
 def make_app() -> typer.Typer:
@@ -64,7 +72,6 @@ def make_app() -> typer.Typer:
     add_adapters_group(app)
     add_bench_group(app)
     add_train_group(app)
-    add_bench_group(app)
     return app
 
 

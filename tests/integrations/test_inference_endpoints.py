@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import subprocess
@@ -20,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from PIL import Image
 
 from kestrel import default_model
-from tests.engine.held_out import drawn_scenes
 from tests.engine.random_adapters import write_adapters
 from tests.integrations.asking import Seen, ask, note, open_stream, tensors
 from tests.integrations.endpoints import (
@@ -34,7 +35,7 @@ from tests.integrations.endpoints import (
     start_native,
     start_triton,
 )
-from tests.integrations.truth import GREEDY, KEYS, Asked, direct_answers, encoded, questions
+from tests.integrations.truth import GREEDY, KEYS, Asked, direct_answers, questions
 from tests.scene import SCENE
 from tests.server.long_request import long_query
 from tests.server.sockets import eventually
@@ -69,9 +70,10 @@ def call_of(name: str) -> Call:
 
 def big_call() -> Call:
     """About a JPEG of 20 MB: what comes after its end is not looked at, but has to be carried."""
-    scene = drawn_scenes()[0]
-    picture = encoded(scene.pixels, "JPEG").ljust(BIG_BYTES, b"\0")
-    return "point", {"image": picture, "object": scene.view.scene.objects[0].name}
+    buffer = io.BytesIO()
+    with Image.open(SCENE) as scene:
+        scene.convert("RGB").save(buffer, "JPEG")
+    return "point", {"image": buffer.getvalue().ljust(BIG_BYTES, b"\0"), "object": "bee"}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-
 def prepare_once() -> None:
     """The interpreter takes its language apart at every call inside a kernel, not only at its launch, and makes a table
     of all number types whenever it asks for one: a third of the time of these tests."""

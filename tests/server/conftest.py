@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest.mock import AsyncMock, patch
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from PIL import Image
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
+from kestrel.server import lifecycle
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import bind, uvicorn_config
@@ -82,7 +84,8 @@ def start_server(
     prepare: Callable[[FastAPI], None] | None = None,
     send_buffer_bytes: int | None = None,
 ) -> Iterator[RunningServer]:
-    """A generator for fixtures: yields a ready server, ends it afterwards."""
+    """A generator for fixtures: yields a ready server, ends it afterwards. It does not warm up: tests of servers as
+    programs see that."""
     app = create_app(lambda: InferenceEngine.create(config), server_config)
     if prepare is not None:
         prepare(app)
@@ -92,10 +95,11 @@ def start_server(
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[listening]),))
-    thread.start()
     running = RunningServer(f"http://127.0.0.1:{listening.getsockname()[1]}", app, loop)
     running.state.observers.append(running.watcher)
-    running.on_loop(running.state.settled.wait)
+    with patch.object(lifecycle, "warm_up", AsyncMock(return_value=0.0)):
+        thread.start()
+        running.on_loop(running.state.settled.wait)
     try:
         assert running.state.failure is None
         yield running

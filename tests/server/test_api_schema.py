@@ -54,7 +54,12 @@ def test_generated_requests_find_no_fault_in_any_route(described: RunningServer,
     how = ["--phases", PHASES, "--checks", ",".join(CHECKS), "--seed", "1", "--no-color"]
     hooks = {"SCHEMATHESIS_HOOKS": "tests.server.schema_hooks", "PYTHONPATH": str(ROOT), "TEST_PICTURE": TINY_PICTURE}
     told = subprocess.run(
-        [*command, *bounds, *how], cwd=tmp_path, env={**os.environ, **hooks}, capture_output=True, text=True, timeout=180
+        [*command, *bounds, *how],
+        cwd=tmp_path,
+        env={**os.environ, **hooks},
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert told.returncode == 0, told.stdout[-8000:] + told.stderr[-2000:]
     with described.client() as client:
