@@ -26,7 +26,7 @@ class RuntimeLimits:
     max_prefill_tokens: int
     """Prefill positions one step may hold; a single image span may exceed it."""
     steps_in_flight: int
-    """1: the next step is planned while one runs. 0: each step is committed before the next is planned."""
+    """1: the next step is planned while one runs. 0: a step is committed as soon as it is launched."""
     num_adapter_slots: int = 0
     """Adapters that can be in use at the same time."""
     streaming_prefill_tokens: int = 0

@@ -144,7 +144,7 @@ class GenerationScheduler(Generic[StepT]):
         planned = self._plan()
         if planned is not None:
             self._launch(planned)
-        elif len(self._pipeline):
+        if len(self._pipeline) and (planned is None or self._pipeline.is_synchronous):
             updates += self._commit_oldest()
         self._release_leaving()
         return updates

@@ -42,6 +42,11 @@ class Pipeline(Generic[StepT]):
         return len(self._launched)
 
     @property
+    def is_synchronous(self) -> bool:
+        """A launched step has its results at once: whoever waits for them need not wait for the next step too."""
+        return self._depth == 0
+
+    @property
     def is_over_depth(self) -> bool:
         return len(self._launched) > self._depth
 

@@ -64,6 +64,17 @@ def test_a_satisfied_skill_gets_no_further_token_and_gives_everything_back(depth
     assert final["a"].metrics.output_tokens == enough
 
 
+def test_without_a_step_in_flight_an_answer_waits_for_nobody_elses_step() -> None:
+    scheduler, _ = make(steps_in_flight=0, vocab_size=VOCAB)
+    scheduler.add(request("long", text(5, 4), max_new_tokens=20))
+    scheduler.step()
+    scheduler.add(request("short", text(3, 4), max_new_tokens=1))
+    (ended,) = [update for update in scheduler.step() if update.finish_reason is not None]
+    assert ended.request_id == "short"
+    scheduler.check_integrity()
+    assert scheduler.num_running == scheduler._cache.num_leases == 1
+
+
 @DEPTHS
 def test_an_end_on_the_last_token_of_the_budget_is_a_stop(depth: int) -> None:
     scheduler, _ = make(steps_in_flight=depth, vocab_size=VOCAB)
