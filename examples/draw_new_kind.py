@@ -21,12 +21,12 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from kestrel.tokens import CoordToken, SizeToken
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
+from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, load_or_build_atlas
 from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED, SceneDifficulty
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.kinds import is_emoji, kind_index
 from kestrel.train.scenes.placement import sample_batch, scene_at
-from kestrel.train.scenes.textures import upload_atlas
+from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 from kestrel.train.scenes.truth import SceneBatch
 from kestrel.train.tasks import counting, locating, naming
 from kestrel.train.tasks.answers import direct, yes_or_no
@@ -110,13 +110,13 @@ def corners(x: float, y: float, width: float, height: float) -> list[float]:
     return [min(max(edge, 0.0), 1.0) for edge in edges]
 
 
-def draw(folder: Path, part: str, seeds: np.ndarray, atlas: SpriteAtlas, world: TaskWorld) -> list[str]:
+def draw(folder: Path, part: str, seeds: np.ndarray, textures: AtlasTensors, world: TaskWorld) -> list[str]:
     """Saves pictures; returns their lines."""
     (folder / part).mkdir(parents=True, exist_ok=True)
     batch = sample_batch(seeds, SIDE_PX, SIDE_PX, DIFFICULTY)
     put_windmills(batch)
     lines: list[str] = []
-    for row, pixels in enumerate(draw_batch(batch, upload_atlas(atlas)).numpy()):
+    for row, pixels in enumerate(draw_batch(batch, textures).numpy()):
         image = f"{part}/{row:03d}.png"
         Image.fromarray(pixels).save(folder / image)
         scene = scene_at(batch, row)
@@ -135,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     atlas, place = load_or_build_atlas(args.atlas), kind_index(REPLACED)
     atlas = replace(atlas, sprites=(*atlas.sprites[:place], windmill(), *atlas.sprites[place + 1 :]))
-    world = task_world(path_book(atlas))
+    textures, world = upload_atlas(atlas), task_world(path_book(atlas))
     world = replace(world, plurals={n: p for n, p in world.plurals.items() if n != REPLACED} | {NAME: PLURAL})
-    train = draw(args.folder, "train", np.arange(args.train), atlas, world)
-    test = draw(args.folder, "test", FIRST_HELD_OUT_SEED + np.arange(args.test), atlas, world)
+    train = draw(args.folder, "train", np.arange(args.train), textures, world)
+    test = draw(args.folder, "test", FIRST_HELD_OUT_SEED + np.arange(args.test), textures, world)
     known = [line for line in test if NAME not in line]
     for name, lines in {"train": train, "test": [line for line in test if NAME in line], "known": known}.items():
         (args.folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,8 +21,22 @@ def sprite_atlas() -> SpriteAtlas:
     """Skips the test where there is neither."""
     missing = missing_fonts()
     if not missing:
-        return build_atlas()
+        return _built_once()
     saved = REPOSITORY / DEFAULT_ATLAS_PATH
     if saved.exists():
         return SpriteAtlas.load(saved)
     pytest.skip(f"no {', '.join(missing)} (scripts/install-fonts) and no {DEFAULT_ATLAS_PATH}")
+
+
+def _built_once() -> SpriteAtlas:
+    """By one worker of a run for all of them: it takes five seconds."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return build_atlas()
+    shared = Path(tempfile.gettempdir()) / f"kestrel-sprites-{run}.npz"
+    if not shared.exists():
+        unfinished = shared.with_name(f"{os.getpid()}-{shared.name}")
+        build_atlas().save(unfinished)
+        unfinished.replace(shared)
+        atexit.register(shared.unlink, missing_ok=True)
+    return SpriteAtlas.load(shared)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.train.loop import StepReport
 from kestrel.train.options import TinyRun
 from kestrel.train.saving import save_folder
+from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 from kestrel.train.tiny import initialise, tiny_config
 from kestrel.train.tokenizer import build_tokenizer
 from tests.sprites import sprite_atlas
@@ -56,6 +58,17 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "model"
     save_folder(initialise(MoondreamModel(small), seed=0), folder, tokenizer_json)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _textures_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs here draw from one atlas; making its textures takes a second."""
+    monkeypatch.setattr("kestrel.train.run.upload_atlas", lambda atlas, device: _textures(str(device)))
+
+
+@cache
+def _textures(device: str) -> AtlasTensors:
+    return upload_atlas(sprite_atlas(), device)
 
 
 def progress_of(folder: Path) -> dict[str, Any]:

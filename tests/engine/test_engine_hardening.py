@@ -19,6 +19,7 @@ from kestrel.engine.images import PicturePool
 from kestrel.errors import EngineStopped, KestrelError, NumericalError, QueueFull, RequestCancelled, RequestError
 from kestrel.grammar import END, Edge, Grammar, State, free_text
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.runtime import rows
 from kestrel.runtime.fake import FakeRuntime
 from kestrel.sampling_params import SamplingParams
 from kestrel.skills import SkillRegistry, default_skills
@@ -261,17 +262,20 @@ async def test_absurd_numbers_are_refused_by_name(name: str, sign: int) -> None:
     await engine.shutdown()
 
 
-async def test_many_different_grammars_leave_the_tables_small(make_engine: MakeEngine) -> None:
+async def test_many_different_grammars_leave_the_tables_small(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_KEPT_STATES", 1024)
     made: list[Grammar] = []
 
     def fresh() -> Grammar:
-        states = tuple(State(f"{len(made)}.{i}", Edge(i + 1 if i < 299 else END)) for i in range(300))
+        states = tuple(State(f"{len(made)}.{i}", Edge(i + 1 if i < 39 else END)) for i in range(40))
         made.append(Grammar(f"g{len(made)}", states))
         return made[-1]
 
     engine = await make_engine("md3", skills=SkillRegistry([Scripted(grammar=fresh)]), kv_cache_pages=120)
     for _ in range(30):
         await engine.run("scripted")
-    assert sum(len(grammar.states) for grammar in made) > 8192
+    assert sum(len(grammar.states) for grammar in made) > 1024
     tables = engine._ready.runtime._table.grammars  # type: ignore[attr-defined]
-    assert tables.num_states <= 8192
+    assert tables.num_states <= 1024

@@ -351,7 +351,7 @@ def test_the_documents_own_client_works(endpoint: Endpoint, truth: dict[str, Ask
     client.close()
 
 
-@pytest.mark.parametrize("load", [[], ["--concurrency", "3", "--requests", "6", "--skill", "caption"]])
+@pytest.mark.parametrize("load", [[], ["--concurrency=3", "--requests=6", "--skill=caption", "--length=short"]])
 def test_the_projects_client_tries_and_measures(endpoint: Endpoint, load: list[str]) -> None:
     command = [sys.executable, "triton/client.py", "--url", endpoint.url, "--image", str(SCENE), "--object", "bee"]
     ran = subprocess.run([*command, *load], cwd=ROOT, capture_output=True, text=True, timeout=120)

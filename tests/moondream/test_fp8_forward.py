@@ -50,9 +50,11 @@ def drawn(*shape: int) -> Tensor:
 
 def one_block(model: MoondreamModel, index: int) -> MoondreamModel:
     """The same with a single block in vision and in text, the latter as the first layer."""
-    small = copy.deepcopy(model)
+    layer = index % len(model.text.blocks)
+    kept = (model.vision.blocks[index], model.text.blocks[layer])
+    others = [block for block in (*model.vision.blocks, *model.text.blocks) if block not in kept]
+    small = copy.deepcopy(model, {id(block): block for block in others})
     small.vision.blocks = nn.ModuleList([small.vision.blocks[index]])
-    layer = index % len(small.text.blocks)
     small.text.blocks = nn.ModuleList([small.text.blocks[layer]])
     small.text.blocks[0].layer = 0
     return small
