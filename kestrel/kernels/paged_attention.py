@@ -86,30 +86,6 @@ def attend_padded(
     return out_NHQD.transpose(1, 2)
 
 
-def attend_decode(
-    q_BHD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_slots_BK: Tensor,
-    mask_BK: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
-    """One query per row; `mask_BK` is true where a row has a position."""
-    assert q_BHD.ndim == 3
-    assert kv_slots_BK.shape == mask_BK.shape
-    k_BHKD = widened(k_cache, kv_slots_BK, k_scale, q_BHD.dtype).transpose(1, 2)
-    v_BHKD = widened(v_cache, kv_slots_BK, v_scale, q_BHD.dtype).transpose(1, 2)
-    out_BH1D = F.scaled_dot_product_attention(
-        q_BHD[:, :, None],
-        k_BHKD,
-        v_BHKD,
-        attn_mask=mask_BK[:, None, None],
-        enable_gqa=q_BHD.shape[1] != k_BHKD.shape[1],
-    )
-    return out_BH1D[:, :, 0]
-
-
 def attend_rows(
     q_BHD: Tensor,
     k_cache: Tensor,

@@ -1,50 +1,29 @@
 """Who attends to whom among the prefill chunks of a step, in as few calls as their shapes allow.
 
 - Pictures at the beginning of their context, which see themselves and nothing else: one call for all of a length.
-- Short texts (a question behind its picture): padded to the longest, one call for all.
+- Short texts (a question behind its picture): padded to the longest, one call for all, or one for all about a picture.
 - What is left (long texts, later pictures): a call each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kestrel.kernels.paged_attention import attend_padded, attend_segment, causal_mask
+from kestrel.kernels.paged_attention import attend_segment, causal_mask
+from kestrel.runtime.attention_group import AttentionGroup, LayerInputs, SlotsOf
 from kestrel.runtime.contract import PrefillChunk
-from kestrel.runtime.upload import upload
+from kestrel.runtime.padded_rows import RowQueries, padded_groups
+from kestrel.runtime.rows import RowTable
 from kestrel.tokens import ImageSpan
 
 SHORT = 64
 """Queries of a chunk that is padded to its neighbours."""
-
-SlotsOf: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(rows, positions) to the slots where their keys and values lie."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """What one layer hands over: the flat new positions, and the cache that already holds them."""
-
-    q_THD: Tensor
-    k_THD: Tensor
-    v_THD: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k_scale: float
-    v_scale: float
-
-
-class AttentionGroup(Protocol):
-    def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
-        """Writes the outputs of the group's positions."""
-        ...
 
 
 def in_packed_order(prefill: list[PrefillChunk]) -> list[PrefillChunk]:
@@ -52,7 +31,9 @@ def in_packed_order(prefill: list[PrefillChunk]) -> list[PrefillChunk]:
     return sorted(prefill, key=lambda chunk: (0, chunk.num_positions) if _is_leading_picture(chunk) else (1, 0))
 
 
-def prefill_groups(prefill: Sequence[PrefillChunk], slots_of: SlotsOf, device: torch.device) -> list[AttentionGroup]:
+def prefill_groups(
+    prefill: Sequence[PrefillChunk], table: RowTable, page_size: int, slots_of: SlotsOf
+) -> list[AttentionGroup]:
     """`prefill` in packed order; its positions lie at the beginning of the flat batch."""
     groups: list[AttentionGroup] = []
     short: list[tuple[int, PrefillChunk]] = []
@@ -68,12 +49,13 @@ def prefill_groups(prefill: Sequence[PrefillChunk], slots_of: SlotsOf, device: t
             if _is_short(chunk):
                 short.append((first, chunk))
             else:
-                groups.append(OneChunk.of(first, chunk, slots_of, device))
+                groups.append(OneChunk.of(first, chunk, slots_of, table.device))
             first += chunk.num_positions
     if len(short) == 1:
-        groups.append(OneChunk.of(*short[0], slots_of, device))
+        groups.append(OneChunk.of(*short[0], slots_of, table.device))
     elif short:
-        groups.append(ShortTexts.of(short, slots_of, device))
+        queries = [RowQueries(first, chunk.num_positions, chunk.start, chunk.row) for first, chunk in short]
+        groups += padded_groups(queries, table, page_size, slots_of)
     return groups
 
 
@@ -118,34 +100,6 @@ class OneChunk:
             q_QHD, layer.k_cache, layer.v_cache, self.kv_slots_K, self.mask_QK, self.is_causal,
             layer.k_scale, layer.v_scale,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ShortTexts:
-    at_NQ: Tensor
-    """Where the queries lie in the flat batch; a short chunk repeats its last one."""
-    kv_slots_NK: Tensor
-    mask_NQK: Tensor
-
-    @classmethod
-    def of(cls, chunks: Sequence[tuple[int, PrefillChunk]], slots_of: SlotsOf, device: torch.device) -> ShortTexts:
-        num_queries = max(chunk.num_positions for _, chunk in chunks)
-        num_keys = max(chunk.start + chunk.num_positions for _, chunk in chunks)
-        numbers = upload([(first, c.num_positions, c.start, c.row) for first, c in chunks], device)
-        first_N1, count_N1, start_N1, row_N1 = numbers[:, :, None].unbind(1)
-        query_NQ = torch.arange(num_queries, device=device)[None].minimum(count_N1 - 1)
-        key_1K = torch.arange(num_keys, device=device)[None]
-        mask_NQK = key_1K[:, None] <= (start_N1 + query_NQ)[:, :, None]
-        # Past a row's own positions its page table is stale: read its first position there, whose values are finite.
-        known_NK = torch.where(key_1K < start_N1 + count_N1, key_1K, 0)
-        return cls(first_N1 + query_NQ, slots_of(row_N1.expand_as(known_NK), known_NK), mask_NQK)
-
-    def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
-        q_NQHD = layer.q_THD[self.at_NQ]
-        out_NQHD = attend_padded(
-            q_NQHD, layer.k_cache, layer.v_cache, self.kv_slots_NK, self.mask_NQK, layer.k_scale, layer.v_scale
-        )
-        out_THD[self.at_NQ] = out_NQHD
 
 
 def is_picture(chunk: PrefillChunk) -> bool:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from kestrel.kernels.ops import Ops
-from kestrel.kernels.paged_attention import attend_decode, write_kv
+from kestrel.kernels.paged_attention import write_kv
+from kestrel.runtime.attention_group import AttentionGroup, LayerInputs
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.prefill_attention import SHORT, AttentionGroup, LayerInputs, is_picture, prefill_groups
+from kestrel.runtime.padded_rows import RowQueries, padded_groups
+from kestrel.runtime.prefill_attention import SHORT, is_picture, prefill_groups
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.upload import upload
 
@@ -174,10 +176,6 @@ class FlatAttention:
         layer_inputs = LayerInputs(q_THD, k_THD, v_THD, k_cache, v_cache, *scales)
         for group in self._groups:
             group.attend(layer_inputs, out_THD)
-        if self._decode:
-            slots_BK, mask_BK = self._decode_keys
-            q_BHD = q_THD[self._first_decode :]
-            out_THD[self._first_decode :] = attend_decode(q_BHD, k_cache, v_cache, slots_BK, mask_BK, *scales)
         return out_THD
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
@@ -188,16 +186,10 @@ class FlatAttention:
 
     @cached_property
     def _groups(self) -> list[AttentionGroup]:
-        return prefill_groups(self._prefill, self._slots, self._table.device)
-
-    @cached_property
-    def _decode_keys(self) -> tuple[Tensor, Tensor]:
-        rows_B1 = self._rows_T[self._first_decode :, None]
-        positions_B1 = self._positions_T[self._first_decode :, None]
-        keys_1K = torch.arange(max(one.position for one in self._decode) + 1, device=self._table.device)[None]
-        mask_BK = keys_1K <= positions_B1
-        # Past a row's end its page table is stale: read its first position there, whose values are finite.
-        return self._slots(rows_B1, torch.where(mask_BK, keys_1K, 0)), mask_BK
+        decoding = enumerate(self._decode, self._first_decode)
+        rows = [RowQueries(at, 1, one.position, one.row) for at, one in decoding]
+        where = (self._table, self._kv.page_size, self._slots)
+        return [*prefill_groups(self._prefill, *where), *padded_groups(rows, *where)]
 
     @cached_property
     def _stored_chunks(self) -> ChunkAttention:

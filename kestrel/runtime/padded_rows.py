@@ -1,0 +1,109 @@
+"""Few queries of each of several rows, in one call: those of a row are padded to the longest.
+
+Rows that begin with the same pages, such as questions about one picture, are apart: keys and values of these pages are
+read once for all of them. On a CPU only; the kernels of a GPU read pages where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kestrel.kernels.paged_attention import attend_padded
+from kestrel.kernels.shared_prefix import attend_shared
+from kestrel.runtime.attention_group import AttentionGroup, LayerInputs, SlotsOf
+from kestrel.runtime.rows import RowTable
+from kestrel.runtime.upload import upload
+
+LEAST_ROWS = 4
+LEAST_SHARED = 256
+"""Fewer rows, or positions that they share, are as fast each for itself."""
+
+
+class RowQueries(NamedTuple):
+    """New positions of one row, side by side in the flat batch."""
+
+    first: int
+    """Where they begin there."""
+    count: int
+    start: int
+    """Positions of the row before them."""
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedKeys:
+    at_NQ: Tensor
+    """Where the queries lie in the flat batch; a row of fewer repeats its last one."""
+    slots_NK: Tensor
+    mask_NQK: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[RowQueries], first_key: int, slots_of: SlotsOf, device: torch.device) -> PaddedKeys:
+        """Keys from position `first_key` on."""
+        num_queries, num_keys = max(one.count for one in rows), max(one.start + one.count for one in rows)
+        first_N1, count_N1, start_N1, row_N1 = upload([tuple(one) for one in rows], device)[:, :, None].unbind(1)
+        query_NQ = torch.arange(num_queries, device=device)[None].minimum(count_N1 - 1)
+        key_1K = torch.arange(first_key, num_keys, device=device)[None]
+        mask_NQK = key_1K[:, None] <= (start_N1 + query_NQ)[:, :, None]
+        # Past a row's own positions its page table is stale: read its first position there, whose values are finite.
+        known_NK = torch.where(key_1K < start_N1 + count_N1, key_1K, 0)
+        return cls(first_N1 + query_NQ, slots_of(row_N1.expand_as(known_NK), known_NK), mask_NQK)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    keys: PaddedKeys
+
+    def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
+        keys = self.keys
+        out_THD[keys.at_NQ] = attend_padded(
+            layer.q_THD[keys.at_NQ], layer.k_cache, layer.v_cache, keys.slots_NK, keys.mask_NQK,
+            layer.k_scale, layer.v_scale,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    shared_slots_S: Tensor
+    own: PaddedKeys
+
+    def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
+        own = self.own
+        out_THD[own.at_NQ] = attend_shared(
+            layer.q_THD[own.at_NQ], layer.k_cache, layer.v_cache, self.shared_slots_S, own.slots_NK, own.mask_NQK,
+            layer.k_scale, layer.v_scale,
+        )  # fmt: skip
+
+
+def padded_groups(
+    rows: Sequence[RowQueries], table: RowTable, page_size: int, slots_of: SlotsOf
+) -> Iterator[AttentionGroup]:
+    """Rows that share enough with others in groups of their own, all others in one."""
+    left = list(rows)
+    for together, num_shared in _sharing(rows, table, page_size) if table.device.type == "cpu" else ():
+        key_S = torch.arange(num_shared)
+        shared_slots_S = slots_of(torch.full_like(key_S, together[0].row), key_S)
+        yield SharedRows(shared_slots_S, PaddedKeys.of(together, num_shared, slots_of, table.device))
+        left = [one for one in left if one not in together]
+    if left:
+        yield PaddedRows(PaddedKeys.of(left, 0, slots_of, table.device))
+
+
+def _sharing(rows: Sequence[RowQueries], table: RowTable, page_size: int) -> Iterator[tuple[list[RowQueries], int]]:
+    """Rows with the same first pages, and how many positions these hold: none that a row has yet to write."""
+    long = [one for one in rows if one.start >= LEAST_SHARED]
+    if len(long) < LEAST_ROWS:
+        return
+    pages = {one: table.pages[one.row, : one.start // page_size].tolist() for one in long}
+    for _, same in groupby(sorted(long, key=lambda one: pages[one][0]), key=lambda one: pages[one][0]):
+        together = list(same)
+        columns = zip(*(pages[one] for one in together), strict=False)
+        num_shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) * page_size
+        if len(together) >= LEAST_ROWS and num_shared >= LEAST_SHARED:
+            yield together, num_shared

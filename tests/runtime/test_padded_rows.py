@@ -1,0 +1,103 @@
+"""Which rows are read together, and that a crowd about one picture is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kestrel.runtime import padded_rows
+from kestrel.runtime.attention_group import LayerInputs
+from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.runtime.padded_rows import LEAST_SHARED, PaddedRows, RowQueries, SharedRows, padded_groups
+from kestrel.runtime.rows import RowTable
+from kestrel.runtime.step_attention import slots_of
+from tests.moondream.goldens import golden
+from tests.runtime.paged import paged
+from tests.runtime.test_paged_equality import all_skills, dense
+
+CPU = torch.device("cpu")
+PAGE_SIZE, NUM_PAGES = 16, 40
+SHARED_PAGES = LEAST_SHARED // PAGE_SIZE + 2
+
+
+def table_of(*beginnings: int) -> RowTable:
+    """Rows whose first pages are one of several sets, and whose other pages are their own."""
+    table = RowTable(len(beginnings), NUM_PAGES, 0, 10, GrammarTables(10, CPU), CPU)
+    for row, beginning in enumerate(beginnings):
+        table.pages[row] = torch.arange(NUM_PAGES) + (10 + row) * NUM_PAGES
+        table.pages[row, :SHARED_PAGES] = torch.arange(SHARED_PAGES) + beginning * NUM_PAGES
+    return table
+
+
+def groups_of(table: RowTable, starts: list[int]) -> list[PaddedRows | SharedRows]:
+    rows = [RowQueries(at, 1, start, at) for at, start in enumerate(starts)]
+    found = padded_groups(rows, table, PAGE_SIZE, lambda r, p: slots_of(table, PAGE_SIZE, r, p))
+    return list(found)  # type: ignore[arg-type]
+
+
+def members(group: PaddedRows | SharedRows) -> list[int]:
+    keys = group.own if isinstance(group, SharedRows) else group.keys
+    return sorted(keys.at_NQ[:, 0].tolist())
+
+
+def test_rows_are_grouped_by_the_pages_they_begin_with() -> None:
+    table = table_of(1, 2, 1, 2, 1, 2, 1, 2, 3, 3)
+    groups = groups_of(table, [SHARED_PAGES * PAGE_SIZE + row for row in range(10)])
+    assert [(type(group), members(group)) for group in groups] == [
+        (SharedRows, [0, 2, 4, 6]),
+        (SharedRows, [1, 3, 5, 7]),
+        (PaddedRows, [8, 9]),
+    ]
+    first = groups[0]
+    assert isinstance(first, SharedRows)
+    assert first.shared_slots_S.tolist() == [NUM_PAGES * PAGE_SIZE + slot for slot in range(SHARED_PAGES * PAGE_SIZE)]
+
+
+def test_a_page_that_a_row_has_yet_to_fill_is_not_shared() -> None:
+    table = table_of(1, 1, 1, 1)
+    behind = SHARED_PAGES * PAGE_SIZE - 1
+    (group,) = groups_of(table, [behind, 400, 400, 400])
+    assert isinstance(group, SharedRows)
+    assert len(group.shared_slots_S) == (SHARED_PAGES - 1) * PAGE_SIZE
+    assert isinstance(groups_of(table, [LEAST_SHARED - 1] * 4)[0], PaddedRows)
+    assert isinstance(groups_of(table_of(1, 1, 1), [400] * 3)[0], PaddedRows)
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (3, 1, 2, 1, 4)])
+def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int, ...]) -> None:
+    table = table_of(1, 1, 1, 1, 2)
+    firsts = [sum(counts[:row]) for row in range(5)]
+    starts = [SHARED_PAGES * PAGE_SIZE + 7 * row for row in range(5)]
+    rows = [RowQueries(*numbers) for numbers in zip(firsts, counts, starts, range(5), strict=True)]
+    dice = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 15 * NUM_PAGES * PAGE_SIZE, 2, 8, generator=dice)
+    q_THD = torch.randn(sum(counts), 4, 8, generator=dice)
+    layer = LayerInputs(q_THD, q_THD, q_THD, cache[0], cache[1], 1.0, 1.0)
+
+    def attended(queries: list[RowQueries], out_THD: Tensor) -> list[type]:
+        groups = list(padded_groups(queries, table, PAGE_SIZE, lambda r, p: slots_of(table, PAGE_SIZE, r, p)))
+        for group in groups:
+            group.attend(layer, out_THD)
+        return [type(group) for group in groups]
+
+    together, apart = torch.full_like(q_THD, torch.nan), torch.full_like(q_THD, torch.nan)
+    assert attended(rows, together) == [SharedRows, PaddedRows]
+    for one in rows:
+        assert attended([one], apart) == [PaddedRows]
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=2e-6)
+
+
+def test_questions_about_a_picture_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, int]] = []
+    attend = padded_rows.attend_shared
+
+    def noted(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, shared_slots_S: Tensor, *more: Tensor) -> Tensor:
+        sizes.append((len(q_NQHD), len(shared_slots_S)))
+        return attend(q_NQHD, k_cache, v_cache, shared_slots_S, *more)
+
+    monkeypatch.setattr(padded_rows, "attend_shared", noted)
+    g = golden("md2")
+    cases = all_skills(g, "a", "small")
+    assert paged(g.model).run(*cases) == dense(g, cases)
+    assert max(sizes) >= (5, 720)
