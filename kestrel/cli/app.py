@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from kestrel.cli.adapters import add_adapters_group
 from kestrel.cli.bench import add_bench_group
@@ -51,9 +52,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @cache
-def _program() -> typer.core.TyperGroup:
+def _program() -> TyperGroup:
     program = typer.main.get_command(make_app())
-    assert isinstance(program, typer.core.TyperGroup)
+    assert isinstance(program, TyperGroup)
     return program
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,8 @@ LEAST_SHARED = 256
 """Fewer rows, or positions that they share, are as fast each for itself."""
 
 
-class RowQueries(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RowQueries:
     """New positions of one row, side by side in the flat batch."""
 
     first: int
@@ -47,7 +47,8 @@ class PaddedKeys:
     def of(cls, rows: Sequence[RowQueries], first_key: int, slots_of: SlotsOf, device: torch.device) -> PaddedKeys:
         """Keys from position `first_key` on."""
         num_queries, num_keys = max(one.count for one in rows), max(one.start + one.count for one in rows)
-        first_N1, count_N1, start_N1, row_N1 = upload([tuple(one) for one in rows], device)[:, :, None].unbind(1)
+        numbers = [(one.first, one.count, one.start, one.row) for one in rows]
+        first_N1, count_N1, start_N1, row_N1 = upload(numbers, device)[:, :, None].unbind(1)
         query_NQ = torch.arange(num_queries, device=device)[None].minimum(count_N1 - 1)
         key_1K = torch.arange(first_key, num_keys, device=device)[None]
         mask_NQK = key_1K[:, None] <= (start_N1 + query_NQ)[:, :, None]
