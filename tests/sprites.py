@@ -29,7 +29,7 @@ def sprite_atlas() -> SpriteAtlas:
 
 
 def _built_once() -> SpriteAtlas:
-    """By one worker of a run for all of them: it takes five seconds."""
+    """By the first worker of a run that needs it, for those that come later: it takes five seconds."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:
         return build_atlas()

@@ -5,6 +5,8 @@ once a row, and multiplied with the queries of all rows together. On a CPU, wher
 decoding step, that is most of what a row costs.
 
     scores = q·kᵀ / sqrt(head_dim), over the shared keys | over a row's own, masked;  out = softmax(scores) · v
+
+Everything in between is float32.
 """
 
 from __future__ import annotations
@@ -30,19 +32,18 @@ def attend_shared(
     n, q, h, d = q_NQHD.shape
     g = k_cache.shape[1]
     assert own_mask_NQK.shape == (n, q, own_slots_NK.shape[1])
-    queries_NQGRd = (q_NQHD * d**-0.5).view(n, q, g, h // g, d)
+    k_SGd, v_SGd = (widened(c, shared_slots_S, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+    k_NKGd, v_NKGd = (widened(c, own_slots_NK, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+    queries_NQGRd = (q_NQHD.float() * d**-0.5).view(n, q, g, h // g, d)
     queries_GMd = queries_NQGRd.permute(2, 0, 1, 3, 4).reshape(g, -1, d)
     queries_NGPd = queries_NQGRd.permute(0, 2, 1, 3, 4).reshape(n, g, -1, d)
-    k_SGd, v_SGd = (widened(c, shared_slots_S, s, q_NQHD.dtype) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
-    k_NKGd, v_NKGd = (widened(c, own_slots_NK, s, q_NQHD.dtype) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
-    shared_GMS = torch.bmm(queries_GMd, k_SGd.permute(1, 2, 0))
-    own_NGPK = torch.matmul(queries_NGPd, k_NKGd.permute(0, 2, 3, 1))
-    own_NGQRK = own_NGPK.view(n, g, q, h // g, -1).masked_fill(~own_mask_NQK[:, None, :, None], float("-inf"))
-    own_GMK = own_NGQRK.transpose(0, 1).reshape(g, n * q * (h // g), -1)
-    weights_GML = torch.cat((shared_GMS, own_GMK), dim=2).float().softmax(dim=2).to(q_NQHD.dtype)
-    shared_GMS, own_GMK = weights_GML.split((len(shared_slots_S), own_slots_NK.shape[1]), dim=2)
-    out_GMd = torch.bmm(shared_GMS, v_SGd.transpose(0, 1))
-    own_NGPK = own_GMK.view(g, n, -1, own_GMK.shape[2]).transpose(0, 1)
-    out_NGPd = torch.matmul(own_NGPK, v_NKGd.transpose(1, 2))
-    out_NGPd = out_NGPd + out_GMd.view(g, n, -1, d).transpose(0, 1)
-    return out_NGPd.view(n, g, q, h // g, d).transpose(1, 2).reshape(n, q, h, d)
+    scores_GMS = torch.bmm(queries_GMd, k_SGd.permute(1, 2, 0))
+    scores_NGPK = torch.matmul(queries_NGPd, k_NKGd.permute(0, 2, 3, 1))
+    scores_NGQRK = scores_NGPK.view(n, g, q, h // g, -1).masked_fill(~own_mask_NQK[:, None, :, None], float("-inf"))
+    scores_GMK = scores_NGQRK.transpose(0, 1).reshape(g, n * q * (h // g), -1)
+    weights_GML = torch.cat((scores_GMS, scores_GMK), dim=2).softmax(dim=2)
+    weights_GMS, weights_GMK = weights_GML.split((len(shared_slots_S), own_slots_NK.shape[1]), dim=2)
+    weights_NGPK = weights_GMK.view(g, n, -1, weights_GMK.shape[2]).transpose(0, 1)
+    shared_GMd = torch.bmm(weights_GMS, v_SGd.transpose(0, 1))
+    out_NGPd = torch.matmul(weights_NGPK, v_NKGd.transpose(1, 2)) + shared_GMd.view(g, n, -1, d).transpose(0, 1)
+    return out_NGPd.view(n, g, q, h // g, d).transpose(1, 2).reshape(n, q, h, d).to(q_NQHD.dtype)

@@ -1,7 +1,7 @@
 """Few queries of each of several rows, in one call: those of a row are padded to the longest.
 
 Rows that begin with the same pages, such as questions about one picture, are apart: keys and values of these pages are
-read once for all of them. On a CPU only; the kernels of a GPU read pages where they lie.
+read once for all of them. On a CPU only, where reading them is most of the work.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from kestrel.runtime.upload import upload
 LEAST_ROWS = 4
 LEAST_SHARED = 256
 """Fewer rows, or positions that they share, are as fast each for itself."""
+MOST_QUERIES = 256
+"""Of more of them, padded ones included, the scores would take much memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +88,29 @@ def padded_groups(
     rows: Sequence[RowQueries], table: RowTable, page_size: int, slots_of: SlotsOf
 ) -> Iterator[AttentionGroup]:
     """Rows that share enough with others in groups of their own, all others in one."""
-    left = list(rows)
+    taken: set[RowQueries] = set()
     for together, num_shared in _sharing(rows, table, page_size) if table.device.type == "cpu" else ():
+        taken.update(together)
         key_S = torch.arange(num_shared)
         shared_slots_S = slots_of(torch.full_like(key_S, together[0].row), key_S)
         yield SharedRows(shared_slots_S, PaddedKeys.of(together, num_shared, slots_of, table.device))
-        left = [one for one in left if one not in together]
+    left = [one for one in rows if one not in taken]
     if left:
         yield PaddedRows(PaddedKeys.of(left, 0, slots_of, table.device))
 
 
 def _sharing(rows: Sequence[RowQueries], table: RowTable, page_size: int) -> Iterator[tuple[list[RowQueries], int]]:
     """Rows with the same first pages, and how many positions these hold: none that a row has yet to write."""
-    long = [one for one in rows if one.start >= LEAST_SHARED]
+    least_pages = -(-LEAST_SHARED // page_size)
+    long = [one for one in rows if one.start >= least_pages * page_size]
     if len(long) < LEAST_ROWS:
         return
     pages = {one: table.pages[one.row, : one.start // page_size].tolist() for one in long}
-    for _, same in groupby(sorted(long, key=lambda one: pages[one][0]), key=lambda one: pages[one][0]):
+    begin = lambda one: pages[one][:least_pages]  # noqa: E731
+    for _, same in groupby(sorted(long, key=begin), key=begin):
         together = list(same)
+        if len(together) < LEAST_ROWS or len(together) * max(one.count for one in together) > MOST_QUERIES:
+            continue
         columns = zip(*(pages[one] for one in together), strict=False)
-        num_shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) * page_size
-        if len(together) >= LEAST_ROWS and num_shared >= LEAST_SHARED:
-            yield together, num_shared
+        num_pages = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        yield together, num_pages * page_size

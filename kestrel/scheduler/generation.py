@@ -1,4 +1,4 @@
-"""The step loop: commit what is due, admit, plan, launch.
+"""The step loop: commit what is due, admit, plan, launch; what has its results at once is committed right then.
 
 A request's life: `add` checks it can ever fit and queues it; `admit` gives it a row and pages (a cached prefix makes
 that cheap); each `step` prefills a chunk of it or decodes one token; `commit` feeds tokens to its skill until the

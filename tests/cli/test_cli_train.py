@@ -16,7 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
@@ -26,6 +28,7 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.train.loop import StepReport
 from kestrel.train.options import TinyRun
 from kestrel.train.saving import save_folder
+from kestrel.train.scenes.atlas import SpriteAtlas
 from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 from kestrel.train.tiny import initialise, tiny_config
 from kestrel.train.tokenizer import build_tokenizer
@@ -63,7 +66,12 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _textures_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs here draw from one atlas; making its textures takes a second."""
-    monkeypatch.setattr("kestrel.train.run.upload_atlas", lambda atlas, device: _textures(str(device)))
+
+    def made(atlas: SpriteAtlas, device: torch.device) -> AtlasTensors:
+        assert all(map(np.array_equal, atlas.sprites, sprite_atlas().sprites))
+        return _textures(str(device))
+
+    monkeypatch.setattr("kestrel.train.run.upload_atlas", made)
 
 
 @cache

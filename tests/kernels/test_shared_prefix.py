@@ -35,6 +35,16 @@ def test_it_equals_attention_over_all_keys_of_each_row(
     torch.testing.assert_close(found, attend_padded(q_NQHD, k_cache, v_cache, all_NK, all_NQK), rtol=1e-5, atol=2e-6)
 
 
+def test_bfloat16_is_rounded_once_at_the_end() -> None:
+    q_NQHD, own_NK = drawn(4, 1, 2, HEAD_DIM, seed=0).bfloat16() * 4, torch.arange(SLOTS)[-20:].view(4, 5)
+    k_cache, v_cache = drawn(SLOTS, 2, HEAD_DIM, seed=1).bfloat16(), drawn(SLOTS, 2, HEAD_DIM, seed=2).bfloat16()
+    rest = (torch.arange(100), own_NK, torch.ones(4, 1, 5, dtype=torch.bool))
+    found = attend_shared(q_NQHD, k_cache, v_cache, *rest)
+    wide = attend_shared(q_NQHD.float(), k_cache.float(), v_cache.float(), *rest)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wide.bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_narrow_caches_are_read_with_their_scales(dtype: torch.dtype) -> None:
     k_cache, v_cache = torch.zeros(SLOTS, 2, HEAD_DIM, dtype=dtype), torch.zeros(SLOTS, 2, HEAD_DIM, dtype=dtype)

@@ -22,6 +22,9 @@ def prepare_once() -> None:
     of all number types whenever it asks for one: a third of the time of these tests."""
     from triton.runtime import interpreter  # noqa: PLC0415 - after the choice above
 
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # an older Triton, which does it in other ways
+
     patch, np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
     launch: dict[int, Any] = {}  # its scopes by the globals that they were made for, that of the kernel first
     np_dtypes: dict[str, Any] = {}

@@ -64,6 +64,30 @@ def test_a_page_that_a_row_has_yet_to_fill_is_not_shared() -> None:
     assert isinstance(groups_of(table_of(1, 1, 1), [400] * 3)[0], PaddedRows)
 
 
+def test_a_page_larger_than_what_is_asked_for_and_a_page_that_all_begin_with() -> None:
+    table = table_of(1, 1, 1, 1, 2, 2, 2, 2)
+    table.pages[:, 0] = 5
+    for page_size, start in ((1024, 735), (1024, 1100), (1, 300), (16, 400)):
+        rows = [RowQueries(at, 1, start, at) for at in range(8)]
+        found = [
+            (len(group.shared_slots_S), members(group)) if isinstance(group, SharedRows) else members(group)
+            for group in padded_groups(rows, table, page_size, lambda r, p: slots_of(table, PAGE_SIZE, r, p % 100))
+        ]
+        if (page_size, start) == (1024, 1100):
+            assert found == [(1024, [*range(8)])]
+        elif page_size == 16:
+            assert found == [(SHARED_PAGES * 16, [0, 1, 2, 3]), (SHARED_PAGES * 16, [4, 5, 6, 7])]
+        else:
+            assert found == [[*range(8)]]
+
+
+def test_many_queries_are_left_to_the_usual_way() -> None:
+    table = table_of(1, 1, 1, 1)
+    rows = [RowQueries(65 * at, 65, 400, at) for at in range(4)]
+    (group,) = padded_groups(rows, table, PAGE_SIZE, lambda r, p: slots_of(table, PAGE_SIZE, r, p))
+    assert isinstance(group, PaddedRows)
+
+
 @pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (3, 1, 2, 1, 4)])
 def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int, ...]) -> None:
     table = table_of(1, 1, 1, 1, 2)
@@ -89,15 +113,16 @@ def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int
 
 
 def test_questions_about_a_picture_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int, int]] = []
     attend = padded_rows.attend_shared
 
     def noted(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, shared_slots_S: Tensor, *more: Tensor) -> Tensor:
-        sizes.append((len(q_NQHD), len(shared_slots_S)))
+        sizes.append((len(q_NQHD), q_NQHD.shape[1], len(shared_slots_S)))
         return attend(q_NQHD, k_cache, v_cache, shared_slots_S, *more)
 
     monkeypatch.setattr(padded_rows, "attend_shared", noted)
     g = golden("md2")
     cases = all_skills(g, "a", "small")
     assert paged(g.model).run(*cases) == dense(g, cases)
-    assert max(sizes) >= (5, 720)
+    assert (6, 1, 720) in sizes, "a token for each of six"
+    assert any(queries > 1 for _, queries, _ in sizes), "their questions"

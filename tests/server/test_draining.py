@@ -64,6 +64,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program: Program) -> None:
     url = program.url()
     assert "kestrel-tiny is a small demonstration model" in program.log
+    assert "warmed up in" in program.log
     body = long_query(END_ID, max_tokens=150)
     with closing(send(url, body)) as whole, closing(send(url, {**body, "stream": True})) as streamed:
         events = streamed.getresponse()

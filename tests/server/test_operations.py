@@ -22,7 +22,7 @@ from tests.server.sockets import eventually, send
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/health", "/ready"])
-def test_a_warm_server_is_healthy_and_ready(client: httpx.Client, path: str) -> None:
+def test_a_server_that_has_started_is_healthy_and_ready(client: httpx.Client, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 200
     assert response.json() == {"status": "ready", "model": "kestrel-tiny"}

@@ -19,7 +19,7 @@ from tests.server.leftovers import holdings
 from tests.server.long_request import end_id_of
 from tests.server.sockets import eventually
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
 QUESTION = {"question": "Who are you?", "max_tokens": 1}
 
 

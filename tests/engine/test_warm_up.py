@@ -1,0 +1,27 @@
+"""What a server asks itself before it calls itself ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.engine.warm_up import FIELDS, TENANT, warm_up
+
+
+async def test_every_skill_runs_once_for_a_tenant_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[str] = []
+    async with await InferenceEngine.create(RuntimeConfig(device="cpu", kv_cache_pages=200)) as engine:
+        run = engine.run
+
+        async def noted(skill: str, **fields: Any) -> Any:
+            assert fields["tenant"] == TENANT
+            result = await run(skill, **fields)
+            answered.append(result.skill)
+            return result
+
+        monkeypatch.setattr(engine, "run", noted)
+        assert await warm_up(engine) > 0
+    assert answered == list(FIELDS)
