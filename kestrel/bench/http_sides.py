@@ -1,7 +1,6 @@
 """The two sides of a comparison: an engine that is called directly and `kestrel serve`, each in a process of its own.
 
-Both answer the same requests with the same settings, a turn at a time; in labelling both see the same pictures, but
-which skill a later one falls to depends on who is free.
+Both answer the same requests with the same settings, a turn at a time.
 """
 
 from __future__ import annotations
@@ -109,14 +108,12 @@ async def serve_turns() -> None:
 def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> list[Caller]:
     pictures = workload.pictures(turn)
 
-    def caller(skill: str) -> Caller:
-        async def call(number: int) -> None:
-            result = await engine.run(skill, image=pictures[number], **workload.fields_of(skill))
-            assert workload.num_tokens in (None, result.metrics.output_tokens)
+    async def call(number: int) -> None:
+        skill = workload.skill_of(number)
+        result = await engine.run(skill, image=pictures[number], **workload.fields_of(skill))
+        assert workload.num_tokens in (None, result.metrics.output_tokens)
 
-        return call
-
-    return [caller(workload.skill_of(number)) for number in range(workload.concurrency)]
+    return [call] * workload.concurrency
 
 
 # ---------------------------------------------------------------------- the server
@@ -150,22 +147,24 @@ class HttpServer:
         return Round(p50_s, rate, (cpu_seconds_of(self._process.pid) - cpu_before_s) / workload.num_requests)
 
     async def _drive(self, workload: Workload, pictures: Sequence[bytes | None]) -> tuple[float, float]:
-        skills = [workload.skill_of(caller) for caller in range(workload.concurrency)]
-        connections = [Connection(Target.of(f"{self._url}v1/{skill}")) for skill in skills]
-        bodies = {skill: [body_of(workload.fields_of(skill), image) for image in pictures] for skill in set(skills)}
+        skills = [workload.skill_of(number) for number in range(workload.num_requests)]
+        bodies = [body_of(workload.fields_of(skill), image) for skill, image in zip(skills, pictures, strict=True)]
+        targets = {skill: Target.of(f"{self._url}v1/{skill}") for skill in skills}
+        connections = [
+            {skill: Connection(target) for skill, target in targets.items()} for _ in range(workload.concurrency)
+        ]
 
-        def caller(connection: Connection, skill: str) -> Caller:
+        def caller(to: dict[str, Connection]) -> Caller:
             async def call(number: int) -> None:
-                exchange = await connection.post(bodies[skill][number])
+                exchange = await to[skills[number]].post(bodies[number])
                 assert exchange.status == 200, exchange.body
 
             return call
 
         try:
-            callers = list(map(caller, connections, skills))
-            return await drive(callers, workload.num_requests)
+            return await drive([caller(to) for to in connections], workload.num_requests)
         finally:
-            for connection in connections:
+            for connection in (one for to in connections for one in to.values()):
                 connection.close()
 
     def _address(self) -> str:

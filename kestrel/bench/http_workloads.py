@@ -28,7 +28,8 @@ class Workload:
     num_requests: int
     """Per round."""
 
-    def skill_of(self, caller: int) -> str:
+    def skill_of(self, number: int) -> str:
+        """Of a request of a turn."""
         return SKILL
 
     def fields_of(self, skill: str) -> dict[str, Any]:
@@ -41,10 +42,10 @@ class Workload:
 
 
 class Labelling(Workload):
-    """What people do to folders of pictures: each is new and asked about once. Every caller has a skill of its own."""
+    """What people do to folders of pictures: each is new and asked about once, by one skill after the other."""
 
-    def skill_of(self, caller: int) -> str:
-        return tuple(LABELS)[caller % len(LABELS)]
+    def skill_of(self, number: int) -> str:
+        return tuple(LABELS)[number % len(LABELS)]
 
     def fields_of(self, skill: str) -> dict[str, Any]:
         return LABELS[skill]

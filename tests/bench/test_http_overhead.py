@@ -44,13 +44,13 @@ def test_figures_are_medians_over_rounds_paired_by_turn() -> None:
     assert all(row["concurrency"] == 16 and row["rounds"] == 3 for row in rows)
 
 
-def test_labelling_never_shows_a_picture_twice_and_every_skill_gets_its_callers() -> None:
+def test_labelling_never_shows_a_picture_twice_and_asks_each_skill_as_often() -> None:
     (labelling,) = (workload for workload in WORKLOADS if isinstance(workload, Labelling))
     shown = [*labelling.pictures(0), *labelling.pictures(1)]
     assert len(set(shown)) == len(shown) == 2 * labelling.num_requests
     assert labelling.pictures(1) == shown[labelling.num_requests :], "both sides see the same"
-    skills = [labelling.skill_of(caller) for caller in range(labelling.concurrency)]
-    assert {skill: skills.count(skill) for skill in skills} == dict.fromkeys(("query", "caption", "point", "detect"), 4)
+    skills = [labelling.skill_of(number) for number in range(labelling.num_requests)]
+    assert {skill: skills.count(skill) for skill in skills} == dict.fromkeys(("query", "caption", "point", "detect"), 8)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system does not tell")
