@@ -76,11 +76,11 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Puts `page` at `index` of a row's page table."""
+    """Puts `pages` into a row's page table, from `index` on."""
 
     row: int
     index: int
-    page: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class PrefillChunk:
     samples: bool
     """Whether the chunk ends the known context, so that its last position yields a token."""
     images: Mapping[str, Any] = field(default_factory=dict)
+    """Pictures of the request by digest; a chunk of tokens needs none."""
     prompt_outputs: PromptOutputs | None = None
     """What to tell about the chunk's positions, as a `PromptPart`."""
     following: ContextItem | None = None

@@ -81,7 +81,7 @@ class FakeRuntime:
         for write in plan.page_writes:
             pages = self._rows[write.row].pages
             assert write.index <= len(pages), "page table written with a gap"
-            pages[write.index : write.index + 1] = [write.page]
+            pages[write.index : write.index + len(write.pages)] = write.pages
         for copy in plan.page_copies:
             self._copy_page(copy.source, copy.target)
         for slice_ in plan.picture_slices:

@@ -112,7 +112,8 @@ class RowTable:
 
     def apply_page_writes(self, writes: list[PageWrite]) -> None:
         if writes:
-            table = upload([(w.row, w.index, w.page) for w in writes], self.device)
+            cells = [(w.row, w.index + i, page) for w in writes for i, page in enumerate(w.pages)]
+            table = upload(cells, self.device)
             self.pages[table[:, 0], table[:, 1]] = table[:, 2]
 
     def _note_on_host(self, start: RowStart) -> None:

@@ -6,8 +6,10 @@ prefilled: a step then takes about as long as the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from kestrel.errors import OutOfPages
 from kestrel.runtime.contract import (
@@ -32,6 +34,9 @@ class PlannedStep:
     work: dict[int, PlannedWork]
     sliced: list[Sequence] = field(default_factory=list)
     """Those whose picture is encoded some more; they have no other work in the step."""
+
+
+NO_PICTURES: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepPlanner:
@@ -86,7 +91,7 @@ class StepPlanner:
                     adapter_slot=None if sequence.slot_lease is None else sequence.slot_lease.slot,
                 )
             )
-            plan.page_writes += [PageWrite(sequence.row, i, page) for i, page in enumerate(sequence.lease.pages)]
+            plan.page_writes.append(PageWrite(sequence.row, 0, tuple(sequence.lease.pages)))
             plan.page_copies += [PageCopy(source, target) for source, target in sequence.lease.take_copies()]
             sequence.num_written_pages = len(sequence.lease.pages)
         self._started.clear()
@@ -94,9 +99,9 @@ class StepPlanner:
     def _plan_decode(self, step: PlannedStep, sequence: Sequence) -> None:
         assert sequence.lease is not None
         position = sequence.num_launched
-        pages = sequence.lease.pages
-        for index in range(sequence.num_written_pages, len(pages)):
-            step.plan.page_writes.append(PageWrite(sequence.row, index, pages[index]))
+        pages, first = sequence.lease.pages, sequence.num_written_pages
+        if first < len(pages):
+            step.plan.page_writes.append(PageWrite(sequence.row, first, tuple(pages[first:])))
         sequence.num_written_pages = len(pages)
         step.plan.decode.append(DecodeRow(sequence.row, position))
         _add_mask(step.plan, sequence)
@@ -138,7 +143,8 @@ class StepPlanner:
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
         items, first = sequence.items, sequence.next_item
-        if isinstance(items[first], ImageSpan):
+        is_picture = isinstance(items[first], ImageSpan)
+        if is_picture:
             last = first + 1
             positions = items[first].num_positions  # pyright: ignore[reportAttributeAccessIssue]
         else:
@@ -152,7 +158,7 @@ class StepPlanner:
             items=items[first:last],
             num_positions=positions,
             samples=last == len(items) and sequence.max_total_tokens > 0,
-            images=sequence.request.images,
+            images=sequence.request.images if is_picture else NO_PICTURES,
             prompt_outputs=sequence.missing_prompt_outputs,
             following=items[last] if last < len(items) else None,
         )

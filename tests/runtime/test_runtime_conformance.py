@@ -59,7 +59,7 @@ def start(row: int, budget: int = 50) -> RowStart:
 
 
 def writes(row: int, *pages: int) -> list[PageWrite]:
-    return [PageWrite(row, index, page) for index, page in enumerate(pages)]
+    return [PageWrite(row, 0, pages)]
 
 
 def prefill(row: int, ids: list[int], position: int = 0, samples: bool = True) -> PrefillChunk:
