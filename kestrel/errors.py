@@ -25,20 +25,24 @@ class KestrelError(Exception):
     """Root of all errors raised on purpose."""
 
 
-class ConfigError(KestrelError, ValueError):
+class FieldError(KestrelError, ValueError):
+    """About one field that somebody gave."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self._message = message
+
+    def __reduce__(self) -> tuple[type[FieldError], tuple[str, str]]:
+        return type(self), (self.field, self._message)  # a pickle would call it with the joined text alone
+
+
+class ConfigError(FieldError):
     """A configuration field holds a value that cannot work."""
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
 
-
-class RequestError(KestrelError, ValueError):
+class RequestError(FieldError):
     """One request is malformed; only that request fails."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
 
 
 class ContextTooLong(RequestError):

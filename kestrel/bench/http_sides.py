@@ -191,9 +191,11 @@ def steady() -> dict[str, str]:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """User and system time of a running process; not a number where the system does not tell."""
-    path = Path(f"/proc/{pid}/stat")
+    """User and system time of a running process and of those it started; not a number where the system does not tell."""
+    path = Path(f"/proc/{pid}")
     if not path.exists():
         return float("nan")
-    fields = path.read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = (path / "task" / str(pid) / "children").read_text().split()
+    return own + sum(map(cpu_seconds_of, map(int, children)))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kestrel.cli.console import note, stderr_console
 from kestrel.cli.grpc_port import grpc_beside
 from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.engine.adapters import given_key
 from kestrel.engine.allocator import keep_freed_memory
+from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
+from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
@@ -19,24 +24,44 @@ from kestrel.server.state import app_state
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
     keep_freed_memory()
-    configure_logs(server.log_format)
-    if not server.is_loopback and not server.api_keys:
-        note(f"anybody who can reach {server.host} can use this server: no API key is set")
-    asyncio.run(_serve(server, config))
+    with _compute_process(server, config) as process:
+        configure_logs(server.log_format)
+        if not server.is_loopback and not server.api_keys:
+            note(f"anybody who can reach {server.host} can use this server: no API key is set")
+        asyncio.run(_serve(server, config, process))
 
 
-async def _serve(server: ServerConfig, config: RuntimeConfig) -> None:
-    app = create_app(lambda: _load(config), server)
+@contextmanager
+def _compute_process(server: ServerConfig, config: RuntimeConfig) -> Iterator[ComputeProcess | None]:
+    """The process that the model is loaded in, where it gets one of its own."""
+    can_be_apart = can_compute_apart(config)
+    if server.compute_process == "own" and not can_be_apart:
+        raise ConfigError("compute_process", "'own' works on a CPU under Linux only; use auto")
+    if server.compute_process == "shared" or not can_be_apart:
+        yield None
+        return
+    with ComputeProcess(config, prepare=lambda: configure_logs(server.log_format)) as process:
+        yield process
+
+
+async def _serve(server: ServerConfig, config: RuntimeConfig, process: ComputeProcess | None) -> None:
+    app = create_app(lambda: _load(config, process), server)
     async with grpc_beside(app_state(app)) as grpc_target:
         await serve_app(app, lambda address: _announce(address, config, grpc_target))
 
 
-async def _load(config: RuntimeConfig) -> InferenceEngine:
+async def _load(config: RuntimeConfig, process: ComputeProcess | None) -> InferenceEngine:
     with LoadingBars(stderr_console()) as bars:
         try:
-            return await InferenceEngine.create(config, progress=bars)
+            if process is None:
+                return await InferenceEngine.create(config, progress=bars)
+            engine = InferenceEngine.start(config, await asyncio.to_thread(process.ready, bars), api_key=given_key())
+            process.watch(engine.fail)
+            return engine
         except asyncio.CancelledError:
             bars.abandon()
+            if process is not None:
+                process.close()
             raise
 
 

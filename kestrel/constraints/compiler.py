@@ -77,6 +77,9 @@ class ConstraintCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[ResponseFormat, _Compiled] = OrderedDict()
 
+    def __reduce__(self) -> tuple[type[ConstraintCompiler], tuple[Callable[[], str], int, int]]:
+        return type(self), (self._tokenizer_json, self._eos_id, self._capacity)  # a copy keeps formats of its own
+
     @property
     def num_kept(self) -> int:
         return len(self._compiled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from kestrel.adapters.ids import AdapterId
@@ -11,6 +12,8 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import AdapterNotFound
 from kestrel.families import ReadyModel
 from kestrel.request import AdapterUse
+
+API_KEY_VARIABLE = "MOONDREAM_API_KEY"
 
 
 class EngineAdapters:
@@ -39,6 +42,11 @@ class EngineAdapters:
     async def close(self) -> None:
         if self._library is not None:
             await self._library.close()
+
+
+def given_key(api_key: str | None = None) -> str | None:
+    """The key for hosted adapters: the one that is passed, or that of the environment."""
+    return api_key or os.environ.get(API_KEY_VARIABLE) or None
 
 
 def has_adapter_source(config: RuntimeConfig, api_key: str | None) -> bool:

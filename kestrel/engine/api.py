@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from kestrel.adapters.sources import AdapterListing
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
-from kestrel.engine.adapters import engine_adapters, has_adapter_source
+from kestrel.engine.adapters import engine_adapters, given_key, has_adapter_source
 from kestrel.engine.compiling import FormatThreads
 from kestrel.engine.images import PicturePool
 from kestrel.engine.intake import num_characters, require_readable, take_route
@@ -28,7 +27,7 @@ from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
-from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Stop
+from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
@@ -80,7 +79,7 @@ class InferenceEngine(SkillCalls):
         progress: Progress | None = None,
     ) -> InferenceEngine:
         """Load the model and start. `api_key`, by default MOONDREAM_API_KEY, is for hosted adapters alone."""
-        api_key = api_key or os.environ.get(API_KEY_VARIABLE) or None
+        api_key = given_key(api_key)
         with_adapters = has_adapter_source(config, api_key)
         ready = await asyncio.to_thread(ready_model, config, progress, with_adapters=with_adapters)
         return cls.start(config, ready, skills=skills, api_key=api_key)
@@ -251,6 +250,10 @@ class InferenceEngine(SkillCalls):
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fail_streams, error)
 
+    def fail(self, error: BaseException) -> None:
+        """From any thread: what the model runs on is gone. Every request gets EngineStopped, and `fault` says why."""
+        self._worker.try_send(Fail(error))
+
     def _dispatch(self, updates: list[StreamUpdate]) -> None:
         for update in updates:
             stream = self._streams.get(update.request_id)
@@ -304,7 +307,6 @@ class InferenceEngine(SkillCalls):
         await self.shutdown(drain=kind is None)
 
 
-API_KEY_VARIABLE = "MOONDREAM_API_KEY"
 LONG_TEXT = 4096
 """Characters from which a text is tokenised off the event loop."""
 GRACE_AFTER_TIMEOUT_S = 2.0

@@ -29,11 +29,18 @@ class CancelAll:
 
 
 @dataclass(frozen=True, slots=True)
+class Fail:
+    """What the worker needs is gone: it ends with this error."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the thread once nothing runs or waits any more."""
 
 
-Command: TypeAlias = Add | Cancel | CancelAll | Stop
+Command: TypeAlias = Add | Cancel | CancelAll | Fail | Stop
 
 
 class EngineWorker:
@@ -132,6 +139,8 @@ class EngineWorker:
                     self._scheduler.cancel(request_id)
                 case CancelAll(error):
                     updates += self._scheduler.fail_all(error)
+                case Fail(error):
+                    raise error
                 case Stop():
                     self._stopping = True
         return updates

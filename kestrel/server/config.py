@@ -11,6 +11,7 @@ from typing import Any
 from kestrel.errors import ConfigError, shown
 
 LOG_FORMATS = ("text", "json")
+COMPUTE_PROCESSES = ("auto", "own", "shared")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
 
@@ -99,6 +100,12 @@ class ServerConfig:
         default=False, metadata=_doc("Share cached pictures and prompts only between requests of the same key.")
     )
     log_format: str = field(default="text", metadata=_doc("How requests are logged: text or json."))
+    compute_process: str = field(
+        default="auto",
+        metadata=_doc(
+            "Where the model runs: in a process of its own, or in one shared with HTTP. auto: own on a CPU under Linux."
+        ),
+    )
     otlp_endpoint: str | None = field(
         default=None,
         metadata=_doc("Address that OpenTelemetry spans are sent to over HTTP; needs the extra otel."),
@@ -112,6 +119,9 @@ class ServerConfig:
             raise ConfigError(
                 "log_format", f"{shown(self.log_format)} is not known; use one of: {', '.join(LOG_FORMATS)}"
             )
+        if self.compute_process not in COMPUTE_PROCESSES:
+            known = ", ".join(COMPUTE_PROCESSES)
+            raise ConfigError("compute_process", f"{shown(self.compute_process)} is not known; use one of: {known}")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             missing = "tls_key_file" if self.tls_key_file is None else "tls_cert_file"
             raise ConfigError(missing, "is needed too: HTTPS takes a certificate and its key")
@@ -147,7 +157,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
 }
 _OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client")
 _SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
-_TEXTS = ("host", "root_path", "log_format")
+_TEXTS = ("host", "root_path", "log_format", "compute_process")
 _OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
 _LISTS = ("api_keys", "trusted_proxies", "cors_origins", "allowed_image_hosts")
 

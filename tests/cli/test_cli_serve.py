@@ -166,3 +166,10 @@ def test_a_server_that_cannot_start_says_nothing_of_the_demonstration_model(kest
         outcome = kestrel("serve", "--port", str(taken.getsockname()[1]))
     assert outcome.code == 2
     assert outcome.err.startswith("error: port: cannot listen")
+
+
+def test_a_process_of_its_own_is_refused_where_there_is_none(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrel.cli.serving.can_compute_apart", lambda config: False)
+    outcome = kestrel("serve", "--port", "0", "--compute-process", "own")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: compute_process: 'own' works on a CPU under Linux only; use auto")

@@ -1,4 +1,5 @@
-"""Every runtime keeps the contract: the fake one that scheduling is tested on, and the torch one that serves."""
+"""Every runtime keeps the contract: the fake one that scheduling is tested on, the torch one that serves, and that one
+behind a connection."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ from kestrel.runtime.contract import (
 )
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.fake import FakeRuntime
+from kestrel.runtime.process import ProcessRuntime
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 from tests.moondream.goldens import golden, golden_adapter
 from tests.runtime.paged import RecordingDecoder
+from tests.runtime.process.other_end import connected_to
 
 LIMITS = RuntimeLimits(
     max_batch_size=3,
@@ -46,12 +49,13 @@ NEVER_SAMPLED = 319
 GRAMMAR = free_text(NEVER_SAMPLED)
 
 
-@pytest.fixture(params=["fake", "torch"])
+@pytest.fixture(params=["fake", "torch", "process"])
 def runtime(request: pytest.FixtureRequest) -> Runtime[Any]:
     if request.param == "fake":
         return FakeRuntime(LIMITS, vocab_size=320)
     slots = AdapterSlots(adapter_shape(golden("md2").config.text), 2, 8, torch.device("cpu"), torch.float32)
-    return Executor(RecordingDecoder(golden("md2").model), LIMITS, slots)
+    executor = Executor(RecordingDecoder(golden("md2").model), LIMITS, slots)
+    return executor if request.param == "torch" else ProcessRuntime(connected_to(executor), LIMITS)
 
 
 def start(row: int, budget: int = 50) -> RowStart:

@@ -53,6 +53,10 @@ class Program:
         return self.process.wait(30)
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
     running = Program(tmp_path / "log")
@@ -107,9 +111,11 @@ def test_sigterm_while_loading_ends_it_with_0(program: Program) -> None:
 
 
 def test_what_the_drain_time_does_not_hold_gets_an_error(tmp_path: Path) -> None:
-    program = Program(tmp_path / "log", "--drain-timeout-s", "0.2")
+    """This one in a single process, as servers on a GPU are."""
+    program = Program(tmp_path / "log", "--drain-timeout-s", "0.2", "--compute-process", "shared")
     try:
         url = program.url()
+        assert children_of(program.process.pid) == []
         body = long_query(END_ID)
         with closing(send(url, body)) as late, closing(send(url, {**body, "stream": True})) as streamed:
             events = streamed.getresponse()

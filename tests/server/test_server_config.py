@@ -41,6 +41,7 @@ from tests.server.conftest import runtime_config, start_server
         {"max_requests_per_client": 0},
         {"default_max_new_tokens": 0},
         {"log_format": "xml"},
+        {"compute_process": "both"},
         {"tls_cert_file": "cert.pem"},
         {"tls_key_file": "key.pem"},
         {"trusted_proxies": ("*",)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ import httpx
 from kestrel.bench.http_load.client import BROKEN, Connection, Target
 from tests.server.long_request import long_query
 from tests.server.sockets import eventually
-from tests.server.test_draining import END_ID, Program
+from tests.server.test_draining import END_ID, Program, children_of
 
 NUM_CLIENTS = 16
 NUM_TOKENS = 24
@@ -87,6 +88,7 @@ def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
     try:
         assert eventually(lambda: is_ready(url), 120)
         busy = [open_stream(url) for _ in range(4)]
+        [computing] = children_of(first.process.pid)
         first.process.kill()
         first.process.wait()
         began_s = time.monotonic()
@@ -96,6 +98,8 @@ def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
             took_s = time.monotonic() - began_s
             answer = httpx.post(f"{url}/v1/query", json={"question": "Who are you?", "max_tokens": 1}, timeout=60)
             assert answer.status_code == 200
+            assert not Path(f"/proc/{computing}").exists(), "the process that computed must go with the server"
+            shows_that_nothing_computes_any_more(url, second)
         finally:
             second.process.kill()
             second.process.wait()
@@ -106,6 +110,16 @@ def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
         first.process.wait()
     print(f"\nready {took_s:.1f} s after the kill")
     assert took_s < RESTART_S
+
+
+def shows_that_nothing_computes_any_more(url: str, program: Program) -> None:
+    [computing] = children_of(program.process.pid)
+    os.kill(computing, signal.SIGKILL)
+    assert eventually(lambda: httpx.get(f"{url}/health", timeout=5).status_code == 503, 10)
+    assert not is_ready(url)
+    refused = httpx.post(f"{url}/v1/query", json={"question": "Who are you?"}, timeout=10)
+    assert refused.status_code == 503
+    assert "the process that computes has ended (signal 9)" in program.log
 
 
 def is_ready(url: str) -> bool:

@@ -1,0 +1,166 @@
+"""A model in a process of its own, for an engine in this one.
+
+The process is forked before this one has threads or a model, so that it starts with everything imported. It ends with
+this one, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe, wait
+from types import TracebackType
+
+from kestrel.adapters import AdapterShape
+from kestrel.config import RuntimeConfig
+from kestrel.engine.adapters import given_key, has_adapter_source
+from kestrel.errors import EngineStopped
+from kestrel.families import ReadyModel, ready_model
+from kestrel.models.progress import Progress, no_progress
+from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.device import choose_device
+from kestrel.runtime.memory import MemoryPlan
+from kestrel.runtime.process import Connection, ProcessRefiner, ProcessRuntime, answer_messages
+from kestrel.runtime.process.messages import Failed, Loaded, Loading
+from kestrel.runtime.process.packing import portable
+from kestrel.skills.base import ModelProfile
+
+logger = logging.getLogger("kestrel.engine")
+PR_SET_PDEATHSIG = 1
+
+
+def can_compute_apart(config: RuntimeConfig) -> bool:
+    """On a CPU under Linux. A GPU computes beside the interpreter anyhow, and elsewhere forking is not safe."""
+    return sys.platform == "linux" and choose_device(config).type == "cpu"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a `ReadyModel` says of itself, without what cannot leave its process."""
+
+    limits: RuntimeLimits
+    profile: ModelProfile
+    vocab_size: int
+    num_image_positions: int
+    adapter_shape: AdapterShape
+    memory_plan: MemoryPlan | None
+    has_refiner: bool
+
+    @classmethod
+    def of(cls, ready: ReadyModel) -> ModelDescription:
+        return cls(
+            limits=ready.runtime.limits,
+            profile=ready.profile,
+            vocab_size=ready.vocab_size,
+            num_image_positions=ready.num_image_positions,
+            adapter_shape=ready.adapter_shape,
+            memory_plan=ready.memory_plan,
+            has_refiner=ready.refiner is not None,
+        )
+
+    def reached_by(self, connection: Connection) -> ReadyModel:
+        """The model as seen from the other end of the connection."""
+        return ReadyModel(
+            runtime=ProcessRuntime(connection, self.limits),
+            profile=self.profile,
+            vocab_size=self.vocab_size,
+            num_image_positions=self.num_image_positions,
+            adapter_shape=self.adapter_shape,
+            memory_plan=self.memory_plan,
+            refiner=ProcessRefiner(connection) if self.has_refiner else None,
+        )
+
+
+class ComputeProcess:
+    """Loads the model from its start on; `ready` waits for that. To be made before this process has other threads."""
+
+    def __init__(self, config: RuntimeConfig, prepare: Callable[[], None] | None = None) -> None:
+        """`prepare` runs there first."""
+        ours, theirs = Pipe()
+        self._connection = Connection(ours)
+        self._is_closing = False
+
+        def run() -> None:
+            ours.close()  # or the end of this process would not show there
+            _end_with_the_parent()
+            if prepare is not None:
+                prepare()
+            _load_and_answer(Connection(theirs), config)
+
+        self._process = multiprocessing.get_context("fork").Process(target=run, name="kestrel-compute", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def ready(self, progress: Progress | None = None) -> ReadyModel:
+        """Raises what loading raised there."""
+        report = progress or no_progress
+        while True:
+            message = self._connection.receive_answer()
+            match message:
+                case Loading(label, done_bytes, total_bytes):
+                    report(label, done_bytes, total_bytes)
+                case Loaded(description):
+                    return description.reached_by(self._connection)
+                case _:
+                    raise AssertionError(f"{type(message).__name__} while loading")
+
+    def watch(self, on_death: Callable[[EngineStopped], None]) -> None:
+        """Call `on_death`, from a thread, if the process ends before `close`."""
+        threading.Thread(target=self._wait, args=(on_death,), name="kestrel-watch", daemon=True).start()
+
+    def _wait(self, on_death: Callable[[EngineStopped], None]) -> None:
+        wait([self._process.sentinel])
+        if not self._is_closing:
+            self._process.join()
+            how = _how(self._process.exitcode)
+            logger.error("the process that computes has ended (%s)", how)
+            on_death(EngineStopped(f"the process that computes has ended ({how})"))
+
+    def close(self) -> None:
+        """End it at once: whoever still waits gets EngineStopped."""
+        self._is_closing = True
+        self._process.kill()
+        self._process.join()
+
+    def __enter__(self) -> ComputeProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self._connection.close()
+
+
+def _load_and_answer(connection: Connection, config: RuntimeConfig) -> None:
+    def report(label: str, done_bytes: int, total_bytes: int) -> None:
+        connection.send(Loading(label, done_bytes, total_bytes))
+
+    try:
+        ready = ready_model(config, report, with_adapters=has_adapter_source(config, given_key()))
+    except Exception as error:
+        connection.send(Failed(portable(error)))
+        return
+    connection.send(Loaded(ModelDescription.of(ready)))
+    answer_messages(connection, ready.runtime, ready.refiner)
+
+
+def _end_with_the_parent() -> None:
+    """Signals to a whole group are for the parent, which may let requests finish first; when it is gone, so is this."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _how(exit_code: int | None) -> str:
+    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"

@@ -1,0 +1,104 @@
+"""What the two processes say to each other. Each message but those of loading has one answer, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, TypeAlias
+
+from kestrel.errors import EngineStopped
+from kestrel.images.rgb import RgbImage
+from kestrel.runtime.contract import StepOutput, StepPlan
+from kestrel.runtime.process.packing import pack, unpack
+
+# ---------------------------------------------------------------------- to the process that computes
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    plan: StepPlan
+    pictures: tuple[RgbImage, ...]
+    """Those the plan names and the other side does not hold: packing leaves them out of the plan itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefineOutline:
+    image: RgbImage
+    svg_path: str
+    bbox: Mapping[str, float]
+
+
+# ---------------------------------------------------------------------- and back
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far loading is (see `kestrel.models.progress`); comes unasked."""
+
+    label: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Comes unasked, once, when messages can be answered."""
+
+    description: Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    output: StepOutput
+    encoded: frozenset[str]
+    """Pictures that slices have encoded and nobody has prefilled yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refined:
+    outline: tuple[str, dict[str, float]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: Exception
+
+
+Message: TypeAlias = RunStep | RefineOutline | Loading | Loaded | StepDone | Refined | Failed
+
+
+class Connection:
+    """One end. A side that is gone shows as EngineStopped."""
+
+    def __init__(self, pipe: Pipe[bytes, bytes]) -> None:
+        self._pipe = pipe
+
+    def send(self, message: Message) -> None:
+        try:
+            self._pipe.send_bytes(pack(message))
+        except OSError as error:
+            raise EngineStopped(GONE) from error
+
+    def receive(self) -> Message:
+        try:
+            return unpack(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise EngineStopped(GONE) from error
+
+    def ask(self, message: Message) -> Message:
+        """Send, and wait for the answer; raises the error that it may be."""
+        self.send(message)
+        return self.receive_answer()
+
+    def receive_answer(self) -> Message:
+        answer = self.receive()
+        if isinstance(answer, Failed):
+            raise answer.error
+        return answer
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+GONE = "the process that computes has ended; start the server again"

@@ -1,0 +1,167 @@
+"""An engine whose model runs in a process of its own answers as one whose model runs here, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kestrel.config import RuntimeConfig
+from kestrel.engine import InferenceEngine
+from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
+from kestrel.errors import AdapterNotFound, CheckpointError, ConfigError, EngineStopped
+from kestrel.images.rgb import RgbImage
+from tests.engine.conftest import GOLDENS, MakeEngine, ask, assert_same_output, cases, config, picture
+from tests.engine.random_adapters import write_adapters
+from tests.moondream.coarse import coarse_folder
+from tests.server.sockets import eventually
+
+HEAD = GOLDENS / "segment" / "refiner_head.safetensors"
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+BOX = {"x_min": 0.2, "y_min": 0.2, "x_max": 0.7, "y_max": 0.8}
+PATH = "M 0 0 L 1 0 L 1 1 L 0 1 Z"
+
+Apart = Callable[..., Any]
+
+
+@pytest.fixture
+async def apart() -> AsyncIterator[Apart]:
+    """Engines over models elsewhere, with their processes; all are ended after the test."""
+    made: list[tuple[InferenceEngine, ComputeProcess]] = []
+
+    async def make(family: str = "md3", **changes: Any) -> tuple[InferenceEngine, ComputeProcess]:
+        wanted = config(family, **changes)
+        process = ComputeProcess(wanted)
+        engine = InferenceEngine.start(wanted, await asyncio.to_thread(process.ready))
+        process.watch(engine.fail)
+        made.append((engine, process))
+        return engine, process
+
+    yield make
+    for engine, process in made:
+        await engine.shutdown(drain=False, timeout_s=20)
+        with process:
+            pass
+        assert not is_alive(process)
+
+
+def is_alive(process: ComputeProcess) -> bool:
+    return process._process.is_alive()
+
+
+async def test_answers_are_the_references_among_strangers(apart: Apart) -> None:
+    engine, _ = await apart("md2")
+    names = ["query_small", "caption_short_small", "point_small", "detect_small"]
+    known = {name: cases("md2")[name] for name in names if name in cases("md2")}
+    assert len(known) > 2
+    answers = await asyncio.gather(*(ask(engine, case) for case in known.values()))
+    for answer, case in zip(answers, known.values(), strict=True):
+        assert_same_output(answer.output, case["output"])
+
+
+async def test_what_is_asked_here_and_there_is_answered_alike(
+    apart: Apart, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Adapters, log-probabilities, seeds, formats, a picture in slices beside a stream, and a second question."""
+    write_adapters(tmp_path, "md3", 1)
+    options = {"model_path": coarse_folder("md3"), "adapter_dir": tmp_path, "streaming_prefill_tokens": 128}
+    here = await make_engine("md3", **options)
+    there, _ = await apart("md3", **options)
+    assert await answers_of(there) == await answers_of(here)
+    with pytest.raises(AdapterNotFound):
+        await there.query(None, "what?", adapter="unknown")
+    assert there.snapshot().num_cached_pages == here.snapshot().num_cached_pages > 0
+
+
+async def answers_of(engine: InferenceEngine) -> list[Any]:
+    small, multi = picture("small"), picture("multi")
+    stream = await engine.query(small, "what?", stream=True, settings={**GREEDY, "max_tokens": 24, "ignore_eos": True})
+    asked = [
+        engine.query(multi, "what is it?", settings=GREEDY),
+        engine.query(small, "what is it?", settings={**GREEDY, "adapter": "a0"}),
+        engine.query(small, "who?", settings={"temperature": 1.5, "seed": 4, "max_tokens": 8}),
+        engine.detect(small, "cat", settings={"max_objects": 2}),
+        engine.submit([5, 6, 7], settings={**GREEDY, "logprobs": 2}),
+        engine.embed(small, "cat"),
+    ]
+    results = await asyncio.gather(*asked)
+    again = await engine.query(small, "and now?", settings=GREEDY)
+    assert again.metrics.cached_tokens > 100
+    return [rounded(result.output) for result in (*results, again, await stream.result())]
+
+
+def rounded(value: Any) -> Any:
+    """Steps are not cut alike on both sides: last bits may differ."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(inner) for inner in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+async def test_outlines_are_refined_there(apart: Apart, make_engine: MakeEngine) -> None:
+    options = {"refiner_path": HEAD}
+    here, (there, _) = await make_engine("md3", **options), await apart("md3", **options)
+    image = RgbImage.from_pixels(np.random.default_rng(1).integers(0, 255, (90, 120, 3), dtype=np.uint8))
+    ours, theirs = here._ready.refiner, there._ready.refiner
+    assert ours is not None
+    assert theirs is not None
+    assert theirs.refine_outline(image, PATH, BOX) == ours.refine_outline(image, PATH, BOX) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [({"model_path": "/nowhere"}, CheckpointError), ({"model_path": None, "model": "nobody"}, ConfigError)],
+)
+async def test_what_loading_raises_is_raised_here(changes: dict[str, Any], error: type[Exception]) -> None:
+    with ComputeProcess(config("md2", **changes)) as process, pytest.raises(error):
+        process.ready()
+
+
+async def test_a_process_that_dies_stops_the_engine_whether_it_works_or_not(apart: Apart) -> None:
+    for is_busy in (True, False):
+        engine, process = await apart("md2", model_path=coarse_folder("md2"))
+        endless = {"max_tokens": 1500, "ignore_eos": True}
+        stream = await engine.query(None, "what?", stream=True, settings=endless) if is_busy else None
+        if stream is not None:
+            await anext(stream)
+        os.kill(process.pid, signal.SIGKILL)
+        if stream is not None:
+            with pytest.raises(EngineStopped, match="process that computes has ended"):
+                await stream.result()
+        while engine.is_running:
+            await asyncio.sleep(0.01)
+        assert isinstance(engine.fault, EngineStopped)
+        with pytest.raises(EngineStopped, match="process that computes has ended"):
+            await engine.query(None, "what?")
+
+
+async def test_closing_ends_a_wait_for_a_model_that_still_loads() -> None:
+    process = ComputeProcess(config("md2"), prepare=lambda: signal.pause())
+    waiting = asyncio.create_task(asyncio.to_thread(process.ready))
+    await asyncio.sleep(0.05)
+    with process:
+        process.close()
+        with pytest.raises(EngineStopped):
+            await waiting
+
+
+def test_signals_for_everybody_leave_it_to_its_parent() -> None:
+    with ComputeProcess(config("md2", model_path=coarse_folder("md2"))) as process:
+        process.ready()
+        assert process.pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+        assert not eventually(lambda: not is_alive(process), 0.3)
+
+
+def test_only_a_cpu_under_linux_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_compute_apart(RuntimeConfig(device="cpu"))
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert not can_compute_apart(RuntimeConfig(device="cpu"))
