@@ -7,6 +7,7 @@ this one, however that ends.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import multiprocessing
 import signal
@@ -152,6 +153,8 @@ def _load_and_answer(connection: Connection, config: RuntimeConfig) -> None:
         connection.send(Failed(portable(error)))
         return
     connection.send(Loaded(ModelDescription.of(ready)))
+    gc.collect()
+    gc.freeze()  # the model and the modules stay: no collection in the middle of a step need look at them
     answer_messages(connection, ready.runtime, ready.refiner)
 
 
