@@ -191,7 +191,7 @@ def steady() -> dict[str, str]:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """User and system time of a running process and of those it started; not a number where the system does not tell."""
+    """User and system time of a running process and of those it started; nan where the system does not tell."""
     path = Path(f"/proc/{pid}")
     if not path.exists():
         return float("nan")
