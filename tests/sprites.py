@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, build_atlas
 from kestrel.train.scenes.fonts import missing_fonts
+from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -40,3 +43,15 @@ def _built_once() -> SpriteAtlas:
         unfinished.replace(shared)
         atexit.register(shared.unlink, missing_ok=True)
     return SpriteAtlas.load(shared)
+
+
+@cache
+def sprite_textures(device: str = "cpu") -> AtlasTensors:
+    """Made once, which takes a second; nothing of them may be changed by a test."""
+    return upload_atlas(sprite_atlas(), device)
+
+
+def known_textures(atlas: SpriteAtlas, device: torch.device | str = "cpu") -> AtlasTensors:
+    """In place of `upload_atlas`, for code that is given these sprites."""
+    assert all(map(np.array_equal, atlas.sprites, sprite_atlas().sprites))
+    return sprite_textures(str(device))

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from kestrel.cli.adapter_training_report import AdapterReport
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import run_adapter
+from tests.moondream.coarse import EMBEDDED, POSITIONS, coarse_folder
 from tests.sprites import sprite_atlas
 
 ROOT = Path(__file__).parents[1]
@@ -110,16 +111,16 @@ def test_compare_vision_finds_the_reference_equal(
 def test_inspect_kv_shows_norms_and_what_a_second_question_shares(
     family: str, num_layers: int, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--weights", GOLDENS / family, "--image", GOLDENS / "image_small.png", "--device", "cpu")
+    flags = ("--weights", coarse_folder(family), "--image", GOLDENS / "image_small.png", "--device", "cpu")
     questions = ("--prompt", QUESTION, "--second-prompt", "is it red?", "--max-new-tokens", 3)
     assert run("inspect_kv", *flags, *questions) == 0
     told = capsys.readouterr().out
     norms = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", told, re.MULTILINE)
     assert len(norms) == num_layers
     assert all(float(number) > 0 for row in norms for number in row)
-    # Both contexts begin with the 730 positions of the picture and the three ids of the query template.
-    assert re.search(r"a second question finds 733 of \d+ positions: 45 pages shared, 1 copied", told)
-    assert re.search(r"second answer: .* 733 cached\)", told)
+    # Both contexts begin with the 145 positions of the picture and the three ids of the query template.
+    assert re.search(r"a second question finds 148 of \d+ positions: 9 pages shared, 1 copied", told)
+    assert re.search(r"second answer: .* 148 cached\)", told)
 
 
 def test_inspect_kv_shows_the_embedded_model_when_no_weights_are_named(
@@ -164,7 +165,7 @@ def test_benchmark_scheduler_counts_tokens_and_cache_hits(
     suffix: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / f"rounds{suffix}"
-    flags = ("--weights", GOLDENS / "md3", "--device", "cpu", "--image-dir", GOLDENS, "--output", output)
+    flags = ("--weights", coarse_folder("md3"), "--device", "cpu", "--image-dir", GOLDENS, "--output", output)
     assert run("benchmark_scheduler", *flags, "--num-prompts", 4, "--max-new-tokens", 3, "--rounds", 2) == 0
     assert len(re.findall(r"^round \d: 4 requests", capsys.readouterr().out, re.MULTILINE)) == 2
     text = output.read_text()
@@ -172,7 +173,7 @@ def test_benchmark_scheduler_counts_tokens_and_cache_hits(
     first, second = ({name: float(value) for name, value in row.items()} for row in rounds)
     assert first["output_tokens"] == second["output_tokens"] == 4 * 3
     # Two pictures for four prompts: two are computed, two come from the cache; a second round computes ends only.
-    assert 2 * 730 <= first["cached_tokens"] < 3 * 730
+    assert 2 * POSITIONS <= first["cached_tokens"] < 3 * POSITIONS
     assert second["prompt_tokens"] - second["cached_tokens"] == 4
     assert first["seconds"] > 0
     assert first["ttft_p95_ms"] <= first["latency_p95_ms"]
@@ -203,10 +204,12 @@ def test_draw_new_kind_tells_the_truth_and_score_adapter_counts_it(
                 assert max(abs(a - b) for a, b in zip(hub, (52, 73, 94), strict=True)) < 60
     answers = {line["image"]: line["answer"] for line in lines if line.get("answer") in ("yes", "no")}
     assert set(answers.values()) == {"yes", "no"}
-    options = AdapterRun(data=data, output=adapter, steps=1, rank=2, batch_size=1, device="cpu")
+    model = coarse_folder(EMBEDDED)
+    options = AdapterRun(data=data, output=adapter, model_path=model, steps=1, rank=2, batch_size=1, device="cpu")
     run_adapter(options, AdapterReport(Console(file=io.StringIO())))
     capsys.readouterr()
-    assert run("score_adapter", "--data", data, "--adapter", adapter, "--limit", 3, "--alone") == 0
+    flags = ("--data", data, "--adapter", adapter, "--model-path", model)
+    assert run("score_adapter", *flags, "--limit", 3, "--alone") == 0
     told = capsys.readouterr().out
     assert "test.jsonl: 3 tasks about" in told
     assert "known.jsonl: 3 tasks about" in told

@@ -1,4 +1,4 @@
-"""One thread, and pictures that the tests of this room share."""
+"""One thread, quick benchmarks for those who ask, and pictures that the tests of this room share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from PIL import Image
 
 from kestrel.bench.charts import chart_path
 
+from .quick import quick_benchmarks
+
 NUM_PICTURES = 32
 
 
@@ -20,6 +22,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    with quick_benchmarks():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,9 @@ from kestrel.moondream.random_models import random_moondream
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ImageSpan, num_positions
+from tests.moondream.coarse import POSITIONS
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 CONFIG = RuntimeConfig(device="cpu", kv_cache_pages=300)
 REQUESTS = {"chart9": 2, "same-image": 3, "text": 3, "mixed-skills": 4}
@@ -44,7 +47,7 @@ ALL = list(product(REQUESTS, ("flood", "closed")))
 
 
 @pytest.fixture(scope="module")
-def rows(picture_folder: Path) -> dict[tuple[str, str], Row]:
+def rows(quick: None, picture_folder: Path) -> dict[tuple[str, str], Row]:
     cases = [
         Case(workload=workload, mode=mode, max_batch_size=2, tokens=3, requests=REQUESTS[workload])
         for workload, mode in ALL
@@ -116,7 +119,7 @@ def test_counts_are_those_of_the_workload(mode: str, rows: dict[tuple[str, str],
 def test_fresh_pictures_hit_nothing_and_a_repeated_one_is_shared(mode: str, rows: dict[tuple[str, str], Row]) -> None:
     assert rows["chart9", mode]["cached_tokens"] == rows["mixed-skills", mode]["cached_tokens"] == 0
     # The picture with the beginning of text and the three ids of the template, for all but the first question.
-    assert rows["same-image", mode]["cached_tokens"] == 2 * 733
+    assert rows["same-image", mode]["cached_tokens"] == 2 * (POSITIONS + 3)
 
 
 @pytest.mark.parametrize(("config", "positions"), [(MOONDREAM2, 750), (MOONDREAM3, 749)])

@@ -11,6 +11,8 @@ from kestrel.bench.suites import H200, SUITES, Chapter, find_suite, run_suite
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 CONFIG = RuntimeConfig(device="cpu", kv_cache_pages=300)
 
 
@@ -61,7 +63,7 @@ async def test_a_chapter_that_fails_is_told_and_the_next_one_runs(picture_folder
 
 async def test_time_that_is_up_ends_a_suite_and_rows_before_are_kept(picture_folder: Path) -> None:
     quick, endless = text_cases(1), tuple(cases_of(["text"], ["closed"], [1], [400], 1000))
-    rows, told = await run((Chapter("tiny", (*quick, *endless)), Chapter("tiny", quick)), picture_folder, limit_s=4.0)
+    rows, told = await run((Chapter("tiny", (*quick, *endless)), Chapter("tiny", quick)), picture_folder, limit_s=1.5)
     assert [row["requests"] for row in rows] == [2]
     assert told[-1] == "time is up inside tiny"
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kestrel.bench.charts import draw_into
+from tests.bench.quick import quick_benchmarks
 
 from .conftest import Kestrel
 
 TINY = ("--random", "tiny", "--device", "cpu", "--kv-cache-pages", "300")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    with quick_benchmarks():
+        yield
 
 
 @pytest.fixture(scope="module")

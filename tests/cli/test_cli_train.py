@@ -12,13 +12,10 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 from rich.console import Console
 
@@ -28,11 +25,9 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.train.loop import StepReport
 from kestrel.train.options import TinyRun
 from kestrel.train.saving import save_folder
-from kestrel.train.scenes.atlas import SpriteAtlas
-from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 from kestrel.train.tiny import initialise, tiny_config
 from kestrel.train.tokenizer import build_tokenizer
-from tests.sprites import sprite_atlas
+from tests.sprites import known_textures, sprite_atlas
 
 from .conftest import Kestrel
 
@@ -65,18 +60,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _textures_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All runs here draw from one atlas; making its textures takes a second."""
-
-    def made(atlas: SpriteAtlas, device: torch.device) -> AtlasTensors:
-        assert all(map(np.array_equal, atlas.sprites, sprite_atlas().sprites))
-        return _textures(str(device))
-
-    monkeypatch.setattr("kestrel.train.run.upload_atlas", made)
-
-
-@cache
-def _textures(device: str) -> AtlasTensors:
-    return upload_atlas(sprite_atlas(), device)
+    monkeypatch.setattr("kestrel.train.run.upload_atlas", known_textures)
 
 
 def progress_of(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from tests.moondream.coarse import coarse_folder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MakeEngine = Callable[..., Awaitable[InferenceEngine]]
@@ -51,6 +52,16 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
     yield make
     for engine in engines:
         await engine.shutdown(drain=False, timeout_s=20)
+
+
+@pytest.fixture
+def make_coarse_engine(make_engine: MakeEngine) -> MakeEngine:
+    """The same over their coarse copies, for what is not about a model's answers."""
+
+    async def make(family: str = "md3", **changes: Any) -> InferenceEngine:
+        return await make_engine(family, model_path=coarse_folder(family), **changes)
+
+    return make
 
 
 async def ask(engine: InferenceEngine, case: dict[str, Any], **more: Any) -> Any:

@@ -21,11 +21,10 @@ from kestrel.evals.truths import Question
 from kestrel.train.scenes.difficulty import HELD_OUT
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.placement import sample_batch, scene_at
-from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.tasks.outline_book import path_book
 from kestrel.train.tasks.view import SceneView
 from kestrel.train.tasks.world import task_world
-from tests.sprites import sprite_atlas
+from tests.sprites import sprite_atlas, sprite_textures
 
 FIRST_SEED = 2 * 10**12 + 1000
 NUM_SCENES = 20
@@ -54,7 +53,7 @@ class Asked:
 def drawn_scenes() -> tuple[DrawnScene, ...]:
     atlas = sprite_atlas()
     batch = sample_batch(FIRST_SEED + np.arange(NUM_SCENES), *SIZE, HELD_OUT)
-    pictures, world = draw_batch(batch, upload_atlas(atlas)).numpy(), task_world(path_book(atlas))
+    pictures, world = draw_batch(batch, sprite_textures()).numpy(), task_world(path_book(atlas))
     return tuple(DrawnScene(SceneView(scene_at(batch, row), world), pictures[row]) for row in range(NUM_SCENES))
 
 

@@ -16,7 +16,7 @@ from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable,
 from tests.adapters.adapter_hosts import host, slow
 from tests.engine.conftest import GOLDENS, MakeEngine, ask, assert_same_output, cases, picture
 from tests.engine.random_adapters import random_adapter, write_adapters
-from tests.moondream.coarse import POSITIONS, coarse_folder
+from tests.moondream.coarse import POSITIONS
 
 QUESTION = "what is the cat?"
 
@@ -57,16 +57,15 @@ async def test_a_variant_answers_as_the_reference_alone_and_beside_the_base(
 
 @pytest.mark.parametrize("family", ["md2", "md3"])
 async def test_sixteen_adapters_over_four_slots_answer_64_at_once_as_each_alone(
-    family: str, make_engine: MakeEngine, folder: Path
+    family: str, make_coarse_engine: MakeEngine, folder: Path
 ) -> None:
     names = write_adapters(folder, family, 16)
     alone: dict[str | None, str] = {}
-    base = {"model_path": coarse_folder(family), "adapter_dir": folder}
-    single = await make_engine(family, **base, max_adapters=1, max_batch_size=1)
+    single = await make_coarse_engine(family, adapter_dir=folder, max_adapters=1, max_batch_size=1)
     for name in [None, *names]:
         alone[name] = await text_of(single, name)
     assert len(set(alone.values())) > 8, "the adapters must make a difference"
-    crowd = await make_engine(family, **base, max_adapters=4, max_batch_size=16, kv_cache_pages=900)
+    crowd = await make_coarse_engine(family, adapter_dir=folder, max_adapters=4, max_batch_size=16, kv_cache_pages=900)
     handles = len(os.listdir("/proc/self/fd"))
     asked = [([None, *names])[number % 17] for number in range(64)]
     answers = await asyncio.gather(*(text_of(crowd, name) for name in asked))
@@ -80,10 +79,10 @@ async def test_sixteen_adapters_over_four_slots_answer_64_at_once_as_each_alone(
 
 
 async def test_a_picture_prefilled_under_an_adapter_is_not_shared_with_the_base(
-    make_engine: MakeEngine, folder: Path
+    make_coarse_engine: MakeEngine, folder: Path
 ) -> None:
     write_adapters(folder, "md3", 1)
-    engine = await make_engine("md3", model_path=coarse_folder("md3"), adapter_dir=folder)
+    engine = await make_coarse_engine("md3", adapter_dir=folder)
     first, base, second = [await said(engine, name) for name in ("a0", None, "a0")]
     assert first.metrics.cached_tokens == base.metrics.cached_tokens == 0
     assert second.metrics.cached_tokens >= POSITIONS
@@ -91,9 +90,9 @@ async def test_a_picture_prefilled_under_an_adapter_is_not_shared_with_the_base(
 
 
 async def test_a_changed_file_is_used_by_the_next_request_and_a_removed_one_is_gone(
-    make_engine: MakeEngine, folder: Path
+    make_coarse_engine: MakeEngine, folder: Path
 ) -> None:
-    engine = await make_engine("md3", model_path=coarse_folder("md3"), adapter_dir=folder)
+    engine = await make_coarse_engine("md3", adapter_dir=folder)
     with pytest.raises(AdapterNotFound, match="mine"):
         await said(engine, "mine")
     save_adapter(random_adapter("md3", 6, seed=1), folder / "mine.safetensors")
@@ -108,13 +107,13 @@ async def test_a_changed_file_is_used_by_the_next_request_and_a_removed_one_is_g
         await said(engine, "mine")
 
 
-async def test_a_damaged_file_fails_its_own_requests_only(make_engine: MakeEngine, folder: Path) -> None:
+async def test_a_damaged_file_fails_its_own_requests_only(make_coarse_engine: MakeEngine, folder: Path) -> None:
     write_adapters(folder, "md3", 1)
     whole = (folder / "a0.safetensors").read_bytes()
     (folder / "torn.safetensors").write_bytes(whole[: len(whole) // 2])
     (folder / "foreign.safetensors").write_bytes((GOLDENS / "md2" / "lora_variant.safetensors").read_bytes())
     save_adapter(random_adapter("md3", 96, seed=1), folder / "wide.safetensors")
-    engine = await make_engine("md3", model_path=coarse_folder("md3"), adapter_dir=folder, max_adapter_rank=48)
+    engine = await make_coarse_engine("md3", adapter_dir=folder, max_adapter_rank=48)
     expected = await text_of(engine, "a0")
     outcomes = await asyncio.gather(
         said(engine, "torn"),
@@ -136,16 +135,18 @@ async def test_a_damaged_file_fails_its_own_requests_only(make_engine: MakeEngin
     assert engine.num_requests == 0
 
 
-async def test_without_a_source_the_remedy_is_named(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_without_a_source_the_remedy_is_named(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     with pytest.raises(AdapterNotFound, match="adapter_dir"):
         await said(engine, "mine")
     assert engine.snapshot().num_adapter_slots == 0
 
 
-async def test_cancelled_and_streamed_requests_leave_no_slot_behind(make_engine: MakeEngine, folder: Path) -> None:
+async def test_cancelled_and_streamed_requests_leave_no_slot_behind(
+    make_coarse_engine: MakeEngine, folder: Path
+) -> None:
     names = write_adapters(folder, "md3", 3)
-    engine = await make_engine("md3", model_path=coarse_folder("md3"), adapter_dir=folder, max_adapters=2)
+    engine = await make_coarse_engine("md3", adapter_dir=folder, max_adapters=2)
     expected = {name: await text_of(engine, name) for name in names}
     tasks = [asyncio.create_task(said(engine, names[number % 3])) for number in range(24)]
     await asyncio.sleep(0.05)
@@ -169,14 +170,13 @@ async def test_cancelled_and_streamed_requests_leave_no_slot_behind(make_engine:
 
 
 async def test_a_source_that_dies_in_the_middle_of_a_download_fails_those_requests_only(
-    make_engine: MakeEngine, folder: Path, tmp_path: Path
+    make_coarse_engine: MakeEngine, folder: Path, tmp_path: Path
 ) -> None:
     write_adapters(folder, "md3", 1)
     file = (folder / "a0.safetensors").read_bytes()
     async with host() as far:
-        engine = await make_engine(
+        engine = await make_coarse_engine(
             "md3",
-            model_path=coarse_folder("md3"),
             adapter_dir=folder,
             adapter_url_template=f"{far.url}/{{id}}.safetensors",
             adapter_cache_dir=tmp_path / "cache",

@@ -94,9 +94,9 @@ ODD_SKILLS = {
 
 
 @pytest.mark.parametrize("name", ODD_SKILLS)
-async def test_an_odd_skill_fails_alone(name: str, make_engine: MakeEngine) -> None:
+async def test_an_odd_skill_fails_alone(name: str, make_coarse_engine: MakeEngine) -> None:
     registry = SkillRegistry([*default_skills(), ODD_SKILLS[name]])
-    engine = await make_engine("md3", skills=registry, kv_cache_pages=120)
+    engine = await make_coarse_engine("md3", skills=registry, kv_cache_pages=120)
     neighbours = [engine.query(question=f"hello {i}", reasoning=False, max_new_tokens=4) for i in range(3)]
     odd = asyncio.create_task(engine.run("scripted"))
     answers = await asyncio.wait_for(asyncio.gather(*neighbours), 20)
@@ -107,8 +107,8 @@ async def test_an_odd_skill_fails_alone(name: str, make_engine: MakeEngine) -> N
     assert engine.num_requests == 0
 
 
-async def test_suppressing_the_whole_vocabulary_is_refused(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_suppressing_the_whole_vocabulary_is_refused(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     with pytest.raises(RequestError, match="suppressed_ids"):
         await engine.query(question="x", reasoning=False, suppressed_ids=list(range(320)), temperature=1.0)
     with pytest.raises(RequestError, match="suppressed_ids"):
@@ -116,8 +116,8 @@ async def test_suppressing_the_whole_vocabulary_is_refused(make_engine: MakeEngi
     assert (await engine.query(question="x", reasoning=False, max_new_tokens=2)).metrics.output_tokens <= 2
 
 
-async def test_a_request_whose_numbers_overflow_fails_alone_and_taints_nothing(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3", kv_cache_pages=60, enable_prefix_cache=True)
+async def test_a_request_whose_numbers_overflow_fails_alone_and_taints_nothing(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3", kv_cache_pages=13, enable_prefix_cache=True)
     options: dict[str, Any] = {"reasoning": False, "temperature": 0.0, "max_new_tokens": 6}
     clean = await engine.query(question="what is the cat?", **options)
     decoder = engine._ready.runtime.decoder  # type: ignore[attr-defined]
@@ -263,7 +263,7 @@ async def test_absurd_numbers_are_refused_by_name(name: str, sign: int) -> None:
 
 
 async def test_many_different_grammars_leave_the_tables_small(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_coarse_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "MAX_KEPT_STATES", 1024)
     made: list[Grammar] = []
@@ -273,7 +273,7 @@ async def test_many_different_grammars_leave_the_tables_small(
         made.append(Grammar(f"g{len(made)}", states))
         return made[-1]
 
-    engine = await make_engine("md3", skills=SkillRegistry([Scripted(grammar=fresh)]), kv_cache_pages=120)
+    engine = await make_coarse_engine("md3", skills=SkillRegistry([Scripted(grammar=fresh)]), kv_cache_pages=120)
     for _ in range(30):
         await engine.run("scripted")
     assert sum(len(grammar.states) for grammar in made) > 1024

@@ -21,7 +21,8 @@ from kestrel.skills.logprobs import ShownTokens
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
-from tests.moondream.goldens import FAMILIES, golden
+from tests.moondream.coarse import coarse
+from tests.moondream.goldens import FAMILIES
 from tests.moondream.naive import NaiveMoondream
 from tests.runtime.dense_prompt import dense_hidden, dense_logprobs
 from tests.scene import SCENE
@@ -35,10 +36,10 @@ def scored_alone(fields: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_scored_prompt_as_evaluation_tools_ask_for_it(family: str, make_engine: MakeEngine) -> None:
+async def test_a_scored_prompt_as_evaluation_tools_ask_for_it(family: str, make_coarse_engine: MakeEngine) -> None:
     """Token ids, echo, logprobs 1, and one token or none: both give the same prompt, as a dense pass does."""
-    engine = await make_engine(family)
-    logprobs_NV, ids = dense_logprobs(golden(family).naive, text_tokens(IDS), {})
+    engine = await make_coarse_engine(family)
+    logprobs_NV, ids = dense_logprobs(coarse(family).naive, text_tokens(IDS), {})
     expected = logprobs_NV[torch.arange(len(ids)), ids].tolist()
     asked: dict[str, Any] = {"echo": True, "logprobs": 1, "temperature": 0.0}
     for max_tokens in (1, 0):
@@ -50,8 +51,8 @@ async def test_a_scored_prompt_as_evaluation_tools_ask_for_it(family: str, make_
         assert (result.metrics.output_tokens, result.finish_reason) == (max_tokens, "length")
 
 
-async def test_the_greedy_continuation_is_known_by_equality(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_the_greedy_continuation_is_known_by_equality(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     told = await engine.submit(IDS, max_tokens=12, temperature=0.0, logprobs=1)
     continuation = told.output["token_ids"]
     assert len(continuation) == 12
@@ -70,24 +71,24 @@ async def test_the_greedy_continuation_is_known_by_equality(make_engine: MakeEng
     assert last["top"][0]["id"] == continuation[-1]
 
 
-async def test_max_tokens_zero_needs_a_purpose(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_max_tokens_zero_needs_a_purpose(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     with pytest.raises(RequestError, match="max_tokens: must be at least 1"):
         await engine.submit(IDS, max_tokens=0)
 
 
-async def test_a_stream_of_a_scored_prompt_ends_without_chunks(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_a_stream_of_a_scored_prompt_ends_without_chunks(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     stream = await engine.submit(IDS, prompt_logprobs=0, max_tokens=0, stream=True)
     assert [chunk async for chunk in stream] == []
     assert len((await stream.result()).output["prompt_logprobs"]) == len(IDS)
 
 
 async def test_scored_prompts_are_written_out_neither_by_the_worker_nor_on_the_event_loop(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_coarse_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of entries take long, and both threads are everybody's."""
-    engine = await make_engine("md3")
+    engine = await make_coarse_engine("md3")
     threads: set[str] = set()
     write = ShownTokens.entry
 
@@ -144,8 +145,10 @@ async def assert_embeddings(engine: InferenceEngine, picture: Any, words: str, *
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_embeddings_are_those_of_a_dense_pass_alone_and_in_a_crowd(family: str, make_engine: MakeEngine) -> None:
-    engine = await make_engine(family, max_prefill_tokens=100)
+async def test_embeddings_are_those_of_a_dense_pass_alone_and_in_a_crowd(
+    family: str, make_coarse_engine: MakeEngine
+) -> None:
+    engine = await make_coarse_engine(family, max_prefill_tokens=20)
     await assert_embeddings(engine, PICTURE, "the cat and the dog", picture_alone=True)
 
 

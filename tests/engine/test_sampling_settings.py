@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -14,12 +15,15 @@ from kestrel.errors import RequestError
 from tests.engine.fake_engine import fake_engine
 from tests.scene import SCENE
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 QUESTION = "What color is the background?"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[InferenceEngine]:
+    """One for all, which encodes the scene once."""
     config = RuntimeConfig(device="cpu", dtype="float32", kv_cache_pages=600, max_batch_size=16)
     async with await InferenceEngine.create(config) as running:
         yield running

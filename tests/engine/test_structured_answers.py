@@ -34,8 +34,10 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["md2", "md3"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_every_schema_is_kept_by_random_weights(family: str, temperature: float, make_engine: MakeEngine) -> None:
-    engine = await make_engine(family, max_batch_size=16)
+async def test_every_schema_is_kept_by_random_weights(
+    family: str, temperature: float, make_coarse_engine: MakeEngine
+) -> None:
+    engine = await make_coarse_engine(family, max_batch_size=16)
     how = {"temperature": temperature, "top_p": 1.0, "max_tokens": 250, "seed": 5}
     calls = [engine.run("query", **QUESTION, **how, response_format=of_schema(schema)) for schema in SCHEMAS.values()]
     for (name, schema), result in zip(SCHEMAS.items(), await asyncio.gather(*calls), strict=True):
@@ -43,8 +45,8 @@ async def test_every_schema_is_kept_by_random_weights(family: str, temperature: 
         assert_valid(result.output["answer"], schema)
 
 
-async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
 
     async def ask(seed: int) -> str:
         wanted = of_schema(SCHEMAS["nested"])
@@ -56,8 +58,8 @@ async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(make_
     assert await ask(1) == await ask(1) != await ask(2)
 
 
-async def test_any_object_is_json_when_it_ends(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3", max_batch_size=16)
+async def test_any_object_is_json_when_it_ends(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3", max_batch_size=16)
     how = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 60, "response_format": {"type": "json_object"}}
     results = await asyncio.gather(*(engine.run("query", **QUESTION, **how, seed=seed) for seed in range(24)))
     ended = [result for result in results if result.finish_reason == "stop"]
@@ -69,9 +71,9 @@ async def test_any_object_is_json_when_it_ends(make_engine: MakeEngine) -> None:
         assert result.finish_reason == "stop" or result.metrics.output_tokens == 60
 
 
-async def test_eight_schemas_and_strangers_share_a_batch(make_engine: MakeEngine) -> None:
+async def test_eight_schemas_and_strangers_share_a_batch(make_coarse_engine: MakeEngine) -> None:
     """fp32: the strangers answer exactly as alone."""
-    engine = await make_engine("md2", max_batch_size=16, dtype="float32")
+    engine = await make_coarse_engine("md2", max_batch_size=16, dtype="float32")
     free = [
         {"question": question, "reasoning": False, "temperature": 0.0, "max_tokens": 40} for question in ("a", "b c")
     ]
@@ -90,8 +92,8 @@ async def test_eight_schemas_and_strangers_share_a_batch(make_engine: MakeEngine
 
 
 @pytest.mark.parametrize("skill", ["query", "chat", "complete"])
-async def test_each_text_skill_takes_a_format_with_a_picture(skill: str, make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_each_text_skill_takes_a_format_with_a_picture(skill: str, make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     schema = SCHEMAS["person"]
     own: dict[str, Any] = {
         "query": QUESTION,
@@ -105,8 +107,8 @@ async def test_each_text_skill_takes_a_format_with_a_picture(skill: str, make_en
     assert text.output == (await engine.run(skill, **own, max_tokens=5, temperature=0.0)).output
 
 
-async def test_thinking_is_free_and_the_answer_is_not(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_thinking_is_free_and_the_answer_is_not(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     how = {"question": "What is it?", "reasoning": True, "temperature": 0.0, "max_tokens": 60}
     free = (await engine.run("query", **how)).output["reasoning"]
     result = await engine.run("query", **how, response_format=of_schema(SCHEMAS["bounded integers"]))
@@ -114,8 +116,8 @@ async def test_thinking_is_free_and_the_answer_is_not(make_engine: MakeEngine) -
     assert_valid(result.output["answer"], SCHEMAS["bounded integers"])
 
 
-async def test_a_stream_brings_the_same_text_in_pieces(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_a_stream_brings_the_same_text_in_pieces(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     how = {**QUESTION, "temperature": 0.0, "max_tokens": 250, "response_format": of_schema(SCHEMAS["nested"])}
     stream = await engine.run("query", stream=True, **how)
     pieces = [chunk.text async for chunk in stream]
@@ -123,8 +125,8 @@ async def test_a_stream_brings_the_same_text_in_pieces(make_engine: MakeEngine) 
     assert "".join(pieces) == (await engine.run("query", **how)).output["answer"]
 
 
-async def test_a_budget_leaves_the_beginning_of_a_valid_answer(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
+async def test_a_budget_leaves_the_beginning_of_a_valid_answer(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
     how = {**QUESTION, "temperature": 0.0, "response_format": of_schema(SCHEMAS["person"])}
     whole = (await engine.run("query", **how, max_tokens=250)).output["answer"]
     cut = await engine.run("query", **how, max_tokens=6)
@@ -132,8 +134,8 @@ async def test_a_budget_leaves_the_beginning_of_a_valid_answer(make_engine: Make
     assert whole.startswith(cut.output["answer"].rstrip("\ufffd"))
 
 
-async def test_cancelling_gives_the_row_back(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3", max_batch_size=1)
+async def test_cancelling_gives_the_row_back(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3", max_batch_size=1)
     long = {**QUESTION, "max_tokens": 600, "response_format": of_schema({"type": "string", "minLength": 9000})}
     stream = await engine.run("query", stream=True, request_id="long", **long)
     await asyncio.sleep(0.2)
@@ -167,13 +169,15 @@ async def test_the_embedded_model_fills_in_a_form() -> None:
         assert (await engine.run("query", image=SCENE, **question, response_format=choice)).text == plain.text
 
 
-async def test_tight_memory_changes_no_structured_answer(make_engine: MakeEngine) -> None:
+async def test_tight_memory_changes_no_structured_answer(make_coarse_engine: MakeEngine) -> None:
     """Few pages: sequences are preempted in the middle of their answer."""
     how = {"reasoning": False, "temperature": 0.0, "max_tokens": 250, "response_format": of_schema(SCHEMAS["nested"])}
     wanted = [{"question": letter * 290, **how} for letter in "XYZ"]
-    roomy = await make_engine("md2")
+    roomy = await make_coarse_engine("md2")
     expected = [(await roomy.run("query", **one)).output for one in wanted]
-    tight = await make_engine("md2", kv_cache_pages=240, page_size=4, max_batch_size=3, enable_prefix_cache=False)
+    tight = await make_coarse_engine(
+        "md2", kv_cache_pages=240, page_size=4, max_batch_size=3, enable_prefix_cache=False
+    )
     results = await asyncio.gather(*(tight.run("query", **one) for one in wanted))
     assert sum(result.metrics.num_preemptions for result in results) > 0
     assert [result.output for result in results] == expected

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.moondream.tiny_random import write_tiny_random_folder
+from kestrel.moondream.random_weights import write_random_folder
 from kestrel.train.scenes.atlas import SpriteAtlas
-from tests.sprites import sprite_atlas
-
-REPOSITORY = Path(__file__).parents[2]
-GOLDENS = REPOSITORY / "tests" / "goldens"
+from tests.moondream.coarse import coarse_tiny_parts
+from tests.sprites import known_textures, sprite_atlas
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -22,6 +20,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _textures_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrel.evals.drawing.upload_atlas", known_textures)
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +42,6 @@ def atlas_file(atlas: SpriteAtlas, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random-model")
-    write_tiny_random_folder(folder)
+    config, tokenizer = coarse_tiny_parts()
+    write_random_folder(folder, config, 0, tokenizer.to_str(), dtype=torch.float32)
     return folder

@@ -17,8 +17,7 @@ from kestrel.evals.run import Evaluation, run_eval
 from kestrel.evals.throughput import Tally
 from kestrel.request import RequestMetrics
 from kestrel.train.scenes.atlas import SpriteAtlas
-
-from .conftest import GOLDENS
+from tests.moondream.coarse import coarse_folder
 
 SMALL: dict[str, Any] = {"num_questions": 2, "max_new_tokens": 3, "concurrency": 4}
 FAMILIES = ("presence", "think_count", "caption_short", "segment", "refusal_without_picture")
@@ -49,12 +48,12 @@ async def test_every_question_is_answered_and_judged(random_model: Path, atlas: 
 
 
 async def test_what_a_model_cannot_do_is_left_out_and_said(atlas: SpriteAtlas) -> None:
-    golden = config(GOLDENS / "md3", kv_cache_pages=200)
-    evaluation = await evaluated(golden, atlas, ("presence", "segment"))
+    without_outlines = config(coarse_folder("md3"), kv_cache_pages=200)
+    evaluation = await evaluated(without_outlines, atlas, ("presence", "segment"))
     assert set(evaluation.families) == {"presence"}
     assert "segment is not supported by md3" in evaluation.left_out["segment"]
     with pytest.raises(RequestError, match="none can be asked: skill: segment is not supported"):
-        await evaluated(golden, atlas, ("segment",))
+        await evaluated(without_outlines, atlas, ("segment",))
 
 
 async def test_a_request_that_fails_counts_as_wrong(random_model: Path, atlas: SpriteAtlas) -> None:

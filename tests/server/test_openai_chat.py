@@ -84,14 +84,21 @@ def test_several_turns_and_pictures_are_what_the_chat_skill_makes_of_them(
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * 729
 
 
+@pytest.fixture(scope="module")
+def thoughts(server: RunningServer) -> str:
+    direct = server.on_loop(lambda: server.engine.query(SCENE, COUNT["text"], reasoning=True, temperature=0.0))
+    return direct.output["reasoning"]["text"]
+
+
 @pytest.mark.parametrize(
     "wish", [{"reasoning_effort": "low"}, {"reasoning": {"effort": "high"}}, {"include_reasoning": True}]
 )
-def test_thinking_is_shown_beside_the_answer(client: httpx.Client, server: RunningServer, wish: dict[str, Any]) -> None:
+def test_thinking_is_shown_beside_the_answer(
+    client: httpx.Client, server: RunningServer, thoughts: str, wish: dict[str, Any]
+) -> None:
     answer = chat(client, COUNTING, **wish)
     assert said(answer) == str(len(BEES))
-    direct = server.on_loop(lambda: server.engine.query(SCENE, COUNT["text"], reasoning=True, temperature=0.0))
-    assert answer["choices"][0]["message"]["reasoning_content"] == direct.output["reasoning"]["text"]
+    assert answer["choices"][0]["message"]["reasoning_content"] == thoughts
     usage = answer["usage"]
     num_answer = len(server.engine.profile.tokenizer.encode(str(len(BEES))))
     assert usage["completion_tokens"] - usage["completion_tokens_details"]["reasoning_tokens"] == num_answer
@@ -110,20 +117,19 @@ WARM = {"temperature": 2.0, "top_p": 1.0, "repetition_penalty": 2.0, "ignore_eos
 
 
 def test_several_choices_are_what_their_seeds_say(client: httpx.Client) -> None:
-    three = chat(client, WHO, n=3, seed=7, **WARM)
-    assert [said(three, index) for index in range(3)] == [
-        said(chat(client, WHO, n=3, seed=7, **WARM), i) for i in range(3)
-    ]
-    assert said(three, 0) == said(chat(client, WHO, seed=7, **WARM))
-    assert len({said(three, index) for index in range(3)}) > 1
+    three, again = (chat(client, WHO, n=3, seed=7, **WARM) for _ in range(2))
+    texts = [said(three, index) for index in range(3)]
+    assert texts == [said(again, index) for index in range(3)]
+    assert len(set(texts)) > 1
     one = chat(client, WHO, seed=7, **WARM)
+    assert said(one) == texts[0]
     assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
     assert three["usage"]["completion_tokens"] > one["usage"]["completion_tokens"]
 
 
 def test_negative_seeds_are_seeds(client: httpx.Client) -> None:
-    assert said(chat(client, WHO, seed=-5, **WARM)) == said(chat(client, WHO, seed=-5, **WARM))
-    assert said(chat(client, WHO, seed=-5, **WARM)) != said(chat(client, WHO, seed=5, **WARM))
+    negative, again, positive = (said(chat(client, WHO, seed=seed, **WARM)) for seed in (-5, -5, 5))
+    assert negative == again != positive
 
 
 def test_both_names_bound_the_answer(client: httpx.Client) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kestrel.train.scenes.atlas import SpriteAtlas
-from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
-from tests.sprites import sprite_atlas
+from kestrel.train.scenes.textures import AtlasTensors
+from tests.sprites import sprite_atlas, sprite_textures
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +18,4 @@ def atlas() -> SpriteAtlas:
 
 @pytest.fixture(scope="session")
 def textures(atlas: SpriteAtlas) -> AtlasTensors:
-    return upload_atlas(atlas)
+    return sprite_textures()

@@ -7,9 +7,13 @@ from PIL import Image
 
 from kestrel.train.scenes.atlas import SpriteAtlas
 from kestrel.train.scenes.preview import main
+from tests.sprites import known_textures
 
 
-def test_preview_writes_a_sheet_of_all_scenes(atlas: SpriteAtlas, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_preview_writes_a_sheet_of_all_scenes(
+    atlas: SpriteAtlas, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kestrel.train.scenes.preview.upload_atlas", known_textures)
     atlas.save(tmp_path / "atlas.npz")
     out = tmp_path / "new" / "sheet.png"
     main(f"--n 5 --height 64 --width 96 --preset easy --atlas {tmp_path}/atlas.npz --out {out}".split())
