@@ -14,8 +14,9 @@ import httpx
 
 from kestrel.bench.http_load.client import BROKEN, Connection, Target
 from tests.server.long_request import long_query
+from tests.server.programs import Program
 from tests.server.sockets import eventually
-from tests.server.test_draining import END_ID, Program
+from tests.server.test_draining import END_ID
 
 NUM_CLIENTS = 16
 NUM_TOKENS = 24
@@ -66,8 +67,7 @@ def test_sigterm_in_a_crowd_loses_no_accepted_request(tmp_path: Path) -> None:
         asyncio.run(crowd())
         assert program.process.wait(60) == 0
     finally:
-        program.process.kill()
-        program.process.wait()
+        program.kill()
     lines = [json.loads(line) for line in program.log.splitlines() if line.startswith("{")]
     logged = Counter(str(line.get("status")) for line in lines if line.get("route") == "/v1/query")
     assert outcomes["200"] == logged["200"] >= NUM_CLIENTS
@@ -87,23 +87,20 @@ def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
     try:
         assert eventually(lambda: is_ready(url), 120)
         busy = [open_stream(url) for _ in range(4)]
-        first.process.kill()
-        first.process.wait()
+        first.kill()
         began_s = time.monotonic()
-        second = Program(tmp_path / "second", "--port", port)
+        second = Program(tmp_path / "second", "--port", port, is_forked=False)
         try:
             assert eventually(lambda: is_ready(url), 120)
             took_s = time.monotonic() - began_s
             answer = httpx.post(f"{url}/v1/query", json={"question": "Who are you?", "max_tokens": 1}, timeout=60)
             assert answer.status_code == 200
         finally:
-            second.process.kill()
-            second.process.wait()
+            second.kill()
         for connection in busy:
             connection.close()
     finally:
-        first.process.kill()
-        first.process.wait()
+        first.kill()
     print(f"\nready {took_s:.1f} s after the kill")
     assert took_s < RESTART_S
 
