@@ -1,7 +1,8 @@
-"""For all tests: threads of workers that run side by side and of programs they start, and which files come first."""
+"""For all tests: threads of workers side by side and of programs they start, garbage, and which files come first."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def pytest_configure() -> None:
     os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("authority.pem"))
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
+    gc.disable()  # until all tests are found: what they import stays, and looking for garbage there takes seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,6 +33,8 @@ from .conftest import Kestrel
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--batch-size", "2", "--tasks-per-scene", "2", "--length", "120", "--device", "cpu", "--log-every", "1")
+ONE_TASK = ("--batch-size", "1", "--tasks-per-scene", "1")
+"""After `SHORT`: for the model in its full size, where each takes seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -74,13 +76,13 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def test_a_fresh_folder_becomes_a_model_that_answers(kestrel: Kestrel, tmp_path: Path, atlas_file: Path) -> None:
     folder = tmp_path / "new" / "tiny"
-    flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "1", *SHORT)
+    flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "1", *SHORT, *ONE_TASK)
     outcome = kestrel("train", "tiny", "--steps", "1", *flags)
     assert outcome.code == 0, outcome.err
     (line,) = outcome.out.splitlines()
     assert line.startswith("step      1 ")
     assert all(word in line for word in (" scenes ", "/s ", " s ", " lr ", " loss "))
-    assert "2 scenes in 1 run " in outcome.err
+    assert "1 scenes in 1 run " in outcome.err
     assert [row["step"] for row in rows_of(folder)] == ["1"]
     with Image.open(folder / "curves.png") as picture:
         assert picture.size[0] > 100

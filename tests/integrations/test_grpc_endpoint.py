@@ -295,21 +295,21 @@ def test_without_grpcio_the_flag_says_what_to_install(monkeypatch: pytest.Monkey
         asyncio.run(start())
 
 
-def test_while_it_drains_it_refuses_and_says_so(tmp_path: Path) -> None:
-    running = start_native(tmp_path)
-    with open_stream(running.url) as (stream, arrived), grpcclient.InferenceServerClient(running.url) as client:
+def test_while_it_drains_it_refuses_and_says_so(locked: Endpoint, client: grpcclient.InferenceServerClient) -> None:
+    """The last test: it ends the server that the others share."""
+    with open_stream(locked.url, authorization=BEARER["authorization"]) as (stream, arrived):
         stream.async_stream_infer("moondream", tensors(skill="query", **long_query(0, 200, stream=True)))
         assert arrived.get(timeout=30)[1] is None
-        running.terminate()
+        locked.terminate()
         deadline_s = time.monotonic() + 30
         while client.is_server_ready():
             assert time.monotonic() < deadline_s
         assert client.is_server_live()
         with pytest.raises(InferenceServerException, match=r"UNAVAILABLE.*shutting down"):
-            client.infer("moondream", tensors(**QUICK))
+            infer(client, **QUICK)
         last: Any = None
         while last is None or not last.get_response().parameters["triton_final_response"].bool_param:
             last, error = arrived.get(timeout=60)
             assert error is None
     assert b'"output_tokens":200' in last.as_numpy("TEXT_OUTPUT")[0]
-    running.require_clean_end()
+    locked.require_clean_end()

@@ -23,6 +23,7 @@ from kestrel.skills.base import Tokenizer
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 from .patches import image_patches
+from .seen_crops import encoded_once
 
 Choose = Callable[[Tensor], int]
 """Picks a token id from (masked) logits [V]."""
@@ -206,9 +207,14 @@ class NaiveGenerator:
     def embed_image(self, digest: str, pixels_HWC: np.ndarray) -> Tensor:
         if digest not in self.image_cache:
             patches, tiles_hw = image_patches(pixels_HWC, self.config.vision)
-            features = self.model.vision.encode_crops(patches.to(self.device, self.dtype))
-            self.image_cache[digest] = self.model.vision.embed_image(features, tiles_hw)
+            self.image_cache[digest] = self.model.vision.embed_image(self._features(patches), tiles_hw)
         return self.image_cache[digest]
+
+    def _features(self, patches_NPC: Tensor) -> Tensor:
+        vision, on_device_NPC = self.model.vision, patches_NPC.to(self.device, self.dtype)
+        if on_device_NPC.is_cuda:
+            return vision.encode_crops(on_device_NPC)
+        return encoded_once(vision, on_device_NPC, vision.encode_crops)
 
     def read_coord(self, run: Run) -> CoordToken:
         logits = self.model.region.decode_coord(run.last.hidden_D[None])[0]

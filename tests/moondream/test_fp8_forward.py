@@ -128,8 +128,10 @@ def test_pictures_and_texts_in_float8_stay_near(
     family: str, to_rounded: float, to_exact: float, agreement: float
 ) -> None:
     g = golden(family)
+    # A picture of many crops for one of the families: what sees them is the same in both.
+    names = [name for name in text_cases(g) if family == "md3" or g.cases[name]["image"] != "multi"]
     ours, rounded_weights = paged(g.model, quantization="fp8"), paged(fake_fp8(g.model))
-    logits = {name: logits_of(ours, g, name) for name in text_cases(g)}
+    logits = {name: logits_of(ours, g, name) for name in names}
     errors = [relative(found, logits_of(rounded_weights, g, name)) for name, found in logits.items()]
     assert median(errors) < to_rounded
     assert max(errors) < 2 * to_rounded, "a case whose positions go to other experts"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,10 +15,8 @@ from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.moondream.forward import PlainForward
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.moondream.vision import VisionModel
 from kestrel.prompt_outputs import PromptOutputs
 from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
@@ -31,33 +27,33 @@ from kestrel.runtime.rows import RowTable
 from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem, Token
+from tests.moondream.seen_crops import encoded_once
 from tests.scheduler.harness import Recorder, run, tokens_of
-
-_FEATURES: WeakKeyDictionary[VisionModel, dict[bytes, Tensor]] = WeakKeyDictionary()
-"""What plain encoders saw in crops: hundreds of tests show them the same two pictures."""
-
-
-def _name_of(numbers: Tensor) -> bytes:
-    digest = blake2b(f"{numbers.dtype}{tuple(numbers.shape)}".encode())
-    digest.update(numbers.contiguous().view(torch.uint8).numpy().data)
-    return digest.digest()
 
 
 class RecordingDecoder(MoondreamDecoder):
-    """Keeps the raw logits of every sampling step."""
+    """Keeps the raw logits of every sampling step. `original`: whose weights the model has, if it is a copy."""
 
-    def __init__(self, model: MoondreamModel) -> None:
+    def __init__(self, model: MoondreamModel, original: MoondreamModel | None = None) -> None:
         super().__init__(model)
         self.logits_seen: list[Tensor] = []
+        self._original = original or model
+        self._way: Hashable = "plain"
+
+    def fuse(self, ops: Ops) -> None:
+        super().fuse(ops)
+        self._way = ("fused", ops)
+
+    def quantise(self, quantization: str, ops: Ops) -> None:
+        super().quantise(quantization, ops)
+        self._way = (quantization, ops)
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
-        if not isinstance(self._forward, PlainForward) or patches[0].is_cuda:
-            return super().encode_crops(patches)
-        crops = b"".join(_name_of(part) for part in patches)
-        seen = _FEATURES.setdefault(self._model.vision, {})
-        if crops not in seen:
-            seen[crops] = super().encode_crops(patches)
-        return seen[crops].clone()
+        encode = super().encode_crops
+        if patches[0].is_cuda:
+            return encode(patches)
+        crops_NPC = torch.cat(list(patches))
+        return encoded_once(self._original.vision, crops_NPC, lambda unseen: encode([unseen]), self._way)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits = super().logits(hidden_ND)
@@ -148,7 +144,7 @@ def paged(
     `quantization`: in such operations on quantised weights.
     """
     limits = usual_limits(model.config.text.max_context, **changes)
-    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model)
+    decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model, original=model)
     if quantization:
         decoder.quantise(quantization, ops)
     elif is_fused:

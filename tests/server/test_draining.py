@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,54 +14,28 @@ import httpx
 import pytest
 
 from tests.server.long_request import long_query
+from tests.server.programs import Program
 from tests.server.sockets import send
 
-ROOT = Path(__file__).parents[2]
 END_ID = 0  # of the embedded model
-FLAGS = ("--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
-
-
-class Program:
-    def __init__(self, log: Path, *flags: str) -> None:
-        self._log = log
-        command = [sys.executable, "-m", "kestrel.main", "serve", *FLAGS, *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(command, cwd=ROOT, stderr=file, env=environment)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(encoding="utf-8")
-
-    def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.process.poll() is None:
-            if (match := re.search(pattern, self.log)) is not None:
-                return match.group(match.lastindex or 0)
-            time.sleep(0.05)
-        raise AssertionError(f"no {pattern!r} in: {self.log}")
-
-    def url(self) -> str:
-        return self.wait_for(r"(http://127\.0\.0\.1:\d+)/")
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(30)
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
     running = Program(tmp_path / "log")
     yield running
-    running.process.kill()
-    running.process.wait()
+    running.kill()
 
 
-def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program: Program) -> None:
+@pytest.fixture
+def program_started_anew(tmp_path: Path) -> Iterator[Program]:
+    running = Program(tmp_path / "log", is_forked=False)
+    yield running
+    running.kill()
+
+
+def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program_started_anew: Program) -> None:
+    program = program_started_anew
     url = program.url()
     assert "kestrel-tiny is a small demonstration model" in program.log
     assert "warmed up in" in program.log
@@ -103,11 +73,11 @@ def test_a_second_signal_ends_it_at_once(program: Program) -> None:
 
 
 def test_sigterm_while_loading_ends_it_with_0(program: Program) -> None:
-    time.sleep(0.5)
-    while program.process.poll() is None and "kestrel-tiny" not in program.log:
-        time.sleep(0.02)
-    time.sleep(0.3)
+    program.wait_for("memory: KV cache")
     assert program.end() == 0
+    assert "draining: 0 requests" in program.log
+    assert "startup complete" not in program.log
+    assert "Traceback" not in program.log
 
 
 def test_what_the_drain_time_does_not_hold_gets_an_error(tmp_path: Path) -> None:
@@ -115,7 +85,7 @@ def test_what_the_drain_time_does_not_hold_gets_an_error(tmp_path: Path) -> None
     program = Program(tmp_path / "log", "--drain-timeout-s", "0.2", "--compute-process", "shared")
     try:
         url = program.url()
-        assert children_of(program.process.pid) == []
+        assert program.children == []
         body = long_query(END_ID)
         with closing(send(url, body)) as late, closing(send(url, {**body, "stream": True})) as streamed:
             events = streamed.getresponse()
@@ -124,5 +94,4 @@ def test_what_the_drain_time_does_not_hold_gets_an_error(tmp_path: Path) -> None
             assert (answer.status, json.load(answer)["error"]["code"]) == (503, "engine_stopped")
             assert b'"code":"engine_stopped"' in events.read().splitlines()[-2]
     finally:
-        program.process.kill()
-        program.process.wait()
+        program.kill()

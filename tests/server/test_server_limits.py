@@ -27,7 +27,7 @@ def strict() -> Iterator[RunningServer]:
         port=0,
         max_body_bytes=LIMIT,
         max_header_bytes=4096,
-        receive_timeout_s=1.0,
+        receive_timeout_s=0.6,
         max_requests_per_client=3,
         default_max_new_tokens=2,
         served_model_name="house-model",
@@ -119,7 +119,7 @@ def test_a_second_request_on_a_connection_may_not_dawdle_either(strict: RunningS
     with connect(strict) as connection:
         connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
         assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
-        time.sleep(1.5)  # an idle connection is no slow one
+        time.sleep(0.9)  # an idle connection is no slow one
         connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
         assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
         connection.sendall(b"GET /rea")

@@ -40,6 +40,8 @@ def _bent_corners(
     indices: NDArray[np.int64], middles: Points, loop: Points, tolerance: float
 ) -> list[tuple[int, complex]]:
     """Those candidate sides at which smooth arms on both sides point in different directions."""
+    if not len(indices):
+        return []
     reach = min(ARM_LENGTHS[0], len(middles) // 2)
     around = middles[(indices[:, None] + np.arange(-reach, reach + 1)) % len(middles)]
     back, towards_back, back_length = _arms(around[:, :reach][:, ::-1], tolerance)
@@ -76,6 +78,8 @@ def _arms(points: Points, tolerance: float) -> tuple[Points, Points, NDArray[np.
         fit = np.linalg.solve(turned @ basis, turned @ window[:, :, None])
         places[rows], directions[rows], lengths[rows] = fit[:, 0, 0], fit[:, 1, 0], length
         rows = rows[np.abs(basis @ fit - window[:, :, None]).max(axis=(1, 2)) > tolerance]
+        if not len(rows):
+            break
     return places, directions / np.maximum(np.abs(directions), 1e-12), lengths
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel.images.masks.budget import CURVE_STEPS, TracingBudget
-from kestrel.images.masks.points import Points, axis_share, cubic_at, cubic_weights, distance_to_line
+from kestrel.images.masks.points import Points, Weights, axis_share, cubic_weights, distance_to_line, weighted
 
 JOINT_REACH = 128
 MAX_FIT_ROUNDS = 3
@@ -59,7 +59,7 @@ class CurveFitter:
 
 def _joint(points: Points, index: int, tolerance: float) -> tuple[complex, complex]:
     """Place and unit direction of the outline at a point, from as many points around as one parabola describes."""
-    steps = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(points)))])
+    steps = _lengths(points)
     reach = min(len(points), JOINT_REACH)
     while True:
         low, high = max(0, index - reach), min(len(points), index + reach + 1)
@@ -75,20 +75,28 @@ def _joint(points: Points, index: int, tolerance: float) -> tuple[complex, compl
 
 def _fit_cubic(points: Points, leave: complex, arrive: complex, tolerance: float) -> tuple[Points, NDArray[np.float64]]:
     """Least-squares cubic with given end directions, and its distance from every point."""
-    lengths = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(points)))])
+    lengths = _lengths(points)
     t = lengths / lengths[-1]
-    bezier = _solve_cubic(points, t, leave, arrive, lengths[-1])
+    weights = cubic_weights(t)
+    bezier = _solve_cubic(points, weights, leave, arrive, lengths[-1])
     for _ in range(MAX_FIT_ROUNDS):
-        t, errors = _closest(bezier, points, t)
+        t, weights, errors = _closest(bezier, points, t, weights)
         if errors.max() > HOPELESS_ERROR * tolerance:
             return bezier, errors
-        bezier = _solve_cubic(points, t, leave, arrive, lengths[-1])
-    return bezier, _closest(bezier, points, t)[1]
+        bezier = _solve_cubic(points, weights, leave, arrive, lengths[-1])
+    return bezier, _closest(bezier, points, t, weights)[2]
 
 
-def _solve_cubic(points: Points, t: NDArray[np.float64], leave: complex, arrive: complex, length: float) -> Points:
+def _lengths(points: Points) -> NDArray[np.float64]:
+    """The way along the points from the first to each."""
+    lengths = np.zeros(len(points))
+    np.cumsum(np.abs(points[1:] - points[:-1]), out=lengths[1:])
+    return lengths
+
+
+def _solve_cubic(points: Points, weights: Weights, leave: complex, arrive: complex, length: float) -> Points:
     first, last = points[0], points[-1]
-    start_weight, near, far, end_weight = cubic_weights(t)
+    start_weight, near, far, end_weight = weights
     rest = points - first * (start_weight + near) - last * (far + end_weight)
     a, b, c = near @ near, (near @ far) * (leave.conjugate() * arrive).real, far @ far
     u, v = near @ (leave.conjugate() * rest).real, far @ (arrive.conjugate() * rest).real
@@ -101,14 +109,20 @@ def _solve_cubic(points: Points, t: NDArray[np.float64], leave: complex, arrive:
     return np.array([first, first + leave * near_handle, last + arrive * far_handle, last])
 
 
-def _closest(bezier: Points, points: Points, t: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """One Newton step towards the nearest place on the curve for every point, and the distance there."""
+def _closest(
+    bezier: Points, points: Points, t: NDArray[np.float64], weights: Weights
+) -> tuple[NDArray[np.float64], Weights, NDArray[np.float64]]:
+    """One Newton step towards the nearest place on the curve for every point, and the distance there.
+
+    Weights are those of t, the given one and the new one.
+    """
     s = 1 - t
-    first, second, third = 3 * np.diff(bezier)
-    offset = cubic_at(bezier, t) - points
+    first, second, third = 3 * (bezier[1:] - bezier[:-1])
+    offset = weighted(bezier, weights) - points
     velocity = first * (s * s) + second * (2 * s * t) + third * (t * t)
     bend = 2 * ((second - first) * s + (third - second) * t)
     curvature = (np.conj(velocity) * velocity + np.conj(offset) * bend).real
     step = np.where(curvature > 1e-9, (np.conj(offset) * velocity).real / np.maximum(curvature, 1e-9), 0.0)
-    t = np.clip(t - step, 0.0, 1.0)
-    return t, np.abs(cubic_at(bezier, t) - points) / axis_share(velocity)
+    t = np.minimum(np.maximum(t - step, 0.0), 1.0)
+    weights = cubic_weights(t)
+    return t, weights, np.abs(weighted(bezier, weights) - points) / axis_share(velocity)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Points = NDArray[np.complex128]
+Weights = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 def distance_to_line(points: Points) -> NDArray[np.float64]:
@@ -25,10 +26,15 @@ def axis_share(direction: Points) -> NDArray[np.float64]:
 
 
 def cubic_at(bezier: Points, t: NDArray[np.float64]) -> Points:
-    a, b, c, d = cubic_weights(t)
+    return weighted(bezier, cubic_weights(t))
+
+
+def weighted(bezier: Points, weights: Weights) -> Points:
+    a, b, c, d = weights
     return bezier[0] * a + bezier[1] * b + bezier[2] * c + bezier[3] * d
 
 
-def cubic_weights(t: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+def cubic_weights(t: NDArray[np.float64]) -> Weights:
+    """How much of each of the four points is in the place at t."""
     s = 1 - t
     return s * s * s, 3 * t * s * s, 3 * t * t * s, t * t * t

@@ -96,7 +96,7 @@ def _resampled(loop: Points) -> Points:
 
 def _thinned(loops: list[Points]) -> Iterator[dict[int, Points]]:
     """Corners left per loop, from MAX_CORNERS in all down to FEWEST_CORNERS by twos."""
-    corners = {index: list(loop) for index, loop in enumerate(loops)}
+    corners: dict[int, list[complex]] = {index: loop.tolist() for index, loop in enumerate(loops)}
     costs = {index: [_corner_area(points, at) for at in range(len(points))] for index, points in corners.items()}
     left = sum(len(points) for points in corners.values())
     while left > FEWEST_CORNERS:

@@ -1,0 +1,109 @@
+"""`kestrel serve` as a process of its own, started anew or forked from one that has imported everything.
+
+Three quarters of a start are imports. Tests of what happens later, to a server that loads or runs, fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["kestrel.cli.app", "kestrel.cli.serving"])
+
+
+class Forked:
+    """As much of `subprocess.Popen` as is needed here."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("kestrel serve", timeout or 0.0)
+        return self._process.exitcode
+
+
+class Program:
+    """`is_forked`: without the imports, and without the interpreter's own end."""
+
+    def __init__(self, log: Path, *flags: str, is_forked: bool = True) -> None:
+        self._log = log
+        log.touch()
+        self.process = _forked(log, flags) if is_forked else _started(log, flags)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    @property
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def wait_for(self, pattern: str, seconds: float = 60.0) -> str:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if (match := re.search(pattern, self.log)) is not None:
+                return match.group(match.lastindex or 0)
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern!r} in: {self.log}")
+
+    def url(self) -> str:
+        return self.wait_for(r"(http://127\.0\.0\.1:\d+)/")
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "kestrel.main", *FLAGS, *flags]
+        return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _forked(log: Path, flags: tuple[str, ...]) -> Forked:
+    return Forked(FORKING.Process(target=_serve, args=(log, [*FLAGS, *flags])))
+
+
+def _serve(log: Path, arguments: list[str]) -> None:
+    # Here and not above: this module is also what tests import.
+    import torch  # noqa: PLC0415
+
+    from kestrel.cli.app import run  # noqa: PLC0415
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    sys.exit(run(arguments))
