@@ -48,10 +48,10 @@ class Decoding:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         ids = np.random.default_rng(0).integers(ready.vocab_size // 2, ready.vocab_size, (num_rows, context))
         for row in self._rows:
-            writes = [PageWrite(row, index, row * pages_per_row + index) for index in range(pages_per_row)]
+            pages = range(row * pages_per_row, (row + 1) * pages_per_row)
             start = RowStart(row, grammar, sampling, max_total_tokens=max_new_tokens)
             chunk = PrefillChunk(row, 0, text_tokens(ids[row].tolist()), context, samples=True)
-            self._launch(StepPlan(self._next_id(), [start], writes, prefill=[chunk]))
+            self._launch(StepPlan(self._next_id(), [start], [PageWrite(row, 0, tuple(pages))], prefill=[chunk]))
         self.drain()
 
     def step(self) -> None:
