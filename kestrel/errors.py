@@ -25,23 +25,23 @@ class KestrelError(Exception):
     """Root of all errors raised on purpose."""
 
 
-class FieldError(KestrelError, ValueError):
-    """About one field that somebody gave."""
+class AboutField(ValueError):
+    """The part of an error that names one field that somebody gave."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self._message = message
 
-    def __reduce__(self) -> tuple[type[FieldError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[AboutField], tuple[str, str]]:
         return type(self), (self.field, self._message)  # a pickle would call it with the joined text alone
 
 
-class ConfigError(FieldError):
+class ConfigError(KestrelError, AboutField):
     """A configuration field holds a value that cannot work."""
 
 
-class RequestError(FieldError):
+class RequestError(KestrelError, AboutField):
     """One request is malformed; only that request fails."""
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
+from struct import Struct
 from typing import Any, TypeAlias
 
 from kestrel.errors import EngineStopped
 from kestrel.images.rgb import RgbImage
 from kestrel.runtime.contract import StepOutput, StepPlan
-from kestrel.runtime.process.packing import pack, unpack
+from kestrel.runtime.process.packing import Packed, pack, unpack
 
 # ---------------------------------------------------------------------- to the process that computes
 
@@ -75,16 +76,22 @@ class Connection:
         self._pipe = pipe
 
     def send(self, message: Message) -> None:
+        packed = pack(message)
         try:
-            self._pipe.send_bytes(pack(message))
+            self._pipe.send_bytes(NUM_ARRAYS.pack(len(packed.arrays)) + packed.message)
+            for array in packed.arrays:
+                self._pipe.send_bytes(array)
         except OSError as error:
             raise EngineStopped(GONE) from error
 
     def receive(self) -> Message:
         try:
-            return unpack(self._pipe.recv_bytes())
+            first = self._pipe.recv_bytes()
+            [num_arrays] = NUM_ARRAYS.unpack_from(first)
+            arrays = [self._pipe.recv_bytes() for _ in range(num_arrays)]
         except (EOFError, OSError) as error:
             raise EngineStopped(GONE) from error
+        return unpack(Packed(first[NUM_ARRAYS.size :], arrays))
 
     def ask(self, message: Message) -> Message:
         """Send, and wait for the answer; raises the error that it may be."""
@@ -101,4 +108,6 @@ class Connection:
         self._pipe.close()
 
 
+NUM_ARRAYS = Struct("<I")
+"""Comes first; each array follows the message by itself."""
 GONE = "the process that computes has ended; start the server again"

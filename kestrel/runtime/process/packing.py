@@ -9,8 +9,8 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -37,16 +37,25 @@ from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 Recipe = Callable[[Any], tuple[Any, ...]]
 
 
-def pack(message: object) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Packed:
+    message: bytes
+    arrays: Sequence[bytes | memoryview] = ()
+    """The numbers of its arrays, such as pixels, where they lie: they are not copied into the message."""
+
+
+def pack(message: object) -> Packed:
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    arrays: list[pickle.PickleBuffer] = []
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL, buffer_callback=arrays.append)
     pickler.dispatch_table = RECIPES
     pickler.dump(message)
-    return buffer.getvalue()
+    return Packed(buffer.getvalue(), [array.raw() for array in arrays])
 
 
-unpack: Callable[[bytes], Any] = pickle.loads
-"""Only for what `pack` made: a pickle can do anything."""
+def unpack(packed: Packed) -> Any:
+    """Only for what `pack` made: a pickle can do anything."""
+    return pickle.loads(packed.message, buffers=packed.arrays)
 
 
 def by_fields(kind: type, **left_out: object) -> Recipe:

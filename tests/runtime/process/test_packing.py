@@ -77,7 +77,10 @@ def test_a_plan_weighs_nothing_of_its_pictures() -> None:
     large = RgbImage.from_pixels(np.zeros((1000, 1000, 3), dtype=np.uint8))
     chunk = PrefillChunk(1, 0, (ImageSpan(large.digest, 730),), 730, False, {large.digest: large})
     plan = StepPlan(0, prefill=[chunk], picture_slices=[PictureSlice(large.digest, large, 1)])
-    assert len(pack(RunStep(plan, ()))) < 2000
+    assert len(pack(RunStep(plan, ())).message) < 2000
+    packed = pack(RunStep(plan, (large,)))
+    assert len(packed.message) < 2000, "pixels are not copied"
+    assert [len(array) for array in packed.arrays] == [3_000_000]
 
 
 @pytest.mark.parametrize("message", [StepDone(OUTPUT, frozenset({"a"})), RefineOutline(IMAGE, "M 0 0", {"x": 0.5})])
