@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 
 def shown(value: object) -> str:
@@ -31,10 +32,15 @@ class AboutField(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
-        self._message = message
 
-    def __reduce__(self) -> tuple[type[AboutField], tuple[str, str]]:
-        return type(self), (self.field, self._message)  # a pickle would call it with the joined text alone
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args, self.__dict__)  # a pickle would call it with the joined text alone
+
+
+def _made_again(kind: type[AboutField], args: tuple[object, ...], state: dict[str, Any]) -> AboutField:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(KestrelError, AboutField):

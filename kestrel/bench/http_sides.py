@@ -193,9 +193,10 @@ def steady() -> dict[str, str]:
 def cpu_seconds_of(pid: int) -> float:
     """User and system time of a running process and of those it started; nan where the system does not tell."""
     path = Path(f"/proc/{pid}")
-    if not path.exists():
+    try:
+        fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+        children = (path / "task" / str(pid) / "children").read_text().split()
+    except OSError:
         return float("nan")
-    fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = (path / "task" / str(pid) / "children").read_text().split()
     return own + sum(map(cpu_seconds_of, map(int, children)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,12 +17,14 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.adapters import given_key
 from kestrel.engine.allocator import keep_freed_memory
 from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
 from kestrel.server.logs import configure_logs
 from kestrel.server.state import app_state
+
+logger = logging.getLogger("kestrel.server")
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
@@ -29,6 +34,8 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
         if not server.is_loopback and not server.api_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")
         asyncio.run(_serve(server, config, process))
+        if process is not None and process.has_died:
+            raise EngineStopped(process.ending())
 
 
 @contextmanager
@@ -56,13 +63,20 @@ async def _load(config: RuntimeConfig, process: ComputeProcess | None) -> Infere
             if process is None:
                 return await InferenceEngine.create(config, progress=bars)
             engine = InferenceEngine.start(config, await asyncio.to_thread(process.ready, bars), api_key=given_key())
-            process.watch(engine.fail)
+            process.watch(lambda error: _end_without_model(engine, error))
             return engine
         except asyncio.CancelledError:
             bars.abandon()
             if process is not None:
-                process.close()
+                process.kill()
             raise
+
+
+def _end_without_model(engine: InferenceEngine, error: EngineStopped) -> None:
+    """As if this process had died itself: whoever watches over it may start it anew. Clients are told first."""
+    logger.error("%s", error)
+    engine.fail(error)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _announce(address: str, config: RuntimeConfig, grpc_target: str | None) -> None:

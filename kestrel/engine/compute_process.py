@@ -6,9 +6,9 @@ this one, however that ends.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
-import logging
 import multiprocessing
 import signal
 import sys
@@ -28,12 +28,13 @@ from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.device import choose_device
 from kestrel.runtime.memory import MemoryPlan
 from kestrel.runtime.process import Connection, ProcessRefiner, ProcessRuntime, answer_messages
-from kestrel.runtime.process.messages import Failed, Loaded, Loading
-from kestrel.runtime.process.packing import portable
+from kestrel.runtime.process.messages import Failed, Loaded, Loading, Message
 from kestrel.skills.base import ModelProfile
 
-logger = logging.getLogger("kestrel.engine")
 PR_SET_PDEATHSIG = 1
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDING_S = 2.0
+"""Between the end of a connection and that of its process."""
 
 
 def can_compute_apart(config: RuntimeConfig) -> bool:
@@ -74,7 +75,7 @@ class ModelDescription:
             num_image_positions=self.num_image_positions,
             adapter_shape=self.adapter_shape,
             memory_plan=self.memory_plan,
-            refiner=ProcessRefiner(connection) if self.has_refiner else None,
+            refiner=ProcessRefiner(connection, self.limits) if self.has_refiner else None,
         )
 
 
@@ -95,8 +96,13 @@ class ComputeProcess:
             _load_and_answer(Connection(theirs), config)
 
         self._process = multiprocessing.get_context("fork").Process(target=run, name="kestrel-compute", daemon=True)
-        self._process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
+        atexit.register(self.kill)  # multiprocessing would ask it to end by a signal that it ignores, and wait
 
     @property
     def pid(self) -> int | None:
@@ -106,7 +112,7 @@ class ComputeProcess:
         """Raises what loading raised there."""
         report = progress or no_progress
         while True:
-            message = self._connection.receive_answer()
+            message = self._receive_while_loading()
             match message:
                 case Loading(label, done_bytes, total_bytes):
                     report(label, done_bytes, total_bytes)
@@ -114,6 +120,27 @@ class ComputeProcess:
                     return description.reached_by(self._connection)
                 case _:
                     raise AssertionError(f"{type(message).__name__} while loading")
+
+    def _receive_while_loading(self) -> Message:
+        try:
+            return self._connection.receive_answer()
+        except EngineStopped as error:
+            self._process.join(ENDING_S)
+            raise EngineStopped(f"{self.ending()} while it loaded the model") from error
+
+    def ending(self) -> str:
+        """That it has ended, and how, for whoever was not told in time."""
+        code = self._process.exitcode
+        if code == -signal.SIGKILL:
+            return "the process that computes has ended (signal 9: perhaps the system was out of memory)"
+        return (
+            f"the process that computes has ended ({f'signal {-code}' if code and code < 0 else f'exit code {code}'})"
+        )
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it ended by itself."""
+        return not self._is_closing and not self._process.is_alive()
 
     def watch(self, on_death: Callable[[EngineStopped], None]) -> None:
         """Call `on_death`, from a thread, if the process ends before `close`."""
@@ -123,15 +150,18 @@ class ComputeProcess:
         wait([self._process.sentinel])
         if not self._is_closing:
             self._process.join()
-            how = _how(self._process.exitcode)
-            logger.error("the process that computes has ended (%s)", how)
-            on_death(EngineStopped(f"the process that computes has ended ({how})"))
+            on_death(EngineStopped(self.ending()))
 
-    def close(self) -> None:
-        """End it at once: whoever still waits gets EngineStopped."""
+    def kill(self) -> None:
+        """Whoever still waits gets EngineStopped."""
         self._is_closing = True
         self._process.kill()
+
+    def close(self) -> None:
+        atexit.unregister(self.kill)
+        self.kill()
         self._process.join()
+        self._connection.close()
 
     def __enter__(self) -> ComputeProcess:
         return self
@@ -140,7 +170,6 @@ class ComputeProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        self._connection.close()
 
 
 def _load_and_answer(connection: Connection, config: RuntimeConfig) -> None:
@@ -149,8 +178,10 @@ def _load_and_answer(connection: Connection, config: RuntimeConfig) -> None:
 
     try:
         ready = ready_model(config, report, with_adapters=has_adapter_source(config, given_key()))
+    except EngineStopped:
+        return  # nobody is there to be told
     except Exception as error:
-        connection.send(Failed(portable(error)))
+        connection.send(Failed.by(error))
         return
     connection.send(Loaded(ModelDescription.of(ready)))
     gc.collect()
@@ -160,10 +191,7 @@ def _load_and_answer(connection: Connection, config: RuntimeConfig) -> None:
 
 def _end_with_the_parent() -> None:
     """Signals to a whole group are for the parent, which may let requests finish first; when it is gone, so is this."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _how(exit_code: int | None) -> str:
-    return f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"

@@ -22,7 +22,7 @@ def _doc(text: str, **extra: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How one process serves one engine over HTTP. Every field is also a flag of `kestrel serve`."""
+    """How one program serves one engine over HTTP. Every field is also a flag of `kestrel serve`."""
 
     host: str = field(default="127.0.0.1", metadata=_doc("Address to listen on. A public one needs an API key."))
     port: int = field(default=8080, metadata=_doc("Port to listen on; 0 takes a free one."))

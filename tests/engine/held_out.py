@@ -27,7 +27,7 @@ from kestrel.train.tasks.world import task_world
 from tests.sprites import sprite_atlas, sprite_textures
 
 FIRST_SEED = 2 * 10**12 + 1000
-NUM_SCENES = 20
+NUM_SCENES = 8
 SIZE = (378, 378)
 
 

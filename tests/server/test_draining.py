@@ -80,12 +80,12 @@ def test_sigterm_while_loading_ends_it_with_0(program: Program) -> None:
     assert "Traceback" not in program.log
 
 
-def test_what_the_drain_time_does_not_hold_gets_an_error(tmp_path: Path) -> None:
-    """This one in a single process, as servers on a GPU are."""
-    program = Program(tmp_path / "log", "--drain-timeout-s", "0.2", "--compute-process", "shared")
+@pytest.mark.parametrize(("where", "num_children"), [("own", 1), ("shared", 0)])
+def test_what_the_drain_time_does_not_hold_gets_an_error(where: str, num_children: int, tmp_path: Path) -> None:
+    program = Program(tmp_path / "log", "--drain-timeout-s", "0.2", "--compute-process", where)
     try:
         url = program.url()
-        assert program.children == []
+        assert len(program.children) == num_children
         body = long_query(END_ID)
         with closing(send(url, body)) as late, closing(send(url, {**body, "stream": True})) as streamed:
             events = streamed.getresponse()

@@ -58,7 +58,8 @@ class ProcessRuntime:
 class ProcessRefiner:
     """An `OutlineRefiner` that asks the process of the model; for the thread that uses the runtime, between steps."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, limits: RuntimeLimits) -> None:
+        assert limits.steps_in_flight == 0, "the answer would be taken for that of a step"
         self._connection = connection
 
     def refine_outline(

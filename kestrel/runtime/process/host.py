@@ -39,7 +39,7 @@ def _answered(answer: Callable[[Message], Message], message: Message) -> Message
         return answer(message)
     except Exception as error:
         logger.exception("%s failed", type(message).__name__)
-        return Failed(portable(error))
+        return Failed.by(error)
 
 
 class _Answers:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from struct import Struct
 from typing import Any, TypeAlias
 
-from kestrel.errors import EngineStopped
+from kestrel.errors import EngineStopped, KestrelError
 from kestrel.images.rgb import RgbImage
 from kestrel.runtime.contract import StepOutput, StepPlan
-from kestrel.runtime.process.packing import Packed, pack, unpack
+from kestrel.runtime.process.packing import Packed, pack, portable, unpack
 
 # ---------------------------------------------------------------------- to the process that computes
 
@@ -64,6 +65,17 @@ class Refined:
 @dataclass(frozen=True, slots=True)
 class Failed:
     error: Exception
+    trace: str = ""
+    """Where it happened, of an error that nobody raised on purpose."""
+
+    @classmethod
+    def by(cls, error: Exception) -> Failed:
+        trace = "" if isinstance(error, KestrelError) else "".join(traceback.format_exception(error))
+        return cls(portable(error), trace)
+
+
+class RemoteTraceback(Exception):
+    """Holds the traceback of the other process, as the cause of what is raised in this one."""
 
 
 Message: TypeAlias = RunStep | RefineOutline | Loading | Loaded | StepDone | Refined | Failed
@@ -101,7 +113,7 @@ class Connection:
     def receive_answer(self) -> Message:
         answer = self.receive()
         if isinstance(answer, Failed):
-            raise answer.error
+            raise answer.error from (RemoteTraceback(f"\n{answer.trace}") if answer.trace else None)
         return answer
 
     def close(self) -> None:

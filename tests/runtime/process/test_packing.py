@@ -30,6 +30,7 @@ from kestrel.runtime.process.messages import RefineOutline, RunStep, StepDone
 from kestrel.runtime.process.packing import RECIPES, pack, portable, unpack
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
+from kestrel.train.adapter.mistakes import DataError
 
 IMAGE = RgbImage.from_pixels(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
 GRAMMAR = Grammar("boxes", (State("x", Edge(0, 5), ((0, Edge(-1)),), (0, 5), (7,), Carries.COORD, 1, 0),))
@@ -118,6 +119,12 @@ def test_our_errors_travel_as_they_are(error: Exception) -> None:
     assert (type(arrived), str(arrived)) == (type(error), str(error))
     assert getattr(arrived, "field", None) == getattr(error, "field", None)
     assert portable(error) is error
+
+
+def test_errors_with_more_to_say_keep_it() -> None:
+    mistake = DataError(["line 3: label: is missing", "line 4: label: is missing"])
+    arrived = unpack(pack(mistake))
+    assert (str(arrived), arrived.mistakes) == (str(mistake), mistake.mistakes)
 
 
 class Awkward(Exception):

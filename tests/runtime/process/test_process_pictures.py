@@ -11,7 +11,7 @@ from kestrel.runtime.contract import PictureSlice, PrefillChunk, RuntimeLimits, 
 from kestrel.runtime.fake import NUM_CROPS, FakeRuntime
 from kestrel.runtime.process import ProcessRuntime
 from kestrel.runtime.process.packing import pack, unpack
-from kestrel.runtime.process.pictures import MAX_PICTURES, HeldPictures
+from kestrel.runtime.process.pictures import MAX_BYTES, MAX_PICTURES, HeldPictures
 from kestrel.tokens import ImageSpan, TextToken
 from tests.runtime.process.other_end import connected_to
 
@@ -66,6 +66,20 @@ def test_the_oldest_is_let_go_and_sent_again() -> None:
         assert sides.cross(slices(one)) == [one]
     assert sides.cross(slices(pictures[1])) == []
     assert sides.cross(slices(pictures[0])) == [pictures[0]]
+
+
+def test_large_ones_push_out_older_ones_and_the_side_that_sends_keeps_none() -> None:
+    sides = BothSides()
+    pictures = [large_picture(index) for index in range(4)]
+    assert pictures[0].pixels.nbytes * 3 > MAX_BYTES > pictures[0].pixels.nbytes * 2
+    for one in pictures:
+        assert sides.cross(slices(one)) == [one]
+    assert list(sides.theirs) == [one.digest for one in pictures[2:]]
+    assert all(held.image is None for held in sides.ours._held.values())
+
+
+def large_picture(index: int) -> RgbImage:
+    return RgbImage(np.broadcast_to(np.uint8(0), (10_000, 10_000 // 3, 3)), f"{index}")
 
 
 def test_text_carries_no_picture() -> None:
