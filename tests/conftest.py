@@ -5,11 +5,24 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-LONG = ("tests/train/adapter/", "tests/server/playground/")
+LONG = (
+    "tests/server/playground/",
+    "tests/train/adapter/",
+    "tests/server/test_draining",
+    "tests/server/test_server_process",
+)
 """Begun first, since a file is one worker's: at the end the other one would wait for it."""
+TOGETHER = {
+    "tests/server/playground/": "a browser",
+    "tests/server/test_draining": "servers to fork",
+    "tests/server/test_server_process": "servers to fork",
+}
+"""Files that one worker runs, by what it starts for them."""
 
 
 def pytest_configure() -> None:
@@ -22,9 +35,20 @@ def pytest_configure() -> None:
     gc.disable()  # until all tests are found: what they import stays, and looking for garbage there takes seconds
 
 
+class SharingFiles(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return next(
+            (group for start, group in TOGETHER.items() if nodeid.startswith(start)), super()._split_scope(nodeid)
+        )
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingFiles:
+    return SharingFiles(config, log)
+
+
 def pytest_collection_finish() -> None:
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    items.sort(key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))
