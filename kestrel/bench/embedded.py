@@ -60,11 +60,11 @@ def time_demo() -> Took:
         return Took(time.perf_counter() - start, children_cpu_seconds() - cpu_start)
 
 
-async def measure_engine(num_queries: int) -> EngineFigures:
+async def measure_engine(num_queries: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> EngineFigures:
     start, cpu_start = time.perf_counter(), time.process_time()
     async with await InferenceEngine.create(RuntimeConfig(model="kestrel-tiny", device="cpu")) as engine:
         load = Took(time.perf_counter() - start, time.process_time() - cpu_start)
-        pictures = [made_picture(seed) for seed in range(num_queries + 1)]
+        pictures = [made_picture(seed, size) for seed in range(num_queries + 1)]
         _, *warm = [await time_query(engine, picture) for picture in pictures]
     query = Took(statistics.median(t.seconds for t in warm), statistics.median(t.cpu_seconds for t in warm))
     return EngineFigures(load, query, peak_rss_gb())
@@ -77,10 +77,11 @@ async def time_query(engine: InferenceEngine, picture: NDArray[np.uint8]) -> Too
     return Took(time.perf_counter() - start, time.process_time() - cpu_start)
 
 
-def made_picture(seed: int) -> NDArray[np.uint8]:
+def made_picture(seed: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> NDArray[np.uint8]:
     """Coarse patches of chance colours: what it shows does not matter to the time."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (HEIGHT // 40, WIDTH // 40, 3), dtype=np.uint8)
-    return np.asarray(Image.fromarray(coarse).resize((WIDTH, HEIGHT)))
+    width, height = size
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 40, width // 40, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize(size))
 
 
 def children_cpu_seconds() -> float:
@@ -100,9 +101,10 @@ def peak_rss_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def measure_engine_apart(num_queries: int) -> EngineFigures:
+def measure_engine_apart(num_queries: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> EngineFigures:
     """In a process that has done nothing else."""
-    command = [sys.executable, "-m", "kestrel.bench.embedded", "--engine-only", "--queries", str(num_queries)]
+    options = ["--queries", str(num_queries), "--size", *map(str, size)]
+    command = [sys.executable, "-m", "kestrel.bench.embedded", "--engine-only", *options]
     told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return EngineFigures(Took(**told["load"]), Took(**told["warm_query"]), told["peak_rss_gb"])
 
@@ -129,11 +131,12 @@ def load_average() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--queries", type=int, default=10)
+    parser.add_argument("--size", type=int, nargs=2, default=(WIDTH, HEIGHT), help=argparse.SUPPRESS)
     parser.add_argument("--engine-only", action="store_true", help="print the engine's figures as JSON and stop")
     parser.add_argument("--output", type=Path, help="CSV file that gets a row per measurement")
     args = parser.parse_args()
     if args.engine_only:
-        print(json.dumps(asdict(asyncio.run(measure_engine(args.queries)))))
+        print(json.dumps(asdict(asyncio.run(measure_engine(args.queries, tuple(args.size))))))
         return
     load_before, measured_on = load_average(), environment()
     found = rows(time_demo(), measure_engine_apart(args.queries), args.queries)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from kestrel.bench.http_overhead import Comparison, measure
 from kestrel.bench.http_sides import Round, cpu_seconds_of, drive
 from kestrel.bench.http_workloads import WORKLOADS, Labelling
+from tests.server.sockets import eventually
 
 ONE, MANY = WORKLOADS[0], WORKLOADS[2]
 
@@ -54,8 +59,15 @@ def test_labelling_never_shows_a_picture_twice_and_asks_each_skill_as_often() ->
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="the system does not tell")
-def test_cpu_seconds_are_those_of_the_process() -> None:
-    assert cpu_seconds_of(os.getpid()) == pytest.approx(time.process_time(), abs=0.5)
+def test_cpu_seconds_are_those_of_the_process_and_of_those_it_started() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with subprocess.Popen([sys.executable, "-S", "-c", program], start_new_session=True) as process:
+        try:
+            assert eventually(lambda: cpu_seconds_of(process.pid) > 0.3, 30), "the parent only waits"
+            assert cpu_seconds_of(os.getpid()) >= time.process_time() - 0.5
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert math.isnan(cpu_seconds_of(process.pid))
 
 
 def test_both_sides_run_and_compute_about_as_much() -> None:
