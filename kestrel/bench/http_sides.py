@@ -1,4 +1,5 @@
-"""The two sides of a comparison: an engine that is called directly and `kestrel serve`, each in a process of its own.
+"""The two sides of a comparison: an engine that is called directly, in a process of its own, and `kestrel serve`, whose
+model may be in a process of its own too.
 
 Both answer the same requests with the same settings, a turn at a time.
 """
