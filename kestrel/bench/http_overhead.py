@@ -2,10 +2,11 @@
 
     python -m kestrel.bench.http_overhead --output bench/results/http.csv
 
-`kestrel serve` runs beside an engine that is called directly, with the same settings and the same requests; this process
-drives both in short turns, so that other work on the machine hits both alike: the same turn was seen to take 114 and 183 ms
-of CPU a request within half a minute. In one thing they differ: on a CPU under Linux the server's model has a process of its
-own, which the engine called directly has not. The shares of throughput are those of what users get, not of HTTP alone.
+`kestrel serve` runs beside an engine that is called directly, with the same settings and the same requests; this
+process drives both in short turns, so that other work on the machine hits both alike: the same turn was seen to take
+114 and 183 ms of CPU a request within half a minute. In one thing they differ: on a CPU under Linux the server's model
+has a process of its own, which the engine called directly has not. The shares of throughput are those of what users
+get, not of HTTP alone.
 - latency: one request after the other; the median over the rounds of each side's p50, and of their difference
 - throughput: many callers at once; the median over the rounds of each side's rate, and of their ratio
 Both are started several times, since a process may be a tenth slower or faster than another of the same program.
