@@ -31,13 +31,13 @@ ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Fold
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
 
 
-def add_adapters_group(app: typer.Typer) -> None:
+def make_group() -> typer.Typer:
     group = typer.Typer(help="List, inspect and convert adapters.", add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(_adapters)
     group.command("list")(list_adapters)
     group.command("inspect")(inspect)
     group.command("convert")(convert)
-    app.add_typer(group, name="adapters")
+    return group
 
 
 def _adapters(context: typer.Context) -> None:

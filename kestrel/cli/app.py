@@ -1,4 +1,4 @@
-"""The program `kestrel`: its verbs, and how it ends."""
+"""The program `kestrel`: how it begins, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,27 +12,10 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from kestrel.cli.adapters import add_adapters_group
-from kestrel.cli.bench import add_bench_group
-from kestrel.cli.caption import caption
-from kestrel.cli.config_flags import environment_hint
 from kestrel.cli.console import note, write
-from kestrel.cli.demo import demo
-from kestrel.cli.detect import detect
-from kestrel.cli.eval import eval
 from kestrel.cli.event_loop import Interrupted
 from kestrel.cli.exit_codes import FAILED, INTERRUPTED, OK, report
-from kestrel.cli.models import models
-from kestrel.cli.point import point
-from kestrel.cli.profile import profile
-from kestrel.cli.query import query
-from kestrel.cli.schedule import schedule
-from kestrel.cli.segment import segment
-from kestrel.cli.serve import serve
-from kestrel.cli.train import add_train_group
-from kestrel.cli.tune import tune
-
-VERBS = (query, caption, point, detect, segment, schedule, serve, eval, profile, tune, models, demo)
+from kestrel.cli.verbs import late_verbs
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -55,6 +38,8 @@ def run(arguments: Sequence[str]) -> int:
 def _program() -> TyperGroup:
     program = typer.main.get_command(make_app())
     assert isinstance(program, TyperGroup)
+    for verb in late_verbs():
+        program.add_command(verb)
     return program
 
 
@@ -68,11 +53,6 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_kestrel)
-    for verb in VERBS:
-        app.command(verb.__name__, epilog=environment_hint(verb))(verb)
-    add_adapters_group(app)
-    add_bench_group(app)
-    add_train_group(app)
     return app
 
 

@@ -10,12 +10,12 @@ from kestrel.cli.config_flags import environment_hint
 from kestrel.cli.console import write
 
 
-def add_bench_group(app: typer.Typer) -> None:
+def make_group() -> typer.Typer:
     group = typer.Typer(help="Measure speed.", add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(_bench)
     group.command("engine", epilog=environment_hint(engine))(engine)
     group.command("kernels")(kernels)
-    app.add_typer(group, name="bench")
+    return group
 
 
 def _bench(context: typer.Context) -> None:

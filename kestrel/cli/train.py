@@ -28,12 +28,12 @@ from kestrel.train.options import TinyRun
 from kestrel.train.run import run
 
 
-def add_train_group(app: typer.Typer) -> None:
+def make_group() -> typer.Typer:
     group = typer.Typer(help="Train models.", add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(_train)
     group.command("tiny")(tiny)
     group.command("adapter")(adapter)
-    app.add_typer(group, name="train")
+    return group
 
 
 def _train(context: typer.Context) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 import pytest
 import typer
 
-from kestrel.cli.app import VERBS
 from kestrel.cli.config_flags import flag_parameters, takes_config, with_flags
+from kestrel.cli.verbs import VERBS
 from kestrel.config import RuntimeConfig
 from kestrel.environment import environment_names, flag_names
 
@@ -44,7 +45,8 @@ def test_every_field_has_a_flag_with_the_same_default() -> None:
 
 
 def test_every_verb_that_loads_a_model_takes_every_field() -> None:
-    loading = [verb for verb in VERBS if takes_config(verb)]
+    verbs = [getattr(import_module(f"kestrel.cli.{name}"), name) for name in VERBS]
+    loading = [verb for verb in verbs if takes_config(verb)]
     assert {verb.__name__ for verb in loading} == {
         "query",
         "caption",

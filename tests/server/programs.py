@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLAGS = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["kestrel.cli.app", "kestrel.cli.serving"])
+FORKING.set_forkserver_preload(["kestrel.cli.app", "kestrel.cli.serve", "kestrel.cli.serving"])
 
 
 class Forked:
