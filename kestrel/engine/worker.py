@@ -103,18 +103,22 @@ class EngineWorker:
             self._on_fault(error)
 
     def _turn(self) -> bool:
-        """Commands, one step, updates out; False at the end."""
-        updates = self._apply(self._take_commands())
+        """What is due, commands, one step, updates out; False at the end.
+
+        Updates go out behind the launch of the next step: it runs while they are read.
+        """
+        updates = self._scheduler.settle()
+        updates += self._apply(self._take_commands(may_wait=not updates))
         if self._scheduler.has_work:
             updates += self._scheduler.step()
         if updates:
             self._deliver(updates)
         return not self._is_over()
 
-    def _take_commands(self) -> list[Command]:
+    def _take_commands(self, may_wait: bool) -> list[Command]:
         """Whatever has been sent; waits only when there is nothing else to do."""
         with self._wake:
-            while not self._commands and not self._scheduler.has_work and not self._stopping:
+            while may_wait and not self._commands and not self._scheduler.has_work and not self._stopping:
                 self._wake.wait()
             commands = list(self._commands)
             self._commands.clear()

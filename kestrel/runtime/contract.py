@@ -26,11 +26,13 @@ class RuntimeLimits:
     max_prefill_tokens: int
     """Prefill positions one step may hold; a single image span may exceed it."""
     steps_in_flight: int
-    """1: the next step is planned while one runs. 0: a step is committed as soon as it is launched."""
+    """1: the next step is planned while one runs. 0: when it is over."""
     num_adapter_slots: int = 0
     """Adapters that can be in use at the same time."""
     streaming_prefill_tokens: int = 0
     """Prefill positions of a step while someone reads an answer along; 0: as at other times."""
+    launch_waits: bool = True
+    """Of a runtime with none in flight: a step has its results when it is launched. False: it runs beside the host."""
 
     @property
     def max_positions(self) -> int:

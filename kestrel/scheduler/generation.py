@@ -59,7 +59,7 @@ class GenerationScheduler(Generic[StepT]):
         self._slots = SlotPool(limits.num_adapter_slots)
         self._admission = Admission(cache, self._queue, limits.max_batch_size, self._slots)
         self._planner = StepPlanner(limits, runtime.has_encoded)
-        self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight)
+        self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight, limits.launch_waits)
         self._committer = Committer(clock, self._admission.picture_done)
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
@@ -135,11 +135,18 @@ class GenerationScheduler(Generic[StepT]):
         notices, self._notices = self._notices, []
         return notices
 
+    def settle(self) -> list[StreamUpdate]:
+        """Commit what is due, waiting for a step that runs; whoever is added then is part of the next one."""
+        updates: list[StreamUpdate] = []
+        while self._pipeline.is_over_depth:
+            updates += self._commit_oldest()
+        self._release_leaving()
+        return updates
+
     def step(self) -> list[StreamUpdate]:
         """One turn of the loop; returns what became known."""
         updates, self._notices = self._notices, []
-        while self._pipeline.is_over_depth:
-            updates += self._commit_oldest()
+        updates += self.settle()
         self._admit()
         planned = self._plan()
         if planned is not None:

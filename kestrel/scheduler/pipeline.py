@@ -34,8 +34,9 @@ class LaunchedStep(Generic[StepT]):
 
 
 class Pipeline(Generic[StepT]):
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, launch_waits: bool) -> None:
         self._depth = depth
+        self._launch_waits = launch_waits
         self._launched: deque[LaunchedStep[StepT]] = deque()
 
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ class Pipeline(Generic[StepT]):
     @property
     def is_synchronous(self) -> bool:
         """A launched step has its results at once: whoever waits for them need not wait for the next step too."""
-        return self._depth == 0
+        return self._depth == 0 and self._launch_waits
 
     @property
     def is_over_depth(self) -> bool:

@@ -75,6 +75,23 @@ def test_without_a_step_in_flight_an_answer_waits_for_nobody_elses_step() -> Non
     assert scheduler.num_running == scheduler._cache.num_leases == 1
 
 
+def test_a_step_beside_the_host_is_settled_before_the_next_is_planned() -> None:
+    scheduler, _ = make(steps_in_flight=0, launch_waits=False, vocab_size=VOCAB, max_batch_size=2)
+    scheduler.add(request("first", text(3, 4), max_new_tokens=1))
+    scheduler.add(request("second", text(5, 4), max_new_tokens=1))
+    assert scheduler.step() == [], "it runs"
+    ended = [update.request_id for update in scheduler.settle() if update.finish_reason is not None]
+    assert sorted(ended) == ["first", "second"]
+    scheduler.check_integrity()
+    assert scheduler._cache.num_leases == 0, "who comes now finds all rows free"
+    scheduler.add(request("third", text(7, 4), max_new_tokens=1))
+    scheduler.add(request("fourth", text(9, 4), max_new_tokens=1))
+    assert scheduler.step() == []
+    assert scheduler.num_running == 2
+    assert run(scheduler).keys() == {"third", "fourth"}
+    assert scheduler.settle() == []
+
+
 @DEPTHS
 def test_an_end_on_the_last_token_of_the_budget_is_a_stop(depth: int) -> None:
     scheduler, _ = make(steps_in_flight=depth, vocab_size=VOCAB)

@@ -37,6 +37,7 @@ actions = st.one_of(
     budget=st.integers(1, 40),
     steady_budget=st.sampled_from([0, 1, 200, 300]),
     depth=st.integers(0, 1),
+    launch_waits=st.booleans(),
     prefix_cache=st.booleans(),
     slots=st.integers(1, 3),
 )
@@ -48,6 +49,7 @@ def test_random_traffic(
     budget: int,
     steady_budget: int,
     depth: int,
+    launch_waits: bool,
     prefix_cache: bool,
     slots: int,
 ) -> None:
@@ -59,6 +61,7 @@ def test_random_traffic(
         max_batch_size=rows,
         max_prefill_tokens=budget,
         steps_in_flight=depth,
+        launch_waits=launch_waits,
         max_seq_length=80,
         num_adapter_slots=slots,
         streaming_prefill_tokens=steady_budget,

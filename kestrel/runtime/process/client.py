@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kestrel.images.rgb import RgbImage
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
@@ -21,7 +21,7 @@ class ProcessRuntime:
     """Used by one thread. Errors of a step arrive here as they were raised there."""
 
     def __init__(self, connection: Connection, limits: RuntimeLimits) -> None:
-        self._limits = limits
+        self._limits = replace(limits, launch_waits=False)
         self._connection = connection
         self._pictures = HeldPictures()
         self._encoded: frozenset[str] = frozenset()

@@ -1,0 +1,67 @@
+"""What the worker does while a step runs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from kestrel.runtime.contract import StepOutput, StepPlan
+from kestrel.runtime.fake import FakeRuntime, FakeStep
+from tests.engine.fake_engine import fake_engine, fake_limits
+
+WAIT_S = 10.0
+
+
+class StepsBeside(FakeRuntime):
+    """Runs a step until the test lets it end."""
+
+    def __init__(self) -> None:
+        super().__init__(fake_limits(steps_in_flight=0, launch_waits=False), vocab_size=320)
+        self.may_end = threading.Semaphore(0)
+        self.sizes: list[int] = []
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        self.sizes.append(len(plan.prefill) + len(plan.decode))
+        return super().launch(plan)
+
+    def collect(self, step: FakeStep) -> StepOutput:
+        assert self.may_end.acquire(timeout=WAIT_S)
+        return super().collect(step)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), WAIT_S)
+
+
+async def test_what_a_step_gave_is_handed_out_while_the_next_one_runs() -> None:
+    runtime = StepsBeside()
+    async with fake_engine(runtime) as engine:
+        long = asyncio.create_task(engine.submit([101, 102], max_tokens=3, temperature=0.0))
+        await until(lambda: len(runtime.sizes) == 1)
+        short = asyncio.create_task(engine.submit([103, 102], max_tokens=1, temperature=0.0))
+        await until(lambda: engine.num_requests == 2)
+        runtime.may_end.release(2)
+        await asyncio.wait_for(short, WAIT_S)
+        assert runtime.sizes == [1, 2, 1], "the third was launched first, and runs"
+        assert not long.done()
+        runtime.may_end.release()
+        assert (await asyncio.wait_for(long, WAIT_S)).metrics.output_tokens == 3
+
+
+async def test_whoever_comes_while_a_step_runs_is_part_of_the_next() -> None:
+    runtime = StepsBeside()
+    async with fake_engine(runtime) as engine:
+        calls = [asyncio.create_task(engine.submit([101, 102], max_tokens=2, temperature=0.0))]
+        await until(lambda: len(runtime.sizes) == 1)
+        calls += [
+            asyncio.create_task(engine.submit([number, 102], max_tokens=1, temperature=0.0)) for number in (103, 104)
+        ]
+        await until(lambda: engine.num_requests == 3)
+        runtime.may_end.release(100)
+        await asyncio.wait_for(asyncio.gather(*calls), WAIT_S)
+    assert runtime.sizes == [1, 3]
