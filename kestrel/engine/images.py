@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import QueueFull
-from kestrel.images.decode import decode_image
+from kestrel.images.decode import decode_image, known_image
 from kestrel.images.limits import ImageLimits
 from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage
@@ -39,8 +39,7 @@ class PicturePool:
 
     async def decode(self, request_id: str, sources: Sequence[Any]) -> list[RgbImage]:
         """The pictures of a request; they count until `release`. Equal ones of several requests are one in memory."""
-        calls = [self.run(decode_image, source, self._limits, self._recent) for source in sources]
-        decoded = await asyncio.gather(*calls)
+        decoded = await self._decoded(sources)
         fresh = {image.digest: image for image in decoded if image.digest not in self._by_digest}
         num_bytes = sum(image.pixels.nbytes for image in fresh.values())
         if fresh and self._num_bytes + num_bytes > self._max_pending_bytes:
@@ -52,6 +51,14 @@ class PicturePool:
         self._num_holders.update(image.digest for image in decoded)
         self._held[request_id] = [self._by_digest[image.digest] for image in decoded]
         return self._held[request_id]
+
+    async def _decoded(self, sources: Sequence[Any]) -> list[RgbImage]:
+        known = [known_image(source, self._limits, self._recent) for source in sources]
+        found = [image for image in known if image is not None]
+        if len(found) == len(sources):
+            return found
+        calls = [self.run(decode_image, source, self._limits, self._recent) for source in sources]
+        return await asyncio.gather(*calls)
 
     def release(self, request_id: str) -> None:
         for image in self._held.pop(request_id, ()):

@@ -17,7 +17,10 @@ from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage, file_digest
 from kestrel.images.vips import is_vips_image, pixels_from_vips
 
-__all__ = ["ImageLimits", "decode_image"]
+__all__ = ["ImageLimits", "decode_image", "known_image"]
+
+SMALL_FILE = 2**17
+"""Bytes that are hashed in less time than it takes to hand them to another thread and back."""
 
 _ACCEPTED = "encoded bytes, a path, a PIL image, a uint8 NumPy array, a pyvips image or an RgbImage"
 
@@ -45,8 +48,19 @@ def decode_image(source: Any, limits: ImageLimits, recent: RecentPictures | None
     raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
 
 
+def known_image(source: Any, limits: ImageLimits, recent: RecentPictures) -> RgbImage | None:
+    """A small file that is among the `recent` ones; at once, for the event loop."""
+    if not isinstance(source, bytes) or len(source) > min(SMALL_FILE, limits.max_bytes):
+        return None
+    return recent.find(_digest(source, limits))
+
+
+def _digest(data: bytes, limits: ImageLimits) -> str:
+    return file_digest(data, "upright" if limits.honour_exif else "as stored")
+
+
 def _from_file(data: bytes, limits: ImageLimits, recent: RecentPictures | None) -> RgbImage:
-    digest = file_digest(data, "upright" if limits.honour_exif else "as stored")
+    digest = _digest(data, limits)
 
     def decode() -> RgbImage:
         return RgbImage.from_file(pixels_from_encoded(data, limits), digest)

@@ -39,6 +39,15 @@ class RecentPictures:
         own.set_result(picture)
         return picture
 
+    def find(self, digest: str) -> RgbImage | None:
+        """The picture with this digest if it is here by now; never waits."""
+        with self._lock:
+            found = self._pictures.get(digest)
+            if found is None or not found.done():
+                return None
+            self._pictures.move_to_end(digest)
+        return found.result()
+
     def _make_room(self, digest: str, num_bytes: int) -> None:
         """For a picture whose future is still open, so that nobody drives it out before it counts."""
         if num_bytes > self._max_bytes:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.images.decode import ImageLimits, decode_image
+from kestrel.images.decode import SMALL_FILE, ImageLimits, decode_image, known_image
 from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage
 
@@ -78,3 +78,43 @@ def test_threads_that_ask_for_one_file_decode_it_once() -> None:
         going.set()
         assert {future.result().digest for future in asked} == {rgb(1).digest}
     assert calls == [1]
+
+
+def test_a_small_file_that_is_here_is_known_at_once() -> None:
+    recent = RecentPictures(10 * BYTES)
+    assert known_image(PICTURE, ROOMY, recent) is None
+    first = decode_image(PICTURE, ROOMY, recent)
+    assert known_image(bytes(bytearray(PICTURE)), ROOMY, recent) is first
+    as_stored = ImageLimits(ROOMY.max_pixels, ROOMY.max_bytes, honour_exif=not ROOMY.honour_exif)
+    assert known_image(PICTURE, as_stored, recent) is None, "another setting, another picture"
+    too_strict = ImageLimits(ROOMY.max_pixels, len(PICTURE) - 1)
+    assert known_image(PICTURE, too_strict, recent) is None, "to be refused, not to be found"
+    large = PICTURE.ljust(SMALL_FILE + 1, b"\0")
+    decode_image(large, ROOMY, recent)
+    assert known_image(large, ROOMY, recent) is None, "hashing it would hold up the event loop"
+    for other in (first, first.pixels, "a path"):
+        assert known_image(other, ROOMY, recent) is None
+
+
+def test_what_is_still_being_decoded_or_failed_is_not_known() -> None:
+    recent = RecentPictures(1000)
+
+    def decode() -> RgbImage:
+        assert recent.find("a") is None
+        return rgb(1)
+
+    recent.get("a", decode)
+    assert recent.find("a") == rgb(1)
+    with pytest.raises(RequestError):
+        recent.get("b", lambda: (_ for _ in ()).throw(RequestError("image", "damaged")))
+    assert recent.find("b") is None
+
+
+def test_a_picture_that_is_found_was_used() -> None:
+    recent = RecentPictures(2 * 300)
+    for name, value in (("a", 1), ("b", 2)):
+        recent.get(name, lambda value=value: rgb(value))
+    assert recent.find("a") == rgb(1)
+    recent.get("c", lambda: rgb(3))
+    assert recent.find("a") == rgb(1)
+    assert recent.find("b") is None
