@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kestrel.kernels.paged_attention import attend_padded
-from kestrel.kernels.shared_prefix import attend_shared
+from kestrel.kernels.shared_prefix import attend_joined, attend_shared, join_keys
 from kestrel.runtime.attention_group import AttentionGroup, LayerInputs, SlotsOf
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.upload import upload
@@ -22,6 +22,8 @@ from kestrel.runtime.upload import upload
 LEAST_ROWS = 4
 LEAST_SHARED = 256
 """Fewer rows, or positions that they share, are as fast each for itself."""
+FEW_QUERIES = 32
+"""Of all rows: they are the faster in few operations, from two rows on."""
 MOST_QUERIES = 256
 """Of more of them, padded ones included, the scores would take much memory at once."""
 
@@ -84,6 +86,23 @@ class SharedRows:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    at_NQ: Tensor
+    slots_L: Tensor
+    bias_ML: Tensor
+
+    @classmethod
+    def of(cls, shared_slots_S: Tensor, own: PaddedKeys) -> JoinedRows:
+        return cls(own.at_NQ, *join_keys(shared_slots_S, own.slots_NK, own.mask_NQK))
+
+    def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
+        out_THD[self.at_NQ] = attend_joined(
+            layer.q_THD[self.at_NQ], layer.k_cache, layer.v_cache, self.slots_L, self.bias_ML,
+            layer.k_scale, layer.v_scale,
+        )  # fmt: skip
+
+
 def padded_groups(
     rows: Sequence[RowQueries], table: RowTable, page_size: int, slots_of: SlotsOf
 ) -> Iterator[AttentionGroup]:
@@ -93,7 +112,9 @@ def padded_groups(
         taken.update(together)
         key_S = torch.arange(num_shared)
         shared_slots_S = slots_of(torch.full_like(key_S, together[0].row), key_S)
-        yield SharedRows(shared_slots_S, PaddedKeys.of(together, num_shared, slots_of, table.device))
+        own = PaddedKeys.of(together, num_shared, slots_of, table.device)
+        is_small = own.at_NQ.numel() <= FEW_QUERIES and own.slots_NK.numel() <= num_shared
+        yield JoinedRows.of(shared_slots_S, own) if is_small else SharedRows(shared_slots_S, own)
     left = [one for one in rows if one not in taken]
     if left:
         yield PaddedRows(PaddedKeys.of(left, 0, slots_of, table.device))
@@ -103,13 +124,15 @@ def _sharing(rows: Sequence[RowQueries], table: RowTable, page_size: int) -> Ite
     """Rows with the same first pages, and how many positions these hold: none that a row has yet to write."""
     least_pages = -(-LEAST_SHARED // page_size)
     long = [one for one in rows if one.start >= least_pages * page_size]
-    if len(long) < LEAST_ROWS:
+    if len(long) < 2:
         return
     pages = {one: table.pages[one.row, : one.start // page_size].tolist() for one in long}
     begin = lambda one: pages[one][:least_pages]  # noqa: E731
     for _, same in groupby(sorted(long, key=begin), key=begin):
         together = list(same)
-        if len(together) < LEAST_ROWS or len(together) * max(one.count for one in together) > MOST_QUERIES:
+        num_queries = len(together) * max(one.count for one in together)
+        least_rows = 2 if num_queries <= FEW_QUERIES else LEAST_ROWS
+        if len(together) < least_rows or num_queries > MOST_QUERIES:
             continue
         columns = zip(*(pages[one] for one in together), strict=False)
         num_pages = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

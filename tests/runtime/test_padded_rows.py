@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kestrel.runtime import padded_rows
-from kestrel.runtime.attention_group import LayerInputs
+from kestrel.runtime.attention_group import AttentionGroup, LayerInputs
 from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.runtime.padded_rows import LEAST_SHARED, PaddedRows, RowQueries, SharedRows, padded_groups
+from kestrel.runtime.padded_rows import LEAST_SHARED, JoinedRows, PaddedRows, RowQueries, SharedRows, padded_groups
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.step_attention import slots_of
 from tests.moondream.goldens import golden
@@ -30,38 +30,62 @@ def table_of(*beginnings: int) -> RowTable:
     return table
 
 
-def groups_of(table: RowTable, starts: list[int]) -> list[PaddedRows | SharedRows]:
-    rows = [RowQueries(at, 1, start, at) for at, start in enumerate(starts)]
+def groups_of(table: RowTable, starts: list[int], count: int = 1) -> list[AttentionGroup]:
+    rows = [RowQueries(at * count, count, start, at) for at, start in enumerate(starts)]
     found = padded_groups(rows, table, PAGE_SIZE, lambda r, p: slots_of(table, PAGE_SIZE, r, p))
-    return list(found)  # type: ignore[arg-type]
+    return list(found)
 
 
-def members(group: PaddedRows | SharedRows) -> list[int]:
-    keys = group.own if isinstance(group, SharedRows) else group.keys
-    return sorted(keys.at_NQ[:, 0].tolist())
+def members(group: object) -> list[int]:
+    match group:
+        case PaddedRows(keys):
+            at_NQ = keys.at_NQ
+        case SharedRows(_, own):
+            at_NQ = own.at_NQ
+        case JoinedRows(at_NQ):
+            pass
+        case _:
+            raise AssertionError(group)
+    return sorted(at_NQ[:, 0].tolist())
+
+
+def shared_slots(group: object) -> list[int]:
+    """Of a joined list these are the first ones, and those that every query sees."""
+    if isinstance(group, SharedRows):
+        return group.shared_slots_S.tolist()
+    assert isinstance(group, JoinedRows)
+    seen_by_all_L = (group.bias_ML == 0).all(dim=0)
+    return group.slots_L[seen_by_all_L].tolist()
 
 
 def test_rows_are_grouped_by_the_pages_they_begin_with() -> None:
     table = table_of(1, 2, 1, 2, 1, 2, 1, 2, 3, 3)
     groups = groups_of(table, [SHARED_PAGES * PAGE_SIZE + row for row in range(10)])
     assert [(type(group), members(group)) for group in groups] == [
-        (SharedRows, [0, 2, 4, 6]),
-        (SharedRows, [1, 3, 5, 7]),
-        (PaddedRows, [8, 9]),
+        (JoinedRows, [0, 2, 4, 6]),
+        (JoinedRows, [1, 3, 5, 7]),
+        (JoinedRows, [8, 9]),
     ]
-    first = groups[0]
-    assert isinstance(first, SharedRows)
-    assert first.shared_slots_S.tolist() == [NUM_PAGES * PAGE_SIZE + slot for slot in range(SHARED_PAGES * PAGE_SIZE)]
+    assert shared_slots(groups[0]) == [NUM_PAGES * PAGE_SIZE + slot for slot in range(SHARED_PAGES * PAGE_SIZE)]
+
+
+def test_many_queries_or_long_rows_are_not_joined() -> None:
+    behind = SHARED_PAGES * PAGE_SIZE
+    four, three = table_of(1, 1, 1, 1), table_of(1, 1, 1)
+    assert [type(group) for group in groups_of(four, [behind] * 4, count=8)] == [JoinedRows]
+    assert [type(group) for group in groups_of(four, [behind] * 4, count=9)] == [SharedRows]
+    assert [type(group) for group in groups_of(four, [behind + 100] * 4)] == [SharedRows]
+    assert [type(group) for group in groups_of(three, [behind] * 3, count=10)] == [JoinedRows]
+    assert [type(group) for group in groups_of(three, [behind] * 3, count=11)] == [PaddedRows]
+    assert [type(group) for group in groups_of(three, [behind, 7, 7])] == [PaddedRows]
 
 
 def test_a_page_that_a_row_has_yet_to_fill_is_not_shared() -> None:
     table = table_of(1, 1, 1, 1)
     behind = SHARED_PAGES * PAGE_SIZE - 1
     (group,) = groups_of(table, [behind, 400, 400, 400])
-    assert isinstance(group, SharedRows)
-    assert len(group.shared_slots_S) == (SHARED_PAGES - 1) * PAGE_SIZE
+    assert len(shared_slots(group)) == (SHARED_PAGES - 1) * PAGE_SIZE
     assert isinstance(groups_of(table, [LEAST_SHARED - 1] * 4)[0], PaddedRows)
-    assert isinstance(groups_of(table_of(1, 1, 1), [400] * 3)[0], PaddedRows)
 
 
 def test_a_page_larger_than_what_is_asked_for_and_a_page_that_all_begin_with() -> None:
@@ -70,7 +94,7 @@ def test_a_page_larger_than_what_is_asked_for_and_a_page_that_all_begin_with() -
     for page_size, start in ((1024, 735), (1024, 1100), (1, 300), (16, 400)):
         rows = [RowQueries(at, 1, start, at) for at in range(8)]
         found = [
-            (len(group.shared_slots_S), members(group)) if isinstance(group, SharedRows) else members(group)
+            members(group) if isinstance(group, PaddedRows) else (len(shared_slots(group)), members(group))
             for group in padded_groups(rows, table, page_size, lambda r, p: slots_of(table, PAGE_SIZE, r, p % 100))
         ]
         if (page_size, start) == (1024, 1100):
@@ -88,8 +112,10 @@ def test_many_queries_are_left_to_the_usual_way() -> None:
     assert isinstance(group, PaddedRows)
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (3, 1, 2, 1, 4)])
-def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("counts", "kind"), [((1, 1, 1, 1, 1), JoinedRows), ((3, 1, 2, 1, 4), JoinedRows), ((9, 1, 2, 9, 4), SharedRows)]
+)
+def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int, ...], kind: type) -> None:
     table = table_of(1, 1, 1, 1, 2)
     firsts = [sum(counts[:row]) for row in range(5)]
     starts = [SHARED_PAGES * PAGE_SIZE + 7 * row for row in range(5)]
@@ -106,23 +132,28 @@ def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int
         return [type(group) for group in groups]
 
     together, apart = torch.full_like(q_THD, torch.nan), torch.full_like(q_THD, torch.nan)
-    assert attended(rows, together) == [SharedRows, PaddedRows]
+    assert attended(rows, together) == [kind, PaddedRows]
     for one in rows:
         assert attended([one], apart) == [PaddedRows]
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=2e-6)
 
 
 def test_questions_about_a_picture_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, int, int]] = []
-    attend = padded_rows.attend_shared
+    sizes: dict[str, set[tuple[int, int]]] = {"attend_shared": set(), "attend_joined": set()}
 
-    def noted(q_NQHD: Tensor, k_cache: Tensor, v_cache: Tensor, shared_slots_S: Tensor, *more: Tensor) -> Tensor:
-        sizes.append((len(q_NQHD), q_NQHD.shape[1], len(shared_slots_S)))
-        return attend(q_NQHD, k_cache, v_cache, shared_slots_S, *more)
+    def note(name: str) -> None:
+        attend = getattr(padded_rows, name)
 
-    monkeypatch.setattr(padded_rows, "attend_shared", noted)
+        def noted(q_NQHD: Tensor, *more: Tensor) -> Tensor:
+            sizes[name].add((len(q_NQHD), q_NQHD.shape[1]))
+            return attend(q_NQHD, *more)
+
+        monkeypatch.setattr(padded_rows, name, noted)
+
+    for name in sizes:
+        note(name)
     g = golden("md2")
     cases = all_skills(g, "a", "small")
     assert paged(g.model).run(*cases) == dense(g, cases)
-    assert (6, 1, 720) in sizes, "a token for each of six"
-    assert any(queries > 1 for _, queries, _ in sizes), "their questions"
+    assert (6, 1) in sizes["attend_joined"], "a token for each of six"
+    assert any(queries > 1 for _, queries in sizes["attend_shared"] | sizes["attend_joined"]), "their questions"
