@@ -2,26 +2,25 @@
 
     python -m kestrel.bench.http_overhead --output bench/results/http.csv
 
-`kestrel serve` runs beside an engine that is called directly, with the same settings and the same requests; this
-process drives both in short turns, so that other work on the machine hits both alike: the same turn was seen to take
-114 and 183 ms of CPU a request within half a minute. In one thing they differ: on a CPU under Linux the server's model
-has a process of its own, which the engine called directly has not. The shares of throughput are those of what users
-get, not of HTTP alone.
-- latency: one request after the other; the median over the rounds of each side's p50, and of their difference
-- throughput: many callers at once; the median over the rounds of each side's rate, and of their ratio
-Both are started several times, since a process may be a tenth slower or faster than another of the same program.
-CPU seconds are those of the server's and of the engine's process; the client's own are not among them.
+`kestrel serve` runs beside engines that are called directly, with the same settings and the same requests; this
+process drives all of them in short turns, so that other work on the machine hits them alike: the same turn was seen to
+take 114 and 183 ms of CPU a request within half a minute. The engines are two: `engine` is one as it comes, and
+`apart` has its model in a process of its own, as the server has on a CPU under Linux: there it is like for like.
+- latency: one request after the other; the median over the rounds of each side's p50, and of their differences
+- throughput: many callers at once; the median over the rounds of each side's rate, and of their ratios
+All are started several times, since a process may be a tenth slower or faster than another of the same program.
+CPU seconds are those of the server's and of the engine's processes; the client's own are not among them.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -30,54 +29,67 @@ import torch
 from kestrel.bench.http_sides import DirectEngine, HttpServer, Round, serve_turns
 from kestrel.bench.http_workloads import WORKLOADS, Workload
 from kestrel.bench.rows import append_row, environment
+from kestrel.config import RuntimeConfig
+from kestrel.engine.compute_process import can_compute_apart
+
+HTTP = "http"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    direct: list[Round]
-    http: list[Round]
+    """The rounds of each side; those of one number took place one after the other."""
+
+    sides: Mapping[str, list[Round]]
 
     def rows(self, workload: Workload) -> list[dict[str, object]]:
-        name = {"workload": workload.name, "concurrency": workload.concurrency, "rounds": len(self.http)}
+        name = {"workload": workload.name, "concurrency": workload.concurrency, "rounds": len(self.sides[HTTP])}
         return [{**name, "metric": metric, "value": value} for metric, value in self.figures(workload).items()]
 
     def figures(self, workload: Workload) -> Mapping[str, float]:
-        pairs = list(zip(self.direct, self.http, strict=True))
-        cpu = {
-            "engine_cpu_ms": median(r.cpu_s for r in self.direct) * 1000,
-            "http_cpu_ms": median(r.cpu_s for r in self.http) * 1000,
+        compare = self._latencies if workload.concurrency == 1 else self._rates
+        cpu = {f"{side}_cpu_ms": median(r.cpu_s for r in rounds) * 1000 for side, rounds in self.sides.items()}
+        return {**compare(), **cpu}
+
+    def _latencies(self) -> dict[str, float]:
+        p50 = {f"{side}_p50_ms": median(r.p50_s for r in rounds) * 1000 for side, rounds in self.sides.items()}
+        added = self._of_pairs(lambda engine, http: (http.p50_s - engine.p50_s) * 1000)
+        return {**p50, **{f"http_adds_to_{side}_ms": value for side, value in added.items()}}
+
+    def _rates(self) -> dict[str, float]:
+        rates = {
+            f"{side}_requests_per_s": median(r.requests_per_s for r in rounds) for side, rounds in self.sides.items()
         }
-        if workload.concurrency == 1:
-            return {
-                "engine_p50_ms": median(r.p50_s for r in self.direct) * 1000,
-                "http_p50_ms": median(r.p50_s for r in self.http) * 1000,
-                "http_adds_ms": median(http.p50_s - direct.p50_s for direct, http in pairs) * 1000,
-                **cpu,
-            }
+        shares = self._of_pairs(lambda engine, http: http.requests_per_s / engine.requests_per_s)
+        return {**rates, **{f"http_share_of_{side}": value for side, value in shares.items()}}
+
+    def _of_pairs(self, compare: Callable[[Round, Round], float]) -> dict[str, float]:
+        """The median over the rounds, for each side but the server."""
+        http = self.sides[HTTP]
         return {
-            "engine_requests_per_s": median(r.requests_per_s for r in self.direct),
-            "http_requests_per_s": median(r.requests_per_s for r in self.http),
-            "http_share": median(http.requests_per_s / direct.requests_per_s for direct, http in pairs),
-            **cpu,
+            side: median(compare(*pair) for pair in zip(rounds, http, strict=True))
+            for side, rounds in self.sides.items()
+            if side != HTTP
         }
 
 
 def measure(numbers: Sequence[int], rounds: int, starts: int) -> dict[int, Comparison]:
-    """Both sides in turns; who goes first changes from round to round. The first turns of a start do not count."""
-    found = {number: Comparison([], []) for number in numbers}
+    """All sides in turns; who goes first changes from round to round. The first turns of a start do not count."""
+    names = ("engine", "apart", HTTP) if can_compute_apart(RuntimeConfig(device="cpu")) else ("engine", HTTP)
+    found = {number: Comparison({name: [] for name in names}) for number in numbers}
     for _ in range(starts):
         with ExitStack() as stack:
             http, direct = stack.enter_context(HttpServer()), stack.enter_context(DirectEngine())
+            turn_of: dict[str, Callable[[int], Round]] = {
+                "engine": direct.turn,
+                "apart": partial(direct.turn, apart=True),
+                HTTP: http.turn,
+            }
             for number, taken in found.items():
-                sides: list[tuple[DirectEngine | HttpServer, list[Round]]] = [
-                    (direct, taken.direct),
-                    (http, taken.http),
-                ]
-                for side, _ in sides:
-                    side.turn(number)
+                for name in names:
+                    turn_of[name](number)
                 for index in range(rounds):
-                    for side, turns in sides if index % 2 == 0 else reversed(sides):
-                        turns.append(side.turn(number))
+                    for name in names if index % 2 == 0 else reversed(names):
+                        taken.sides[name].append(turn_of[name](number))
     return found
 
 
@@ -91,7 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.direct_engine:
         torch.set_num_threads(1)
-        asyncio.run(serve_turns())
+        serve_turns()
         return
     measured_on = {**environment(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
     found = measure(args.workload or range(len(WORKLOADS)), args.rounds, args.starts)

@@ -1,7 +1,7 @@
-"""The two sides of a comparison: an engine that is called directly, in a process of its own, and `kestrel serve`, whose
-model may be in a process of its own too.
+"""The sides of a comparison: `kestrel serve`, and engines that are called directly, whose model is in a process of its
+own as the server's may be, or not.
 
-Both answer the same requests with the same settings, a turn at a time.
+All answer the same requests with the same settings, a turn at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ from kestrel.bench.http_load.client import Connection, Target
 from kestrel.bench.http_workloads import WORKLOADS, Workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 
 MAX_BATCH_SIZE = 16
 START_S = 120.0
@@ -38,7 +40,7 @@ class Round:
     p50_s: float
     requests_per_s: float
     cpu_s: float
-    """Of the process that computes, per request."""
+    """Of the server's or the engine's processes, per request."""
 
 
 Caller: TypeAlias = Callable[[int], Awaitable[None]]
@@ -65,7 +67,8 @@ async def drive(callers: Sequence[Caller], num_requests: int) -> tuple[float, fl
 
 
 class DirectEngine:
-    """An engine in a process of its own; a line with a workload's number is a turn, the answer a line of JSON."""
+    """A program that calls engines; a line with a workload's number and an engine's is a turn, the answer a line of
+    JSON."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "kestrel.bench.http_overhead", "--direct-engine"]
@@ -83,27 +86,47 @@ class DirectEngine:
         self._process.wait(30)
         self._process.stdout.close()
 
-    def turn(self, number: int) -> Round:
+    def turn(self, number: int, *, apart: bool = False) -> Round:
+        """`apart`: of the engine whose model has a process of its own."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.write(f"{number} {int(apart)}\n")
         self._process.stdin.flush()
         return Round(**json.loads(self._process.stdout.readline()))
 
 
-async def serve_turns() -> None:
+def serve_turns() -> None:
     """The other end of `DirectEngine`."""
     config = RuntimeConfig(device="cpu", max_batch_size=MAX_BATCH_SIZE)
-    turns: Counter[Workload] = Counter()
-    async with await InferenceEngine.create(config) as engine:
+    with ExitStack() as stack:
+        processes = [stack.enter_context(ComputeProcess(config))] if can_compute_apart(config) else []
+        asyncio.run(_serve_turns(config, processes))
+
+
+async def _serve_turns(config: RuntimeConfig, processes: Sequence[ComputeProcess]) -> None:
+    async with _engines(config, processes) as engines:
+        turns: Counter[tuple[Workload, InferenceEngine]] = Counter()
         while line := await asyncio.to_thread(sys.stdin.readline):
-            workload = WORKLOADS[int(line)]
-            callers = direct_callers(engine, workload, turns[workload])
-            turns[workload] += 1
-            cpu_before_s = time.process_time()
+            number, chosen = map(int, line.split())
+            workload, engine = WORKLOADS[number], engines[chosen]
+            callers = direct_callers(engine, workload, turns[workload, engine])
+            turns[workload, engine] += 1
+            cpu_before_s = cpu_seconds_of(os.getpid())
             p50_s, rate = await drive(callers, workload.num_requests)
-            cpu_s = (time.process_time() - cpu_before_s) / workload.num_requests
+            cpu_s = (cpu_seconds_of(os.getpid()) - cpu_before_s) / workload.num_requests
             print(json.dumps(asdict(Round(p50_s, rate, cpu_s))), flush=True)
+
+
+@asynccontextmanager
+async def _engines(config: RuntimeConfig, processes: Sequence[ComputeProcess]) -> AsyncIterator[list[InferenceEngine]]:
+    """One as it comes, and one whose model is in that process."""
+    engines = [await InferenceEngine.create(config)]
+    engines += [InferenceEngine.start(config, await asyncio.to_thread(process.ready)) for process in processes]
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.shutdown()
 
 
 def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> list[Caller]:

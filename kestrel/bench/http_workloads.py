@@ -65,7 +65,7 @@ WORKLOADS = (
     Workload("1 token", 1, False, 1, 50),
     Workload("1 token, cached picture", 1, True, 1, 30),
     Workload("40 tokens, cached picture", 40, True, 16, 32),
-    Workload("1 token, cached picture", 1, True, 16, 96),
+    Workload("1 token, cached picture", 1, True, 16, 480),
     Labelling("four skills, new pictures", None, True, 16, 32),
 )
 

@@ -36,15 +36,19 @@ async def test_every_caller_asks_until_all_requests_are_answered() -> None:
 def test_figures_are_medians_over_rounds_paired_by_turn() -> None:
     """A slow moment of the machine, as in the third round, hits both sides and cancels out."""
     direct = [Round(0.010, 100.0, 0.008), Round(0.012, 90.0, 0.008), Round(0.050, 20.0, 0.009)]
+    apart = [Round(0.011, 125.0, 0.009), Round(0.013, 95.0, 0.009), Round(0.051, 20.0, 0.009)]
     http = [Round(0.012, 97.0, 0.010), Round(0.014, 85.5, 0.010), Round(0.053, 19.0, 0.011)]
-    alone = Comparison(direct, http).figures(ONE)
+    compared = Comparison({"engine": direct, "apart": apart, "http": http})
+    alone = compared.figures(ONE)
     assert alone["engine_p50_ms"] == pytest.approx(12)
     assert alone["http_p50_ms"] == pytest.approx(14)
-    assert alone["http_adds_ms"] == pytest.approx(2)
+    assert alone["http_adds_to_engine_ms"] == pytest.approx(2)
+    assert alone["http_adds_to_apart_ms"] == pytest.approx(1)
     assert (alone["engine_cpu_ms"], alone["http_cpu_ms"]) == (pytest.approx(8), pytest.approx(10))
-    crowd = Comparison(direct, http).figures(MANY)
-    assert crowd["http_share"] == pytest.approx(0.95)
-    rows = Comparison(direct, http).rows(MANY)
+    crowd = compared.figures(MANY)
+    assert crowd["http_share_of_engine"] == pytest.approx(0.95)
+    assert crowd["http_share_of_apart"] == pytest.approx(0.9)
+    rows = compared.rows(MANY)
     assert {row["metric"] for row in rows} == set(crowd)
     assert all(row["concurrency"] == 16 and row["rounds"] == 3 for row in rows)
 
@@ -70,8 +74,10 @@ def test_cpu_seconds_are_those_of_the_process_and_of_those_it_started() -> None:
     assert math.isnan(cpu_seconds_of(process.pid))
 
 
-def test_both_sides_run_and_compute_about_as_much() -> None:
+def test_all_sides_run_and_compute_about_as_much() -> None:
     found = measure([0], rounds=1, starts=1)[0]
     figures = found.figures(ONE)
-    assert 0 < figures["engine_p50_ms"] < figures["http_p50_ms"] * 3
+    for side in set(found.sides) - {"http"}:
+        assert 0 < figures[f"{side}_p50_ms"] < figures["http_p50_ms"] * 3
+        assert figures[f"{side}_cpu_ms"] > 0
     assert figures["http_cpu_ms"] > 0

@@ -99,8 +99,7 @@ class Connection:
     async def _post(self, body: bytes) -> Exchange:
         started_s = time.perf_counter()
         reader, writer = await self._streams()
-        writer.write(self._target.head(len(body)))
-        writer.write(body)
+        writer.write(self._target.head(len(body)) + body)  # in one piece: two would wake the server twice
         await writer.drain()
         status, headers = await _read_head(reader)
         answer = _Body(reader)
