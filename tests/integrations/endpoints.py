@@ -17,6 +17,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from tests.moondream.coarse import EMBEDDED, coarse_folder
 from tests.server.sockets import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +118,10 @@ def launch_triton(log: Path, **more: str) -> Endpoint:
 
 
 def start_native(folder: Path, *flags: str) -> Endpoint:
+    """With a model of coarse look: what pictures show is asked of Triton."""
     log = folder / "native.log"
-    own = [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", value)]
+    settings = {**SETTINGS, "model_path": str(coarse_folder(EMBEDDED))}
+    own = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
     command = [sys.executable, "-m", "kestrel.main", "serve", "--port", "0", "--grpc-port", "0", *own, *flags]
     with log.open("wb") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -27,22 +27,24 @@ class Asked:
     finish_reason: str
 
 
-def questions() -> list[tuple[str, dict[str, Any]]]:
-    """Four about each of the scenes; points and boxes tell one scene from another."""
+def questions(thing: str) -> list[tuple[str, dict[str, Any]]]:
+    """Four about each of the scenes; points and boxes of the thing tell one scene from another."""
     found: list[tuple[str, dict[str, Any]]] = []
     for picture in turned_scenes()[:NUM_SCENES]:
         found += [
-            ("point", {"image": picture, "object": "bee", "settings": {"max_objects": 1}}),
-            ("detect", {"image": picture, "object": "bee", "settings": {"max_objects": 1}}),
+            ("point", {"image": picture, "object": thing, "settings": {"max_objects": 2}}),
+            ("detect", {"image": picture, "object": thing, "settings": {"max_objects": 2}}),
             ("caption", {"image": picture, "settings": {**GREEDY, "max_tokens": 5}}),
             ("query", {"image": picture, "question": "How many bees are there?", "settings": GREEDY}),
         ]
     return found
 
 
-def direct_answers(calls: list[tuple[str, dict[str, Any]]], adapters: Path) -> list[Asked]:
+def direct_answers(calls: list[tuple[str, dict[str, Any]]], adapters: Path, model: Path) -> list[Asked]:
     async def run() -> list[EngineResult]:
-        config = RuntimeConfig(device="cpu", kv_cache_pages=600, max_batch_size=8, adapter_dir=adapters)
+        config = RuntimeConfig(
+            model_path=model, device="cpu", kv_cache_pages=600, max_batch_size=8, adapter_dir=adapters
+        )
         async with await InferenceEngine.create(config) as engine:
             return await asyncio.gather(*(engine.run(skill, **fields) for skill, fields in calls))
 

@@ -7,16 +7,27 @@ import io
 import struct
 import time
 import zlib
+from collections.abc import Iterator
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.conftest import SCENE_BYTES, data_url, encoded
+from kestrel.server.config import ServerConfig
+from tests.moondream.coarse import EMBEDDED, coarse_folder
+from tests.server.conftest import SCENE_BYTES, data_url, encoded, runtime_config, start_server
 
 QUESTION = {"question": "What is this?", "max_tokens": 1}
 RGB = Image.fromarray(np.arange(48 * 64 * 3, dtype=np.uint8).reshape(48, 64, 3))
+
+
+@pytest.fixture(scope="module")
+def quick_client(_one_thread: None) -> Iterator[httpx.Client]:
+    """Of a server whose model has a coarse look: what a picture shows does not matter here, and each is a new one."""
+    for server in start_server(ServerConfig(port=0), runtime_config(model_path=coarse_folder(EMBEDDED))):
+        with server.client() as client:
+            yield client
 
 
 def animated(kind: str) -> bytes:
@@ -46,8 +57,8 @@ ODD_BUT_FINE = {
 
 
 @pytest.mark.parametrize("name", ODD_BUT_FINE)
-def test_an_odd_picture_works(client: httpx.Client, name: str) -> None:
-    response = client.post("/v1/query", json={**QUESTION, "image_url": data_url(ODD_BUT_FINE[name])})
+def test_an_odd_picture_works(quick_client: httpx.Client, name: str) -> None:
+    response = quick_client.post("/v1/query", json={**QUESTION, "image_url": data_url(ODD_BUT_FINE[name])})
     assert response.status_code == 200, response.text
 
 
