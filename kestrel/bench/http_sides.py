@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 
 MAX_BATCH_SIZE = 16
 START_S = 120.0
-BETWEEN_BEGINNINGS_S = 0.003
+LATEST_BEGINNING_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,24 @@ class Round:
 Caller: TypeAlias = Callable[[int], Awaitable[None]]
 
 
-async def drive(callers: Sequence[Caller], num_requests: int) -> tuple[float, float]:
+async def drive(callers: Sequence[Caller], num_requests: int, turn: int = 0) -> tuple[float, float]:
     """Every caller asks again and again, with the number of its request, until `num_requests` are answered: p50 and
-    requests per second. They begin one by one: who begins together may stay together."""
+    requests per second. They begin at moments of chance, in each turn at others: the crowds in which they come from
+    then on, which batches depend on, would be the same in every turn of a side and others on the other side."""
+    dice = random.Random(turn)
     numbers = iter(range(num_requests))
     times: list[float] = []
 
-    async def client(index: int, call: Caller) -> None:
-        await asyncio.sleep(index * BETWEEN_BEGINNINGS_S)
+    async def client(call: Caller, begins_s: float) -> None:
+        await asyncio.sleep(begins_s)
         for number in numbers:
             started_s = time.perf_counter()
             await call(number)
             times.append(time.perf_counter() - started_s)
 
     began_s = time.perf_counter()
-    await asyncio.gather(*(client(index, call) for index, call in enumerate(callers)))
+    latest_s = LATEST_BEGINNING_S if len(callers) > 1 else 0.0
+    await asyncio.gather(*(client(call, dice.uniform(0.0, latest_s)) for call in callers))
     return median(times), num_requests / (time.perf_counter() - began_s)
 
 
@@ -111,10 +115,11 @@ async def _serve_turns(config: RuntimeConfig, processes: Sequence[ComputeProcess
         while line := await asyncio.to_thread(sys.stdin.readline):
             number, chosen = map(int, line.split())
             workload, engine = WORKLOADS[number], engines[chosen]
-            callers = direct_callers(engine, workload, turns[workload, engine])
+            turn = turns[workload, engine]
             turns[workload, engine] += 1
+            callers = direct_callers(engine, workload, turn)
             cpu_before_s = cpu_seconds_of(os.getpid())
-            p50_s, rate = await drive(callers, workload.num_requests)
+            p50_s, rate = await drive(callers, workload.num_requests, turn)
             cpu_s = (cpu_seconds_of(os.getpid()) - cpu_before_s) / workload.num_requests
             print(json.dumps(asdict(Round(p50_s, rate, cpu_s))), flush=True)
 
@@ -166,13 +171,14 @@ class HttpServer:
 
     def turn(self, number: int) -> Round:
         workload = WORKLOADS[number]
-        pictures = workload.pictures(self._turns[workload])
+        turn = self._turns[workload]
         self._turns[workload] += 1
         cpu_before_s = cpu_seconds_of(self._process.pid)
-        p50_s, rate = asyncio.run(self._drive(workload, pictures))
+        p50_s, rate = asyncio.run(self._drive(workload, turn))
         return Round(p50_s, rate, (cpu_seconds_of(self._process.pid) - cpu_before_s) / workload.num_requests)
 
-    async def _drive(self, workload: Workload, pictures: Sequence[bytes | None]) -> tuple[float, float]:
+    async def _drive(self, workload: Workload, turn: int) -> tuple[float, float]:
+        pictures = workload.pictures(turn)
         skills = [workload.skill_of(number) for number in range(workload.num_requests)]
         bodies = [body_of(workload.fields_of(skill), image) for skill, image in zip(skills, pictures, strict=True)]
         targets = {skill: Target.of(f"{self._url}v1/{skill}") for skill in skills}
@@ -187,10 +193,12 @@ class HttpServer:
 
             return call
 
+        every = [one for to in connections for one in to.values()]
         try:
-            return await drive([caller(to) for to in connections], workload.num_requests)
+            await asyncio.gather(*(connection.open() for connection in every))
+            return await drive([caller(to) for to in connections], workload.num_requests, turn)
         finally:
-            for connection in (one for to in connections for one in to.values()):
+            for connection in every:
                 connection.close()
 
     def _address(self) -> str:

@@ -77,6 +77,10 @@ class Connection:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
+    async def open(self) -> None:
+        """Now, for a request that shall not wait for it."""
+        await self._streams()
+
     async def post(self, body: bytes) -> Exchange:
         """Raises one of BROKEN when the connection breaks. A kept-alive one that was closed is opened anew."""
         was_open = self._writer is not None
