@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     try:
-        # Here and not above: importing torch takes seconds, and Ctrl-C must be quiet in that time too.
+        # Here and not above: importing takes a moment, and Ctrl-C must be quiet in that time too.
         from kestrel.cli.app import run  # noqa: PLC0415
     except KeyboardInterrupt:
         sys.exit(130)

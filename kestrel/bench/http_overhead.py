@@ -15,12 +15,11 @@ CPU seconds are those of the server's and of the engine's processes; the client'
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain, cycle, islice, permutations
 from pathlib import Path
 from statistics import median
 
@@ -73,23 +72,23 @@ class Comparison:
 
 
 def measure(numbers: Sequence[int], rounds: int, starts: int) -> dict[int, Comparison]:
-    """All sides in turns; who goes first changes from round to round. The first turns of a start do not count."""
-    names = ("engine", "apart", HTTP) if can_compute_apart(RuntimeConfig(device="cpu")) else ("engine", HTTP)
+    """All sides in turns; who goes first, and after whom, changes from round to round. The first turns of a start do
+    not count."""
+    can_be_apart = can_compute_apart(RuntimeConfig(device="cpu"))
+    names = ["engine", "apart", HTTP] if can_be_apart else ["engine", HTTP]
     found = {number: Comparison({name: [] for name in names}) for number in numbers}
-    for _ in range(starts):
+    for start in range(starts):
+        first_turn = start * (rounds + 1)
         with ExitStack() as stack:
-            http, direct = stack.enter_context(HttpServer()), stack.enter_context(DirectEngine())
-            turn_of: dict[str, Callable[[int], Round]] = {
-                "engine": direct.turn,
-                "apart": partial(direct.turn, apart=True),
-                HTTP: http.turn,
-            }
+            sides: dict[str, DirectEngine | HttpServer] = {HTTP: stack.enter_context(HttpServer(first_turn))}
+            for name in names[:-1]:
+                sides[name] = stack.enter_context(DirectEngine(apart=name == "apart", first_turn=first_turn))
             for number, taken in found.items():
                 for name in names:
-                    turn_of[name](number)
-                for index in range(rounds):
-                    for name in names if index % 2 == 0 else reversed(names):
-                        taken.sides[name].append(turn_of[name](number))
+                    sides[name].turn(number)
+                for order in islice(cycle(permutations(names)), rounds):
+                    for name in order:
+                        taken.sides[name].append(sides[name].turn(number))
     return found
 
 
@@ -99,15 +98,17 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--workload", type=int, action="append", choices=range(len(WORKLOADS)), help="default: all")
     parser.add_argument("--output", type=Path, help="CSV file that gets a row per figure")
-    parser.add_argument("--direct-engine", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--direct-engine", "--apart"):
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first-turn", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.direct_engine:
         torch.set_num_threads(1)
-        serve_turns()
+        serve_turns(args.apart, args.first_turn)
         return
     measured_on = {**environment(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
     found = measure(args.workload or range(len(WORKLOADS)), args.rounds, args.starts)
-    rows = itertools.chain.from_iterable(found[number].rows(WORKLOADS[number]) for number in found)
+    rows = chain.from_iterable(found[number].rows(WORKLOADS[number]) for number in found)
     for row in rows:
         print(f"{row['workload']}, {row['concurrency']} at once: {row['metric']} {row['value']:.4g}")
         if args.output is not None:

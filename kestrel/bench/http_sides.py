@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import random
@@ -17,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,7 @@ from kestrel.bench.http_load.client import Connection, Target
 from kestrel.bench.http_workloads import WORKLOADS, Workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
+from kestrel.engine.compute_process import ComputeProcess
 
 MAX_BATCH_SIZE = 16
 START_S = 120.0
@@ -73,11 +74,12 @@ async def drive(callers: Sequence[Caller], num_requests: int, turn: int = 0) -> 
 
 
 class DirectEngine:
-    """A program that calls engines; a line with a workload's number and an engine's is a turn, the answer a line of
-    JSON."""
+    """A program that calls an engine; a line with a workload's number is a turn, the answer a line of JSON."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "kestrel.bench.http_overhead", "--direct-engine"]
+    def __init__(self, *, apart: bool = False, first_turn: int = 0) -> None:
+        """`apart`: its model has a process of its own."""
+        flags = ["--direct-engine", "--first-turn", str(first_turn), *(["--apart"] if apart else [])]
+        command = [sys.executable, "-m", "kestrel.bench.http_overhead", *flags]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=steady()
         )
@@ -92,31 +94,30 @@ class DirectEngine:
         self._process.wait(30)
         self._process.stdout.close()
 
-    def turn(self, number: int, *, apart: bool = False) -> Round:
-        """`apart`: of the engine whose model has a process of its own."""
+    def turn(self, number: int) -> Round:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{number} {int(apart)}\n")
+        self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()
         return Round(**json.loads(self._process.stdout.readline()))
 
 
-def serve_turns() -> None:
+def serve_turns(apart: bool, first_turn: int) -> None:
     """The other end of `DirectEngine`."""
     config = RuntimeConfig(device="cpu", max_batch_size=MAX_BATCH_SIZE)
-    with ExitStack() as stack:
-        processes = [stack.enter_context(ComputeProcess(config))] if can_compute_apart(config) else []
-        asyncio.run(_serve_turns(config, processes))
+    with ComputeProcess(config) if apart else nullcontext() as process:
+        asyncio.run(_serve_turns(config, process, first_turn))
 
 
-async def _serve_turns(config: RuntimeConfig, processes: Sequence[ComputeProcess]) -> None:
-    async with _engines(config, processes) as engines:
-        turns: Counter[tuple[Workload, InferenceEngine]] = Counter()
+async def _serve_turns(config: RuntimeConfig, process: ComputeProcess | None, first_turn: int) -> None:
+    async with await _engine(config, process) as engine:
+        gc.collect()
+        gc.freeze()  # as the server does
+        turns: Counter[Workload] = Counter()
         while line := await asyncio.to_thread(sys.stdin.readline):
-            number, chosen = map(int, line.split())
-            workload, engine = WORKLOADS[number], engines[chosen]
-            turn = turns[workload, engine]
-            turns[workload, engine] += 1
+            workload = WORKLOADS[int(line)]
+            turn = first_turn + turns[workload]
+            turns[workload] += 1
             callers = direct_callers(engine, workload, turn)
             cpu_before_s = cpu_seconds_of(os.getpid())
             p50_s, rate = await drive(callers, workload.num_requests, turn)
@@ -124,16 +125,10 @@ async def _serve_turns(config: RuntimeConfig, processes: Sequence[ComputeProcess
             print(json.dumps(asdict(Round(p50_s, rate, cpu_s))), flush=True)
 
 
-@asynccontextmanager
-async def _engines(config: RuntimeConfig, processes: Sequence[ComputeProcess]) -> AsyncIterator[list[InferenceEngine]]:
-    """One as it comes, and one whose model is in that process."""
-    engines = [await InferenceEngine.create(config)]
-    engines += [InferenceEngine.start(config, await asyncio.to_thread(process.ready)) for process in processes]
-    try:
-        yield engines
-    finally:
-        for engine in engines:
-            await engine.shutdown()
+async def _engine(config: RuntimeConfig, process: ComputeProcess | None) -> InferenceEngine:
+    if process is None:
+        return await InferenceEngine.create(config)
+    return InferenceEngine.start(config, await asyncio.to_thread(process.ready))
 
 
 def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> list[Caller]:
@@ -153,12 +148,13 @@ def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> li
 class HttpServer:
     """`kestrel serve` in a process of its own, asked over kept-alive connections."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_turn: int = 0) -> None:
         flags = ["--port", "0", "--device", "cpu", "--max-batch-size", str(MAX_BATCH_SIZE)]
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
         command = [sys.executable, "-m", "kestrel.main", "serve", *flags]
         self._process = subprocess.Popen(command, stderr=self._log, env=steady())
         self._url = self._address()
+        self._first_turn = first_turn
         self._turns: Counter[Workload] = Counter()
 
     def __enter__(self) -> HttpServer:
@@ -171,7 +167,7 @@ class HttpServer:
 
     def turn(self, number: int) -> Round:
         workload = WORKLOADS[number]
-        turn = self._turns[workload]
+        turn = self._first_turn + self._turns[workload]
         self._turns[workload] += 1
         cpu_before_s = cpu_seconds_of(self._process.pid)
         p50_s, rate = asyncio.run(self._drive(workload, turn))

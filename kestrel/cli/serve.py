@@ -44,7 +44,7 @@ def serve(
     --grpc-port also offers them in the protocol of KServe and Triton.
     SIGTERM or Ctrl-C lets accepted requests finish; a second one ends at once.
     """
-    # Here and not above: the other verbs start half a second sooner without a web framework.
+    # Here and not above: help and refused settings need no web framework.
     from kestrel.cli.serving import run_server  # noqa: PLC0415
 
     run_server(server, config)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import QueueFull
-from kestrel.images.decode import decode_image, known_image
+from kestrel.images.decode import decode_image, known_images
 from kestrel.images.limits import ImageLimits
 from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage
@@ -53,10 +53,9 @@ class PicturePool:
         return self._held[request_id]
 
     async def _decoded(self, sources: Sequence[Any]) -> list[RgbImage]:
-        known = [known_image(source, self._limits, self._recent) for source in sources]
-        found = [image for image in known if image is not None]
-        if len(found) == len(sources):
-            return found
+        known = known_images(sources, self._limits, self._recent)
+        if known is not None:
+            return known
         calls = [self.run(decode_image, source, self._limits, self._recent) for source in sources]
         return await asyncio.gather(*calls)
 

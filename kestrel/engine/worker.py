@@ -108,11 +108,13 @@ class EngineWorker:
         Updates go out behind the launch of the next step: it runs while they are read.
         """
         updates = self._scheduler.settle()
-        updates += self._apply(self._take_commands(may_wait=not updates))
-        if self._scheduler.has_work:
-            updates += self._scheduler.step()
-        if updates:
-            self._deliver(updates)
+        try:
+            updates += self._apply(self._take_commands(may_wait=not updates))
+            if self._scheduler.has_work:
+                updates += self._scheduler.step()
+        finally:  # also what was settled before something failed
+            if updates:
+                self._deliver(updates)
         return not self._is_over()
 
     def _take_commands(self, may_wait: bool) -> list[Command]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage, file_digest
 from kestrel.images.vips import is_vips_image, pixels_from_vips
 
-__all__ = ["ImageLimits", "decode_image", "known_image"]
+__all__ = ["ImageLimits", "decode_image", "known_images"]
 
-SMALL_FILE = 2**17
-"""Bytes that are hashed in less time than it takes to hand them to another thread and back."""
+FEW_BYTES = 2**17
+"""They are hashed in less time than it takes to hand them to another thread and back."""
 
 _ACCEPTED = "encoded bytes, a path, a PIL image, a uint8 NumPy array, a pyvips image or an RgbImage"
 
@@ -48,11 +49,18 @@ def decode_image(source: Any, limits: ImageLimits, recent: RecentPictures | None
     raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
 
 
-def known_image(source: Any, limits: ImageLimits, recent: RecentPictures) -> RgbImage | None:
-    """A small file that is among the `recent` ones; at once, for the event loop."""
-    if not isinstance(source, bytes) or len(source) > min(SMALL_FILE, limits.max_bytes):
+def known_images(sources: Sequence[Any], limits: ImageLimits, recent: RecentPictures) -> list[RgbImage] | None:
+    """Small files that are all among the `recent` ones, at once, for the event loop; None when one may not be."""
+    files = [source for source in sources if isinstance(source, bytes) and len(source) <= limits.max_bytes]
+    if len(files) < len(sources) or sum(map(len, files)) > FEW_BYTES:
         return None
-    return recent.find(_digest(source, limits))
+    found: list[RgbImage] = []
+    for file in files:
+        picture = recent.find(_digest(file, limits))
+        if picture is None:
+            return None
+        found.append(picture)
+    return found
 
 
 def _digest(data: bytes, limits: ImageLimits) -> str:

@@ -88,19 +88,23 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRows:
-    at_NQ: Tensor
+    apart: SharedRows
     slots_L: Tensor
     bias_ML: Tensor
 
     @classmethod
-    def of(cls, shared_slots_S: Tensor, own: PaddedKeys) -> JoinedRows:
-        return cls(own.at_NQ, *join_keys(shared_slots_S, own.slots_NK, own.mask_NQK))
+    def of(cls, apart: SharedRows) -> JoinedRows:
+        return cls(apart, *join_keys(apart.shared_slots_S, apart.own.slots_NK, apart.own.mask_NQK))
 
     def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
-        out_THD[self.at_NQ] = attend_joined(
-            layer.q_THD[self.at_NQ], layer.k_cache, layer.v_cache, self.slots_L, self.bias_ML,
-            layer.k_scale, layer.v_scale,
-        )  # fmt: skip
+        at_NQ = self.apart.own.at_NQ
+        seen_NQHD = attend_joined(
+            layer.q_THD[at_NQ], layer.k_cache, layer.v_cache, self.slots_L, self.bias_ML, layer.k_scale, layer.v_scale
+        )
+        if seen_NQHD.isfinite().all():
+            out_THD[at_NQ] = seen_NQHD
+        else:  # zero times infinity: a row that has such numbers must not spoil its neighbours
+            self.apart.attend(layer, out_THD)
 
 
 def padded_groups(
@@ -114,7 +118,8 @@ def padded_groups(
         shared_slots_S = slots_of(torch.full_like(key_S, together[0].row), key_S)
         own = PaddedKeys.of(together, num_shared, slots_of, table.device)
         is_small = own.at_NQ.numel() <= FEW_QUERIES and own.slots_NK.numel() <= num_shared
-        yield JoinedRows.of(shared_slots_S, own) if is_small else SharedRows(shared_slots_S, own)
+        apart = SharedRows(shared_slots_S, own)
+        yield JoinedRows.of(apart) if is_small else apart
     left = [one for one in rows if one not in taken]
     if left:
         yield PaddedRows(PaddedKeys.of(left, 0, slots_of, table.device))

@@ -15,10 +15,12 @@ FOR_FEW = ("torch._dynamo", "torch._inductor", "sympy", "fastapi", "uvicorn", "p
 SCRIPT = f"""
 import sys
 import torch
-import kestrel.cli.query
+from kestrel.cli.verbs import GROUPS, VERBS, verb_command
 from kestrel.config import RuntimeConfig
 from kestrel.families import ready_model
 from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead
+for name in VERBS | GROUPS:
+    verb_command(name)
 ready_model(RuntimeConfig(device="cpu"))
 with torch.device("meta"):
     RefinerHead(RefinerConfig(enc_dim=32))

@@ -6,6 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import pytest
+
+from kestrel.errors import EngineStopped
 from kestrel.runtime.contract import StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
 from tests.engine.fake_engine import fake_engine, fake_limits
@@ -20,9 +23,12 @@ class StepsBeside(FakeRuntime):
         super().__init__(fake_limits(steps_in_flight=0, launch_waits=False), vocab_size=320)
         self.may_end = threading.Semaphore(0)
         self.sizes: list[int] = []
+        self.fails_at = 0
 
     def launch(self, plan: StepPlan) -> FakeStep:
         self.sizes.append(len(plan.prefill) + len(plan.decode))
+        if len(self.sizes) == self.fails_at:
+            raise OSError("nobody is there")
         return super().launch(plan)
 
     def collect(self, step: FakeStep) -> StepOutput:
@@ -65,3 +71,17 @@ async def test_whoever_comes_while_a_step_runs_is_part_of_the_next() -> None:
         runtime.may_end.release(100)
         await asyncio.wait_for(asyncio.gather(*calls), WAIT_S)
     assert runtime.sizes == [1, 3]
+
+
+async def test_an_answer_that_was_settled_before_a_fault_is_handed_out() -> None:
+    runtime = StepsBeside()
+    async with fake_engine(runtime) as engine:
+        long = asyncio.create_task(engine.submit([101, 102], max_tokens=3, temperature=0.0))
+        await until(lambda: len(runtime.sizes) == 1)
+        short = asyncio.create_task(engine.submit([103, 102], max_tokens=1, temperature=0.0))
+        await until(lambda: engine.num_requests == 2)
+        runtime.fails_at = 3
+        runtime.may_end.release(100)
+        assert (await asyncio.wait_for(short, WAIT_S)).metrics.output_tokens == 1
+        with pytest.raises(EngineStopped):
+            await asyncio.wait_for(long, WAIT_S)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.images.decode import SMALL_FILE, ImageLimits, decode_image, known_image
+from kestrel.images.decode import FEW_BYTES, ImageLimits, decode_image, known_images
 from kestrel.images.recent import RecentPictures
 from kestrel.images.rgb import RgbImage
 
@@ -80,20 +80,27 @@ def test_threads_that_ask_for_one_file_decode_it_once() -> None:
     assert calls == [1]
 
 
-def test_a_small_file_that_is_here_is_known_at_once() -> None:
+def test_small_files_that_are_here_are_known_at_once() -> None:
     recent = RecentPictures(10 * BYTES)
-    assert known_image(PICTURE, ROOMY, recent) is None
+    assert known_images([PICTURE], ROOMY, recent) is None
     first = decode_image(PICTURE, ROOMY, recent)
-    assert known_image(bytes(bytearray(PICTURE)), ROOMY, recent) is first
+    assert known_images([bytes(bytearray(PICTURE))], ROOMY, recent) == [first]
+    assert known_images([PICTURE, PICTURE], ROOMY, recent) == [first, first]
+    assert known_images([PICTURE, PICTURE + b"\0"], ROOMY, recent) is None, "one of them is new"
     as_stored = ImageLimits(ROOMY.max_pixels, ROOMY.max_bytes, honour_exif=not ROOMY.honour_exif)
-    assert known_image(PICTURE, as_stored, recent) is None, "another setting, another picture"
+    assert known_images([PICTURE], as_stored, recent) is None, "another setting, another picture"
     too_strict = ImageLimits(ROOMY.max_pixels, len(PICTURE) - 1)
-    assert known_image(PICTURE, too_strict, recent) is None, "to be refused, not to be found"
-    large = PICTURE.ljust(SMALL_FILE + 1, b"\0")
+    assert known_images([PICTURE], too_strict, recent) is None, "to be refused, not to be found"
+    large = PICTURE.ljust(FEW_BYTES + 1, b"\0")
     decode_image(large, ROOMY, recent)
-    assert known_image(large, ROOMY, recent) is None, "hashing it would hold up the event loop"
+    assert known_images([large], ROOMY, recent) is None, "hashing it would hold up the event loop"
+    half = PICTURE.ljust(FEW_BYTES // 2, b"\0")
+    decode_image(half, ROOMY, recent)
+    assert known_images([half] * 2, ROOMY, recent) is not None
+    assert known_images([half] * 3, ROOMY, recent) is None, "so would many"
     for other in (first, first.pixels, "a path"):
-        assert known_image(other, ROOMY, recent) is None
+        assert known_images([other], ROOMY, recent) is None
+    assert known_images([], ROOMY, recent) == []
 
 
 def test_what_is_still_being_decoded_or_failed_is_not_known() -> None:

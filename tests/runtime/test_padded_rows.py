@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from kestrel.runtime import padded_rows
 from kestrel.runtime.attention_group import AttentionGroup, LayerInputs
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.padded_rows import LEAST_SHARED, JoinedRows, PaddedRows, RowQueries, SharedRows, padded_groups
@@ -42,8 +44,8 @@ def members(group: object) -> list[int]:
             at_NQ = keys.at_NQ
         case SharedRows(_, own):
             at_NQ = own.at_NQ
-        case JoinedRows(at_NQ):
-            pass
+        case JoinedRows(SharedRows(_, own)):
+            at_NQ = own.at_NQ
         case _:
             raise AssertionError(group)
     return sorted(at_NQ[:, 0].tolist())
@@ -139,21 +141,44 @@ def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int
 
 
 def test_questions_about_a_picture_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: dict[str, set[tuple[int, int]]] = {"attend_shared": set(), "attend_joined": set()}
+    sizes: set[tuple[int, int, int]] = set()
 
-    def note(name: str) -> None:
-        attend = getattr(padded_rows, name)
+    def note(kind: type, attend: Callable[..., None]) -> None:
+        def noted(group: Any, *more: Any) -> None:
+            own = group.own if isinstance(group, SharedRows) else group.apart.own
+            sizes.add((*own.at_NQ.shape, len(shared_slots(group))))
+            attend(group, *more)
 
-        def noted(q_NQHD: Tensor, *more: Tensor) -> Tensor:
-            sizes[name].add((len(q_NQHD), q_NQHD.shape[1]))
-            return attend(q_NQHD, *more)
+        monkeypatch.setattr(kind, "attend", noted)
 
-        monkeypatch.setattr(padded_rows, name, noted)
-
-    for name in sizes:
-        note(name)
+    for kind in (SharedRows, JoinedRows):
+        note(kind, kind.attend)
     g = golden("md2")
     cases = all_skills(g, "a", "small")
     assert paged(g.model).run(*cases) == dense(g, cases)
-    assert (6, 1) in sizes["attend_joined"], "a token for each of six"
-    assert any(queries > 1 for _, queries in sizes["attend_shared"] | sizes["attend_joined"]), "their questions"
+    assert (6, 1, 720) in sizes, "a token for each of six"
+    assert any(queries > 1 for _, queries, _ in sizes), "their questions"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_a_row_of_numbers_that_are_not_finite_spoils_no_other(which: str, bad: float) -> None:
+    table = table_of(1, 1, 1, 1)
+    rows = [RowQueries(row, 1, SHARED_PAGES * PAGE_SIZE + 5, row) for row in range(4)]
+    dice = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 15 * NUM_PAGES * PAGE_SIZE, 2, 8, generator=dice)
+    q_THD = torch.randn(4, 4, 8, generator=dice)
+
+    def attended() -> Tensor:
+        out_THD = torch.full_like(q_THD, torch.nan)
+        (group,) = padded_groups(rows, table, PAGE_SIZE, lambda r, p: slots_of(table, PAGE_SIZE, r, p))
+        assert isinstance(group, JoinedRows)
+        group.attend(LayerInputs(q_THD, q_THD, q_THD, cache[0], cache[1], 1.0, 1.0), out_THD)
+        return out_THD
+
+    healthy = attended()
+    own = slots_of(table, PAGE_SIZE, torch.tensor([2]), torch.tensor([SHARED_PAGES * PAGE_SIZE + 1]))
+    cache[0 if which == "keys" else 1, own] = bad
+    spoilt = attended()
+    torch.testing.assert_close(spoilt[[0, 1, 3]], healthy[[0, 1, 3]], rtol=1e-5, atol=2e-6)
+    assert not torch.equal(spoilt[2], healthy[2])

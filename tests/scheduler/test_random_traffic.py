@@ -76,6 +76,9 @@ def test_random_traffic(
                 final[update.request_id] = update
 
     for action in script:
+        if not launch_waits:  # the worker's order: what is due, then whoever came meanwhile
+            take(scheduler.settle())
+            scheduler.check_integrity()
         match action:
             case ("add", context, max_new, priority, adapter, is_read_along):
                 name, items = f"r{len(expected)}", context_items(context)
