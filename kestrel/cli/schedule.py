@@ -20,7 +20,7 @@ from kestrel.cli.pictures import read_pictures, refuse_path_as_question
 from kestrel.cli.schedule_report import Lane, print_summary, write_answers
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
-from kestrel.errors import KestrelError
+from kestrel.errors import KestrelError, RequestError
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ def schedule(
     Answers go to stdout, each line with the number of its prompt; the table of counts and times goes to stderr.
     """
     check_settings("query", settings, output)
+    if image and len(image) > len(prompts):
+        raise RequestError(
+            "--image", f"is given {len(image)} times for {len(prompts)} prompt(s); give at most one a prompt"
+        )
     for prompt in prompts:
         refuse_path_as_question("prompt", prompt, "give a picture with --image")
     fields = {"reasoning": reasoning, "settings": settings.given()}

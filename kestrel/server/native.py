@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -23,7 +24,6 @@ from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
 from kestrel.server.json_body import read_object
 from kestrel.server.native_schemas import (
-    COMMON_FIELDS,
     PICTURE,
     REFS,
     RESPONSE_FORMAT,
@@ -53,6 +53,12 @@ class NativeSkill:
     counts_tokens: bool = True
     """Whether `max_tokens` bounds it."""
     streams_text: bool = False
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """Of a request's body."""
+        bound = "max_tokens" if self.counts_tokens else "max_objects"
+        return body_schema(self.fields, self.required, bound, in_words=self.streams_text)
 
 
 # Clients of the hosted service leave `reasoning` out when it is false, so false is what its absence means here.
@@ -103,8 +109,6 @@ NATIVE_SKILLS = (
         required=("image_url", "object"),
     ),
 )
-ENGINE_ONLY = ("image", "tenant", "skill", "self")
-"""Names of the engine's own parameters, which no client may set."""
 
 
 def native_routes() -> APIRouter:
@@ -116,7 +120,9 @@ def native_routes() -> APIRouter:
             methods=["POST"],
             name=skill.name,
             responses=skill_responses(skill.name),
-            openapi_extra={"requestBody": _body(skill)},
+            openapi_extra={
+                "requestBody": {"required": True, "content": {"application/json": {"schema": skill.schema}}}
+            },
             response_model=None,
         )
     return router
@@ -176,9 +182,9 @@ async def native_call(request: Request, info: RequestInfo, fields: dict[str, Any
 async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's fields for a body: null means not given, the picture is bytes, the rest as it came."""
     fields = {name: value for name, value in body.items() if value is not None}
-    for name in ENGINE_ONLY:
-        if name in fields:
-            known = sorted({*skill.fields, *COMMON_FIELDS, "settings"})
+    for name in fields:
+        if name not in skill.schema["properties"]:
+            known = sorted(skill.schema["properties"])
             close = did_you_mean(name, known)
             raise RequestError(name, f"is not a field of {skill.name}; known fields: {', '.join(known)}{close}")
     take_model(state, fields)
@@ -276,9 +282,3 @@ async def stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes
         yield event(chunk_body(chunk))
     opening = {"chunk": ""} if style == "chunk" else {"type": "final"}
     yield event({**opening, "completed": True, **result_body(await stream.result())})
-
-
-def _body(skill: NativeSkill) -> dict[str, Any]:
-    bound = "max_tokens" if skill.counts_tokens else "max_objects"
-    schema = body_schema(skill.fields, skill.required, bound, in_words=skill.streams_text)
-    return {"required": True, "content": {"application/json": {"schema": schema}}}

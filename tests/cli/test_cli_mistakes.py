@@ -70,6 +70,11 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         (("detect", SMALL, "cat", *MD3, "--save", "/no/such/folder/x.png"), 2, "not a folder"),
         (("segment", SMALL, "cat", *MD3), 2, "segment is not supported by md3"),
         (("schedule", "hi", *MD3, "--image", "missing.png"), 2, "no file 'missing.png'"),
+        (
+            ("schedule", "hi", *MD3, "--image", SMALL, "--image", SMALL),
+            2,
+            "--image: is given 2 times for 1 prompt(s); give at most one a prompt",
+        ),
         (("demo", "--save", "x.txt"), 2, ".webp"),
     ],
 )
