@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kestrel.engine import InferenceEngine
 from kestrel.errors import EngineStopped
 from kestrel.runtime.contract import StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
@@ -44,13 +45,19 @@ async def until(condition: Callable[[], bool]) -> None:
     await asyncio.wait_for(wait(), WAIT_S)
 
 
+async def a_short_one_behind_a_long_one(engine: InferenceEngine, runtime: StepsBeside) -> list[asyncio.Task]:
+    """The long one's first step runs; of the short one's answer the second step is all."""
+    long = asyncio.create_task(engine.submit([101, 102], max_tokens=3, temperature=0.0))
+    await until(lambda: len(runtime.sizes) == 1)
+    short = asyncio.create_task(engine.submit([103, 102], max_tokens=1, temperature=0.0))
+    await until(lambda: engine.num_requests == 2)
+    return [long, short]
+
+
 async def test_what_a_step_gave_is_handed_out_while_the_next_one_runs() -> None:
     runtime = StepsBeside()
     async with fake_engine(runtime) as engine:
-        long = asyncio.create_task(engine.submit([101, 102], max_tokens=3, temperature=0.0))
-        await until(lambda: len(runtime.sizes) == 1)
-        short = asyncio.create_task(engine.submit([103, 102], max_tokens=1, temperature=0.0))
-        await until(lambda: engine.num_requests == 2)
+        long, short = await a_short_one_behind_a_long_one(engine, runtime)
         runtime.may_end.release(2)
         await asyncio.wait_for(short, WAIT_S)
         assert runtime.sizes == [1, 2, 1], "the third was launched first, and runs"
@@ -76,10 +83,7 @@ async def test_whoever_comes_while_a_step_runs_is_part_of_the_next() -> None:
 async def test_an_answer_that_was_settled_before_a_fault_is_handed_out() -> None:
     runtime = StepsBeside()
     async with fake_engine(runtime) as engine:
-        long = asyncio.create_task(engine.submit([101, 102], max_tokens=3, temperature=0.0))
-        await until(lambda: len(runtime.sizes) == 1)
-        short = asyncio.create_task(engine.submit([103, 102], max_tokens=1, temperature=0.0))
-        await until(lambda: engine.num_requests == 2)
+        long, short = await a_short_one_behind_a_long_one(engine, runtime)
         runtime.fails_at = 3
         runtime.may_end.release(100)
         assert (await asyncio.wait_for(short, WAIT_S)).metrics.output_tokens == 1
