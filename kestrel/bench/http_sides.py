@@ -148,12 +148,12 @@ def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> li
 class HttpServer:
     """`kestrel serve` in a process of its own, asked over kept-alive connections."""
 
-    def __init__(self, first_turn: int = 0) -> None:
-        flags = ["--port", "0", "--device", "cpu", "--max-batch-size", str(MAX_BATCH_SIZE)]
+    def __init__(self, first_turn: int = 0, *flags: str, environment: dict[str, str] | None = None) -> None:
+        flags = ("--port", "0", "--device", "cpu", "--max-batch-size", str(MAX_BATCH_SIZE), *flags)
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
         command = [sys.executable, "-m", "kestrel.main", "serve", *flags]
-        self._process = subprocess.Popen(command, stderr=self._log, env=steady())
-        self._url = self._address()
+        self._process = subprocess.Popen(command, stderr=self._log, env=environment or steady())
+        self.url = self._address()
         self._first_turn = first_turn
         self._turns: Counter[Workload] = Counter()
 
@@ -164,6 +164,10 @@ class HttpServer:
         self._process.terminate()
         self._process.wait(30)
         self._log.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def turn(self, number: int) -> Round:
         workload = WORKLOADS[number]
@@ -177,7 +181,7 @@ class HttpServer:
         pictures = workload.pictures(turn)
         skills = [workload.skill_of(number) for number in range(workload.num_requests)]
         bodies = [body_of(workload.fields_of(skill), image) for skill, image in zip(skills, pictures, strict=True)]
-        targets = {skill: Target.of(f"{self._url}v1/{skill}") for skill in skills}
+        targets = {skill: Target.of(f"{self.url}v1/{skill}") for skill in skills}
         connections = [
             {skill: Connection(target) for skill, target in targets.items()} for _ in range(workload.concurrency)
         ]
@@ -218,6 +222,11 @@ def steady() -> dict[str, str]:
     step, at up to half the speed, is a matter of luck."""
     kept = str(2**30)
     return {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": kept, "MALLOC_MMAP_THRESHOLD_": kept}
+
+
+def plain() -> dict[str, str]:
+    """The environment as an operator has it, but for one thread of the model."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def cpu_seconds_of(pid: int) -> float:

@@ -15,9 +15,10 @@ from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.engine.adapters import given_key
-from kestrel.engine.allocator import keep_freed_memory
+from kestrel.engine.allocator import give_back_freed_memory, keep_freed_memory
 from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 from kestrel.errors import ConfigError, EngineStopped
+from kestrel.runtime.device import choose_device
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
@@ -28,8 +29,11 @@ logger = logging.getLogger("kestrel.server")
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
-    keep_freed_memory()
     with _compute_process(server, config) as process:
+        if process is not None:
+            give_back_freed_memory()
+        elif choose_device(config).type == "cpu":
+            keep_freed_memory()
         configure_logs(server.log_format)
         if not server.is_loopback and not server.api_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")
@@ -47,7 +51,12 @@ def _compute_process(server: ServerConfig, config: RuntimeConfig) -> Iterator[Co
     if server.compute_process == "shared" or not can_be_apart:
         yield None
         return
-    with ComputeProcess(config, prepare=lambda: configure_logs(server.log_format)) as process:
+
+    def prepare() -> None:
+        keep_freed_memory()
+        configure_logs(server.log_format)
+
+    with ComputeProcess(config, prepare) as process:
         yield process
 
 

@@ -1,7 +1,9 @@
-"""Memory that a step frees stays with the process, for the next step to use.
+"""What becomes of freed memory: a process that computes keeps it, one that only serves gives it back.
 
 glibc gives large freed blocks back to the system and gets them anew, page by page, moments later; with the tensors of a
-model on a CPU that is tens of thousands of page faults for each picture. Other C libraries have no such settings.
+model on a CPU that is tens of thousands of page faults for each picture. A server beside such a process frees bodies
+and pictures of all sizes from several threads: kept, they would stay resident at the size of its busiest moment.
+Other C libraries have no such settings.
 """
 
 from __future__ import annotations
@@ -12,22 +14,40 @@ import sys
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 KEPT_BYTES = 2**30
 """Freed memory that is kept, and the size from which a block is mapped on its own."""
+RETURNED_BYTES = 2**17
+"""The same for a process that gives memory back."""
+NUM_ARENAS = 2
+"""Heaps that threads share. By default there are eight for each core, and each keeps its own free blocks."""
 OLD_MMAP_LIMIT_BYTES = 2**25
 """The most that releases before 2.35 take for the latter."""
-VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 """Where an operator may have decided otherwise."""
 
 
 def keep_freed_memory() -> bool:
-    """For the whole process, before anything large is allocated. False where it is not possible or not wanted."""
-    if not _is_glibc() or any(name in os.environ for name in VARIABLES):
+    """For a process that computes, before anything large is allocated. False where not possible or not wanted."""
+    if not _may_choose():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     keeps = mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) == 1
     maps_less = any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in (KEPT_BYTES, OLD_MMAP_LIMIT_BYTES))
     return keeps and maps_less
+
+
+def give_back_freed_memory() -> bool:
+    """For a process that serves and does not compute, before it has threads. False where not possible or not wanted."""
+    if not _may_choose():
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    wanted = ((M_TRIM_THRESHOLD, RETURNED_BYTES), (M_MMAP_THRESHOLD, RETURNED_BYTES), (M_ARENA_MAX, NUM_ARENAS))
+    return all(mallopt(setting, value) == 1 for setting, value in wanted)
+
+
+def _may_choose() -> bool:
+    return _is_glibc() and not any(name in os.environ for name in VARIABLES)
 
 
 def _is_glibc() -> bool:
