@@ -20,7 +20,6 @@ import base64
 import contextlib
 import functools
 import io
-import ipaddress
 import json
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,6 +43,7 @@ import numpy as np
 from PIL import Image
 
 from kestrel.bench.http_memory import resident_mib
+from kestrel.bench.http_sides import plain
 from kestrel.bench.rows import append_row, environment, machine_load
 
 POLITE, HOSTILE = "polite-key", "hostile-key"
@@ -67,11 +67,9 @@ SCENE = Path(__file__).parents[1] / "cli" / "demo_scene.png"
 class AttackedServer:
     """`kestrel serve` in a process of its own."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, program: Sequence[str], *flags: str) -> None:
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
-        command = [sys.executable, "-m", "kestrel.bench.attack", "--target", *FLAGS, *flags]
-        environment_ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stderr=self._log, env=environment_)
+        self._process = subprocess.Popen([*program, *FLAGS, *flags], stderr=self._log, env=plain())
         self.url = self._found(r"API: (http://\S+?)/\s")
         self.grpc_target = self._found(r"gRPC \(KServe v2\): (\S+)")
 
@@ -113,18 +111,6 @@ class AttackedServer:
             time.sleep(0.05)
         self._process.kill()
         raise RuntimeError(f"the server did not start: {self.log_tail()}")
-
-
-def serve_target(flags: list[str]) -> None:
-    """`kestrel serve`, except that pictures may be fetched from loopback, where the slow hosts of the attack are."""
-    # Here and not above: the attacking side needs none of it.
-    from kestrel.cli.app import run  # noqa: PLC0415
-    from kestrel.server import remote_images  # noqa: PLC0415
-
-    remote_images.RemoteImages.__init__.__kwdefaults__["may_connect"] = lambda address: (
-        ipaddress.ip_address(address).is_loopback
-    )
-    sys.exit(run(flags))
 
 
 # ---------------------------------------------------------------------- the polite client
@@ -561,10 +547,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["--target"]:
-        serve_target(arguments[1:])
+def main(program: Sequence[str], arguments: Sequence[str]) -> int:
+    """`program` is the command line of a server that may fetch pictures from loopback."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="Calm and attack together (default: 600).")
     parser.add_argument("--seed", type=int, default=0)
@@ -573,7 +557,10 @@ def main(arguments: list[str] | None = None) -> int:
     load = machine_load()
     port = _free_port()
     hosts = ("--adapter-url-template", f"http://127.0.0.1:{port}/{{id}}", "--allowed-image-host", f"127.0.0.1:{port}")
-    with tempfile.TemporaryDirectory() as folder, AttackedServer(*hosts, "--adapter-cache-dir", folder) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        AttackedServer(program, *hosts, "--adapter-cache-dir", folder) as server,
+    ):
         report = asyncio.run(run(server, port, options.seconds, options.seed, lambda line: print(line, flush=True)))
         faults = report.faults()
         if faults:
@@ -582,7 +569,3 @@ def main(arguments: list[str] | None = None) -> int:
         append_row(options.output, {**environment(), **load, "seconds": options.seconds, **vars(report)})
     print("\n".join(f"FAULT: {fault}" for fault in faults) or "no fault")
     return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
