@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
+import time
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -23,6 +25,7 @@ NUM_ARENAS = 2
 """Heaps that threads share. By default there are eight for each core, and each keeps its own free blocks."""
 OLD_MMAP_LIMIT_BYTES = 2**25
 """The most that releases before 2.35 take for the latter."""
+TRIM_EVERY_S = 5.0
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 """Where an operator may have decided otherwise."""
 
@@ -43,7 +46,17 @@ def give_back_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     wanted = ((M_TRIM_THRESHOLD, RETURNED_BYTES), (M_MMAP_THRESHOLD, RETURNED_BYTES), (M_ARENA_MAX, NUM_ARENAS))
-    return all(mallopt(setting, value) == 1 for setting, value in wanted)
+    gives_back = all(mallopt(setting, value) == 1 for setting, value in wanted)
+    threading.Thread(target=_trim_for_ever, name="kestrel-trim", daemon=True).start()
+    return gives_back
+
+
+def _trim_for_ever() -> None:
+    """Free blocks below one that is still in use leave only this way. The call releases the GIL."""
+    malloc_trim = ctypes.CDLL(None).malloc_trim
+    while True:
+        time.sleep(TRIM_EVERY_S)
+        malloc_trim(0)
 
 
 def _may_choose() -> bool:
