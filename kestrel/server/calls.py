@@ -68,7 +68,8 @@ async def engine_request(
 ) -> AsyncIterator[EngineStream]:
     """The same for a request that came by any protocol."""
     engine = state.require_serving()
-    fields = {**fields, "tenant": tenant, "request_id": info.request_id, "read_along": info.stream}
+    fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
+    fields["read_along"] = info.stream
     deadlines = Deadlines(engine, info, state.config)
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
     state.running[info.request_id] = info
