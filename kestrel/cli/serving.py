@@ -31,7 +31,7 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
     keep_freed_memory()
     with _compute_process(server, config) as process:
         configure_logs(server.log_format)
-        if not server.is_loopback and not server.api_keys:
+        if not server.is_loopback and not server.has_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")
         asyncio.run(_serve(server, config, process))
         if process is not None and process.has_died:
