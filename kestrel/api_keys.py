@@ -11,11 +11,12 @@ from kestrel.errors import Unauthorised
 
 
 class ApiKeys:
-    """The keys that open a server. Without any, everybody may come in."""
+    """The keys that open a server; the urgent ones may also go before others. Without any, everybody may come in."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+    def __init__(self, keys: Sequence[str], urgent: Sequence[str] = ()) -> None:
+        self._digests = [_digest(key.encode()) for key in (*keys, *urgent)]
         self._salt = secrets.token_bytes(16)
+        self._urgent = {self._name(_digest(key.encode())) for key in urgent}
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -31,7 +32,14 @@ class ApiKeys:
         known = [key for key in self._digests for candidate in candidates if hmac.compare_digest(key, candidate)]
         if not known:
             raise Unauthorised("the API key is not known; check it, or ask the operator for one")
-        return hmac.new(self._salt, known[0], hashlib.sha256).hexdigest()[:16]
+        return self._name(known[0])
+
+    def is_urgent(self, name: str) -> bool:
+        """Whether a name that `require` gave is that of an urgent key."""
+        return name in self._urgent
+
+    def _name(self, digest: bytes) -> str:
+        return hmac.new(self._salt, digest, hashlib.sha256).hexdigest()[:16]
 
 
 def offered_keys(authorization: str, moondream_auth: str) -> list[bytes]:

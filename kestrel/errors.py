@@ -51,6 +51,10 @@ class RequestError(KestrelError, AboutField):
     """One request is malformed; only that request fails."""
 
 
+class NotAllowed(RequestError):
+    """A field holds a value that this client may not use."""
+
+
 class ContextTooLong(RequestError):
     """The prompt leaves no room for an answer in the model's context."""
 

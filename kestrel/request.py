@@ -130,6 +130,8 @@ class GenerationRequest:
     """Decoded pictures by digest, for the runtime; the scheduler never looks inside."""
     constraint: Constraint | None = None
     tenant: str | None = None
+    client: str | None = None
+    """Who asks: clients take turns. All requests without one are one client's."""
     adapter: AdapterUse | None = None
     priority: int = 0
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""

@@ -85,7 +85,7 @@ def make_scheduler(num_sequences: int) -> tuple[GenerationScheduler[FakeStep], T
     )
     runtime = TimedRuntime(limits, vocab_size=50_000)
     cache = CacheManager(limits.num_pages, limits.page_size)
-    return GenerationScheduler(runtime, cache, max_queue_size=10**6), runtime
+    return GenerationScheduler(runtime, cache), runtime
 
 
 def requests(count: int, max_new_tokens: int, prompt_tokens: int = 20) -> Iterator[GenerationRequest]:

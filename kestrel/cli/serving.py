@@ -35,7 +35,7 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
         elif choose_device(config).type == "cpu":
             keep_freed_memory()
         configure_logs(server.log_format)
-        if not server.is_loopback and not server.api_keys:
+        if not server.is_loopback and not server.has_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")
         asyncio.run(_serve(server, config, process))
         if process is not None and process.has_died:

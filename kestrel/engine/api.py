@@ -21,13 +21,14 @@ from kestrel.constraints import ResponseFormat
 from kestrel.engine.adapters import engine_adapters, given_key, has_adapter_source
 from kestrel.engine.compiling import FormatThreads
 from kestrel.engine.images import PicturePool
-from kestrel.engine.intake import num_characters, require_readable, take_route
+from kestrel.engine.intake import Route, num_characters, require_readable, take_route
 from kestrel.engine.laying_out import generation_request
+from kestrel.engine.queue_room import QueueRoom
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
-from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
+from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Refuse, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
@@ -63,10 +64,10 @@ class InferenceEngine(SkillCalls):
         self._scheduler = GenerationScheduler(
             ready.runtime,
             self._cache,
-            max_queue_size=config.max_queue_size,
-            max_queue_tokens=config.max_queue_tokens,
             priority_ageing_s=config.priority_ageing_s,
         )
+        max_requests = config.max_queue_size + limits.max_batch_size
+        self._room = QueueRoom(max_requests, config.max_queue_tokens, self._scheduler.has_begun)
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
 
     @classmethod
@@ -168,7 +169,7 @@ class InferenceEngine(SkillCalls):
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
         num_chars = num_characters(fields)
         require_readable(num_chars, self.max_model_length)
-        stream = self._open_stream(route.request_id, skill_name)
+        stream = self._open_stream(route, skill_name)
         self._unsent.add(stream)
         try:
             adapter = None if request.adapter is None else await self._adapters.use(request.adapter)
@@ -178,7 +179,7 @@ class InferenceEngine(SkillCalls):
                 generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
             else:
                 generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
-            generation.tenant, generation.adapter = route.tenant, adapter
+            generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
             generation.priority = route.priority
             generation.is_read_along = is_stream if route.read_along is None else route.read_along
             generation.submitted_s = submitted_s
@@ -199,20 +200,32 @@ class InferenceEngine(SkillCalls):
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
         if stream.is_done:  # cancelled, or the worker failed, while its picture was decoded
             raise stream.error
+        self._refuse_for_others(
+            self._room.weigh(stream.request_id, generation.num_prompt_positions), "max_queue_tokens"
+        )
         if not self._worker.try_send(Add(generation)):
             raise self._stopped()
 
-    def _open_stream(self, request_id: str | None, skill: str) -> EngineStream:
-        request_id = request_id or uuid.uuid4().hex
+    def _open_stream(self, route: Route, skill: str) -> EngineStream:
+        request_id = route.request_id or uuid.uuid4().hex
         if request_id in self._streams:
             raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
-        if len(self._streams) >= self.config.max_queue_size + self._ready.runtime.limits.max_batch_size:
-            raise QueueFull(f"{len(self._streams)} requests are unanswered (max_queue_size); retry later")
+        self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
         stream = EngineStream(request_id, skill, self.cancel)
         self._streams[request_id] = stream
         return stream
 
+    def _refuse_for_others(self, request_ids: Sequence[str], bound: str) -> None:
+        for request_id in request_ids:
+            error = QueueFull(f"the queue is full ({bound}) and this client has the most in it; retry later")
+            stream = self._streams[request_id]
+            if stream in self._unsent:
+                stream.fail(error)
+            else:
+                self._worker.try_send(Refuse(request_id, error))
+
     def _close_stream(self, request_id: str) -> None:
+        self._room.leave(request_id)
         self._streams.pop(request_id, None)
         self._pictures.release(request_id)
 

@@ -25,6 +25,7 @@ class Route:
     request_id: str | None
     priority: int
     tenant: str | None
+    client: str | None
     read_along: bool | None
     """Whether someone waits for each token; None: as `stream` says."""
 
@@ -32,8 +33,9 @@ class Route:
 def take_route(fields: dict[str, Any]) -> Route:
     """Takes the engine's fields out of `fields`, checked."""
     request_id, tenant = fields.pop("request_id", None), fields.pop("tenant", None)
+    client = fields.pop("client", None)
     priority, read_along = fields.pop("priority", None), fields.pop("read_along", None)
-    for name, value in (("request_id", request_id), ("tenant", tenant)):
+    for name, value in (("request_id", request_id), ("tenant", tenant), ("client", client)):
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH):
             raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {shown(value)})")
     priority = 0 if priority is None else priority
@@ -43,7 +45,7 @@ def take_route(fields: dict[str, Any]) -> Route:
         )
     if read_along is not None and not isinstance(read_along, bool):
         raise RequestError("read_along", f"must be True or False (got {shown(read_along)})")
-    return Route(request_id, priority, tenant, read_along)
+    return Route(request_id, priority, tenant, client, read_along)
 
 
 def num_characters(fields: Mapping[str, Any]) -> int:

@@ -24,6 +24,14 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """End a request with this error, unless it has begun."""
+
+    request_id: str
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class CancelAll:
     error: BaseException
 
@@ -40,7 +48,7 @@ class Stop:
     """End the thread once nothing runs or waits any more."""
 
 
-Command: TypeAlias = Add | Cancel | CancelAll | Fail | Stop
+Command: TypeAlias = Add | Cancel | Refuse | CancelAll | Fail | Stop
 
 
 class EngineWorker:
@@ -143,6 +151,8 @@ class EngineWorker:
                         updates.append(failure(request.request_id, error))
                 case Cancel(request_id):
                     self._scheduler.cancel(request_id)
+                case Refuse(request_id, error):
+                    self._scheduler.refuse(request_id, error)
                 case CancelAll(error):
                     updates += self._scheduler.fail_all(error)
                 case Fail(error):

@@ -73,35 +73,35 @@ class Admission:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def admit_waiting(self) -> list[Sequence]:
+    def admit_waiting(self, now_s: float) -> list[Sequence]:
         """Start waiting sequences in order until rows or pages run out."""
         admitted: list[Sequence] = []
         for _ in range(self._slots.num_free):
-            for sequence in self._slot_waiters.pop_most_urgent():
+            for sequence in self._slot_waiters.pop_next(self._queue.turn_of):
                 self._queue.push(sequence)
         while self._free_rows and not self._waits_for_release:
-            sequence = self._queue.try_pop()
+            sequence = self._queue.try_pop(now_s)
             if sequence is None:
                 break
-            match self.decide(sequence):
+            match self.decide(sequence, now_s):
                 case Admitted():
                     admitted.append(sequence)
                 case Deferred(reason=DeferReason.IMAGE_IN_PROGRESS):
                     self._park(sequence)
                 case Deferred(reason=DeferReason.NO_ADAPTER_SLOT):
-                    self._slot_waiters.push(sequence)
+                    self._slot_waiters.push(sequence, now_s)
                 case Deferred():
                     self._queue.push(sequence)
                     self._waits_for_release = True
         return admitted
 
-    def decide(self, sequence: Sequence) -> Decision:
+    def decide(self, sequence: Sequence, now_s: float) -> Decision:
         if not self._free_rows:
             return Deferred(DeferReason.NO_ROW)
         if sequence.reads_prefix_cache and self._picture_key(sequence) in self._picture_owner:
             return Deferred(DeferReason.IMAGE_IN_PROGRESS)
         use = sequence.request.adapter
-        slot = None if use is None else self._lease_slot(sequence, use)
+        slot = None if use is None else self._lease_slot(sequence, use, now_s)
         if use is not None and slot is None:
             return Deferred(DeferReason.NO_ADAPTER_SLOT)
         try:
@@ -111,11 +111,12 @@ class Admission:
                 slot.release()
             return Deferred(DeferReason.NO_PAGES)
         sequence.start(self._free_rows.pop(), lease, slot)
+        self._queue.took_row(sequence)
         self._own_missing_picture(sequence)
         return Admitted(sequence)
 
-    def _lease_slot(self, sequence: Sequence, use: AdapterUse) -> SlotLease | None:
-        return self._slots.try_acquire(use) if self._slot_waiters.may_pass(sequence) else None
+    def _lease_slot(self, sequence: Sequence, use: AdapterUse, now_s: float) -> SlotLease | None:
+        return self._slots.try_acquire(use) if self._slot_waiters.may_pass(sequence, now_s) else None
 
     def release(self, sequence: Sequence) -> None:
         """Take back the row and pages of a sequence that no step names any more."""
@@ -126,6 +127,7 @@ class Admission:
             sequence.slot_lease.release()
             sequence.slot_lease = None
         self._free_rows.append(sequence.row)
+        self._queue.gave_row(sequence)
         self._waits_for_release = False
         self.picture_done(sequence)
 
@@ -145,16 +147,17 @@ class Admission:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence that never started from the queue or the parked ones."""
-        self._queue.remove(sequence)
         if sequence in self._slot_waiters:
             self._slot_waiters.remove(sequence)
         key = self._picture_key(sequence)
         if key is not None and self._waits_for_picture(sequence):
             self._parked[key].remove(sequence)
             self._num_parked -= 1
+        self._queue.remove(sequence)
 
-    def check_integrity(self, running: int) -> None:
-        assert len(self._free_rows) + running == self._num_rows, "a row is lost or held twice"
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        self._queue.check_integrity(holders)
+        assert len(self._free_rows) + len(holders) == self._num_rows, "a row is lost or held twice"
         assert len(set(self._free_rows)) == len(self._free_rows), "a row is free twice"
         assert set(self._parked) <= set(self._picture_owner), "sequences are parked behind no one"
         assert sum(map(len, self._parked.values())) == self._num_parked, "the parked are miscounted"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from kestrel.cache import CacheManager
-from kestrel.errors import ContextTooLong, QueueFull, RequestCancelled, RequestError
+from kestrel.errors import ContextTooLong, RequestCancelled, RequestError
 from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
 from kestrel.scheduler.adapter_slots import SlotPool
@@ -43,8 +43,6 @@ class GenerationScheduler(Generic[StepT]):
         runtime: Runtime[StepT],
         cache: CacheManager,
         *,
-        max_queue_size: int = 1024,
-        max_queue_tokens: int | None = None,
         priority_ageing_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,8 +51,6 @@ class GenerationScheduler(Generic[StepT]):
         self._limits = limits
         self._cache = cache
         self._clock = clock
-        self._max_queue_size = max_queue_size
-        self._max_queue_tokens = max_queue_tokens
         self._queue = WaitingQueue(priority_ageing_s)
         self._slots = SlotPool(limits.num_adapter_slots)
         self._admission = Admission(cache, self._queue, limits.max_batch_size, self._slots)
@@ -99,26 +95,15 @@ class GenerationScheduler(Generic[StepT]):
         return sequence is not None and sequence.first_step_s is not None
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestError when it can never run and QueueFull when too many are unanswered."""
+        """Queue a request. Raises RequestError when it can never run."""
         if request.request_id in self._sequences:
             raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
-        if len(self._sequences) >= self._max_queue_size + self._limits.max_batch_size:
-            raise QueueFull(f"{len(self._sequences)} requests are unanswered (max_queue_size); retry later")
         if request.adapter is not None and not self._limits.num_adapter_slots:
             raise RequestError("adapter", "this engine has no adapter slots; raise max_adapters")
-        self._require_room_for(request)
         key = self._queue.key(request.priority, self._clock())
         sequence = Sequence(request, key, max_total_tokens(request, self._limits))
         self._sequences[request.request_id] = sequence
         self._queue.push(sequence)
-
-    def _require_room_for(self, request: GenerationRequest) -> None:
-        if self._max_queue_tokens is None or not self.num_waiting:
-            return
-        waiting = [s for s in self._sequences.values() if s.stage is Stage.WAITING]
-        num_tokens = sum(s.request.num_prompt_positions for s in waiting)
-        if num_tokens + request.num_prompt_positions > self._max_queue_tokens:
-            raise QueueFull(f"{num_tokens} prompt tokens are waiting (max_queue_tokens); retry later")
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; False when it is unknown or already over. Its pages come back within a step."""
@@ -127,6 +112,12 @@ class GenerationScheduler(Generic[StepT]):
             return False
         self._end(sequence, RequestCancelled(f"request {request_id} was cancelled"))
         return True
+
+    def refuse(self, request_id: str, error: BaseException) -> None:
+        """End a request with `error` if no step has been spent on it yet."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.first_step_s is None:
+            self._end(sequence, error)
 
     def fail_all(self, error: BaseException) -> list[StreamUpdate]:
         """End every request with `error`, without touching the runtime again."""
@@ -163,7 +154,7 @@ class GenerationScheduler(Generic[StepT]):
         holders = [s for s in self._running + self._leaving if s.lease is not None]
         slot_holders = [s for s in holders if s.slot_lease is not None]
         assert self._slots.num_leases == len(slot_holders), "an adapter slot belongs to no sequence"
-        self._admission.check_integrity(len(holders))
+        self._admission.check_integrity(holders)
         assert self._cache.num_leases == len(holders), "a lease belongs to no sequence"
         assert len({s.row for s in holders}) == len(holders), "two sequences share a row"
         known = set(self._sequences.values())
@@ -183,7 +174,7 @@ class GenerationScheduler(Generic[StepT]):
         return updates
 
     def _admit(self) -> None:
-        for sequence in self._admission.admit_waiting():
+        for sequence in self._admission.admit_waiting(self._clock()):
             self._running.append(sequence)
             self._planner.announce(sequence)
 
@@ -208,7 +199,7 @@ class GenerationScheduler(Generic[StepT]):
     # ------------------------------------------------------------------ pages for running sequences
 
     def _make_room(self) -> bool:
-        """Give every decoding sequence a page for its next token, preempting the least urgent if need be."""
+        """Give every decoding sequence a page for its next token, preempting the last in turn if need be."""
         for sequence in list(self._running):
             while sequence.can_decode and not reserve_next_token(sequence):
                 if len(self._pipeline):
@@ -217,11 +208,11 @@ class GenerationScheduler(Generic[StepT]):
         return True
 
     def _preempt(self) -> None:
-        """Send the least urgent sequence back to the queue; it keeps its tokens and computes their KV again.
+        """Send the last in turn back to the queue; it keeps its tokens and computes their KV again.
 
         A sequence alone preempts itself: starting anew it may do without cached pages that are not its own.
         """
-        victim = max(self._running, key=lambda s: s.queue_key)
+        victim = self._queue.last_in_turn(self._running)
         self._running.remove(victim)
         self._planner.withdraw(victim)
         victim.share()

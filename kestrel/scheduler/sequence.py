@@ -36,6 +36,8 @@ class Sequence:
         self.first_step_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.put_aside_s = 0.0
+        """When it was its turn and its adapter found no slot."""
 
         self.num_generated = 0
         self.grammar_state = 0

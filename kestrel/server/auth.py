@@ -7,12 +7,15 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kestrel.api_keys import ApiKeys, offered_keys
+from kestrel.errors import NotAllowed, shown
 from kestrel.server.config import ServerConfig
 from kestrel.server.paths import route_path
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/ready", "/version"})
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"
+KEY_CLIENT = "key "
+"""What stands before a key's name in the name of a client."""
 
 
 def is_open(scope: Scope) -> bool:
@@ -32,12 +35,21 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             name = None if self._is_open(scope) else self._keys.require(keys_in(Headers(scope=scope)))
-            scope["state"]["client"] = f"key {name}" if name else _address(scope)
+            scope["state"]["client"] = f"{KEY_CLIENT}{name}" if name else _address(scope)
             scope["state"]["tenant"] = name if self._isolates else None
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return not self._keys or is_open(scope)
+
+
+def require_priority(keys: ApiKeys, client: str, priority: object) -> None:
+    """Only an urgent key goes before others. Raises NotAllowed; what is no number is refused by the engine."""
+    if not isinstance(priority, int) or priority >= 0:
+        return
+    if not client.startswith(KEY_CLIENT) or not keys.is_urgent(client.removeprefix(KEY_CLIENT)):
+        remedy = "leave it out, or ask the operator for a key set with --urgent-api-key"
+        raise NotAllowed("priority", f"{shown(priority)} is below 0, which needs an urgent API key; {remedy}")
 
 
 def keys_in(headers: Headers) -> list[bytes]:

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
 from kestrel.errors import KestrelError, RequestCancelled, RequestError
-from kestrel.server.auth import client_of, tenant_of
+from kestrel.server.auth import client_of, require_priority, tenant_of
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.headers import header_of
@@ -68,7 +68,9 @@ async def engine_request(
 ) -> AsyncIterator[EngineStream]:
     """The same for a request that came by any protocol."""
     engine = state.require_serving()
-    fields = {**fields, "tenant": tenant, "request_id": info.request_id, "read_along": info.stream}
+    require_priority(state.keys, info.client, fields.get("priority"))
+    fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
+    fields["read_along"] = info.stream
     deadlines = Deadlines(engine, info, state.config)
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
     state.running[info.request_id] = info

@@ -37,6 +37,15 @@ class ServerConfig:
             "A key that clients must send. Repeatable: any of them opens.", flags=("--api-key",), metavar="KEY"
         ),
     )
+    urgent_api_keys: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata=_doc(
+            "A key that opens as well, and whose requests may have a priority below 0. Repeatable. Default: none.",
+            flags=("--urgent-api-key",),
+            metavar="KEY",
+        ),
+    )
     insecure: bool = field(
         default=False, metadata=_doc("Listen on a public address without any key.", flags=("--insecure",))
     )
@@ -86,7 +95,11 @@ class ServerConfig:
         default=15.0, metadata=_doc("Seconds of silence in a stream after which a comment keeps it open.")
     )
     max_requests_per_client: int | None = field(
-        default=None, metadata=_doc("Unanswered requests one key, or one address, may have. Default: no limit.")
+        default=None,
+        metadata=_doc(
+            "Unanswered requests one key, or one address, may have; each prompt, choice and input counts. "
+            "Default: no limit."
+        ),
     )
     allowed_image_hosts: tuple[str, ...] = field(
         default=(),
@@ -125,10 +138,15 @@ class ServerConfig:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             missing = "tls_key_file" if self.tls_key_file is None else "tls_cert_file"
             raise ConfigError(missing, "is needed too: HTTPS takes a certificate and its key")
-        if self.isolate_prefix_cache and not self.api_keys:
+        if self.isolate_prefix_cache and not self.has_keys:
             raise ConfigError("isolate_prefix_cache", "tells clients apart by their keys; set api_keys too")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError("root_path", f"must begin and not end with a slash (got {shown(self.root_path)})")
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_keys or self.urgent_api_keys)
 
     @property
     def is_loopback(self) -> bool:
@@ -159,14 +177,14 @@ _OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_c
 _SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
 _TEXTS = ("host", "root_path", "log_format", "compute_process")
 _OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
-_LISTS = ("api_keys", "trusted_proxies", "cors_origins", "allowed_image_hosts")
+_LISTS = ("api_keys", "urgent_api_keys", "trusted_proxies", "cors_origins", "allowed_image_hosts")
 
 
 def _check_texts(config: ServerConfig) -> None:
     _check_kinds(config)
-    for key in config.api_keys:
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("api_keys", "must be printable ASCII without blanks: keys travel in a header")
+    for name in ("api_keys", "urgent_api_keys"):
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in getattr(config, name)):
+            raise ConfigError(name, "must be printable ASCII without blanks: keys travel in a header")
     for proxy in config.trusted_proxies:
         _check_proxy(proxy)
     for origin in config.cors_origins:
@@ -224,7 +242,7 @@ def _check_exposure(config: ServerConfig) -> None:
     except ValueError:
         if _HOST_NAME.fullmatch(host) is None:
             raise ConfigError("host", f"{shown(host)} is no address; give one such as 127.0.0.1 or 0.0.0.0") from None
-    if not config.is_loopback and not config.api_keys and not config.insecure:
+    if not config.is_loopback and not config.has_keys and not config.insecure:
         raise ConfigError(
             "host",
             f"{host} can be reached from other machines and no API key is set; "

@@ -28,6 +28,7 @@ from kestrel.errors import (
     EngineStopped,
     KestrelError,
     ModelNotFound,
+    NotAllowed,
     NotServing,
     NumericalError,
     QueueTimeout,
@@ -84,6 +85,7 @@ class ErrorKind:
 
 ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (Unauthorised, ErrorKind(401, "authentication_error", "invalid_api_key")),
+    (NotAllowed, ErrorKind(403, "permission_error", "not_allowed")),
     (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
     (AdapterGone, ErrorKind(410, "invalid_request_error", "adapter_gone")),
     (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),

@@ -13,6 +13,7 @@ from typing import Any
 from kestrel.engine import EngineStream
 from kestrel.engine.intake import MAX_NAME_LENGTH
 from kestrel.errors import QueueFull, RequestError
+from kestrel.server.auth import KEY_CLIENT
 from kestrel.server.calls import engine_request
 from kestrel.server.errors import kind_of
 from kestrel.server.logs import access_log
@@ -54,7 +55,7 @@ class ServerHost:
         name = self._state.keys.require(keys) if self._state.keys else None
         isolates = self._state.config.isolate_prefix_cache
         return ServerVisitor(
-            self._state, self._protocol, f"key {name}" if name else address, tenant=name if isolates else None
+            self._state, self._protocol, f"{KEY_CLIENT}{name}" if name else address, tenant=name if isolates else None
         )
 
 

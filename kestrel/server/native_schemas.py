@@ -122,7 +122,7 @@ OTHER_NAMES = {"adapter": "variant", "max_tokens": "max_new_tokens"}
 COMMON_FIELDS: Mapping[str, Schema] = {
     "model": described("The model's name, or name/adapter.", {"type": "string"}),
     "stream": described("Answer as Server-Sent Events.", {"type": "boolean"}),
-    "priority": described("Lower runs sooner.", integer(-MAX_PRIORITY, MAX_PRIORITY)),
+    "priority": described("Lower runs sooner; below 0 needs an urgent key.", integer(-MAX_PRIORITY, MAX_PRIORITY)),
     "request_id": described(
         "A name for this request, which no other running one has.",
         {"type": "string", "minLength": 1, "maxLength": MAX_NAME_LENGTH},
@@ -224,6 +224,7 @@ ERROR = record(
 REFUSALS = {
     400: "A field or the body is wrong, or the prompt is longer than the context.",
     401: "No key, or not a known one.",
+    403: "This key may not do that: a priority below 0 needs an urgent one.",
     404: "No such model or adapter.",
     408: "The request arrived too slowly, or took too long.",
     410: "The adapter has been removed where it came from.",

@@ -76,7 +76,7 @@ class ServerState:
     clients: ClientCounts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keys = ApiKeys(self.config.api_keys)
+        self.keys = ApiKeys(self.config.api_keys, self.config.urgent_api_keys)
         self.clients = ClientCounts(self.config.max_requests_per_client)
 
     @property

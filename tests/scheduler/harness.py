@@ -74,15 +74,11 @@ def limits(**changes: int) -> RuntimeLimits:
 def make(
     vocab_size: int = 50,
     prefix_cache: bool = True,
-    max_queue_size: int = 10_000,
-    max_queue_tokens: int | None = None,
     **changes: int,
 ) -> tuple[GenerationScheduler, FakeRuntime]:
     runtime = FakeRuntime(limits(**changes), vocab_size=vocab_size)
     cache = CacheManager(runtime.limits.num_pages, runtime.limits.page_size, prefix_cache)
-    return GenerationScheduler(
-        runtime, cache, max_queue_size=max_queue_size, max_queue_tokens=max_queue_tokens
-    ), runtime
+    return GenerationScheduler(runtime, cache), runtime
 
 
 def request(
@@ -92,6 +88,7 @@ def request(
     grammar: Grammar | None = None,
     priority: int = 0,
     tenant: str | None = None,
+    client: str | None = None,
     adapter: str | None = None,
     prompt_outputs: PromptOutputs | None = None,
     is_read_along: bool = False,
@@ -105,6 +102,7 @@ def request(
         consumer=Recorder(**options),  # type: ignore[arg-type]
         priority=priority,
         tenant=tenant,
+        client=client,
         adapter=None if adapter is None else AdapterUse(adapter, adapter, None),
         prompt_outputs=prompt_outputs,
         is_read_along=is_read_along,

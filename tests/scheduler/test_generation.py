@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel.errors import QueueFull, RequestCancelled, RequestError
+from kestrel.errors import RequestCancelled, RequestError
 from kestrel.grammar import END, Carries, Edge, Grammar, State
 from kestrel.request import FinishReason, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
@@ -152,44 +152,11 @@ def test_a_prompt_that_can_never_fit_is_refused_alone() -> None:
     assert set(run(scheduler)) == {"fits"}
 
 
-def test_a_queue_full_of_tokens_refuses_but_never_a_lone_request() -> None:
-    scheduler, _ = make(max_queue_tokens=10, max_batch_size=1)
-    scheduler.add(request("large", text(*range(1, 16))))
-    with pytest.raises(QueueFull, match="15 prompt tokens are waiting"):
-        scheduler.add(request("next", text(1)))
-    scheduler.step()
-    assert scheduler.has_begun("large")
-    scheduler.add(request("waits", text(*range(1, 9))))
-    scheduler.add(request("fits", text(1, 2)))
-    with pytest.raises(QueueFull, match="max_queue_tokens"):
-        scheduler.add(request("too much", text(1)))
-    assert not scheduler.has_begun("waits")
-    assert set(run(scheduler)) == {"large", "waits", "fits"}
-
-
-def test_a_full_queue_refuses_and_a_repeated_id_too() -> None:
-    scheduler, _ = make(max_queue_size=2, max_batch_size=1)
+def test_a_repeated_id_is_refused() -> None:
+    scheduler, _ = make()
     scheduler.add(request("a", text(1)))
     with pytest.raises(RequestError, match="request_id"):
         scheduler.add(request("a", text(1)))
-    scheduler.add(request("b", text(1)))
-    scheduler.add(request("c", text(1)))
-    with pytest.raises(QueueFull):
-        scheduler.add(request("d", text(1)))
-
-
-def test_an_idle_engine_takes_as_many_as_run_and_wait_at_once() -> None:
-    """Whether the first request has its row already when the others come makes no difference."""
-    for steps in (0, 1, 3):
-        scheduler, _ = make(max_queue_size=1, max_batch_size=2)
-        scheduler.add(request("a", text(1)))
-        for _ in range(steps):
-            scheduler.step()
-        scheduler.add(request("b", text(1)))
-        scheduler.add(request("c", text(1)))
-        with pytest.raises(QueueFull, match="max_queue_size"):
-            scheduler.add(request("d", text(1)))
-        assert set(run(scheduler)) == {"a", "b", "c"}
 
 
 def test_lower_priority_numbers_start_first_and_waiting_catches_up() -> None:

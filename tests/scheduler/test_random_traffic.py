@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,10 @@ contexts = st.tuples(
     st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=6),
 )
 adapters = st.sampled_from([None, None, "red", "green", "blue", "grey"])
-additions = st.tuples(st.just("add"), contexts, st.integers(1, 20), st.integers(-2, 2), adapters, st.booleans())
+clients = st.sampled_from([None, None, "first", "second", "third"])
+additions = st.tuples(
+    st.just("add"), contexts, st.integers(1, 20), st.integers(-2, 2), adapters, st.booleans(), clients
+)
 actions = st.one_of(
     additions,
     additions,
@@ -42,8 +46,9 @@ class Traffic:
 
     def do(self, action: tuple) -> None:
         match action:
-            case ("add", context, max_new, priority, adapter, is_read_along):
-                self._add(context_items(context), max_new, priority, adapter, is_read_along)
+            case ("add", context, max_new, priority, adapter, is_read_along, client):
+                options = {"priority": priority, "adapter": adapter, "is_read_along": is_read_along, "client": client}
+                self._add(context_items(context), max_new, options)
             case ("cancel", index):
                 self.scheduler.cancel(f"r{index}")
             case ("step", count):
@@ -56,17 +61,13 @@ class Traffic:
     def finish(self) -> None:
         self._take(list(run(self.scheduler).values()))
 
-    def _add(
-        self, items: list[ContextItem], max_new: int, priority: int, adapter: str | None, is_read_along: bool
-    ) -> None:
+    def _add(self, items: list[ContextItem], max_new: int, options: dict[str, Any]) -> None:
         name = self._free_name()
         try:
-            self.scheduler.add(
-                request(name, items, max_new, None, priority, None, adapter, is_read_along=is_read_along)
-            )
+            self.scheduler.add(request(name, items, max_new, **options))
         except RequestError:
             return
-        self.expected[name] = (items, max_new, adapter)
+        self.expected[name] = (items, max_new, options["adapter"])
 
     def _free_name(self) -> str:
         """That of a cancelled request, if there is one, which is forgotten."""
@@ -121,3 +122,4 @@ def test_random_traffic(
         assert tokens_of(traffic.final[name]) == by_hand(items, min(max_new, left), VOCAB, adapter), name
     assert scheduler._cache.num_leases == scheduler._slots.num_leases == 0
     assert scheduler.num_running == scheduler.num_waiting == 0
+    assert not scheduler._queue._lines

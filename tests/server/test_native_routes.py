@@ -146,7 +146,7 @@ def test_the_model_may_be_named(client: httpx.Client, name: str) -> None:
 
 def test_a_request_may_name_itself_and_its_urgency(client: httpx.Client, server: RunningServer) -> None:
     response = client.post(
-        "/v1/query", json={"question": "Who are you?", "request_id": "mine", "priority": -3, "max_tokens": 1}
+        "/v1/query", json={"question": "Who are you?", "request_id": "mine", "priority": 3, "max_tokens": 1}
     )
     assert response.json()["request_id"] == "mine"
     assert "mine" in server.watcher.started_ids

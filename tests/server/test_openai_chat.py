@@ -180,7 +180,7 @@ def test_an_answer_keeps_to_its_schema(client: httpx.Client) -> None:
     [
         {"top_k": -1, "min_p": None, "n": None, "stop": None, "stream": None, "stream_options": None, "tools": None},
         {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "unheard_of": [1, {"x": 2}]},
-        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "priority": -3},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "priority": 3},
         {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "stop": []},
         {"response_format": {"type": "text"}, "min_tokens": 1, "ignore_eos": False, "stop_token_ids": [5]},
     ],

@@ -33,6 +33,7 @@ from tests.server.conftest import runtime_config, start_server
         {"api_keys": ("",)},
         {"api_keys": ("two words",)},
         {"api_keys": ("schlüssel",)},
+        {"urgent_api_keys": ("two words",)},
         {"max_body_bytes": 0},
         {"request_timeout_s": 0},
         {"request_timeout_s": float("nan")},
@@ -76,11 +77,12 @@ def test_every_other_address_needs_a_key_or_a_word(host: str) -> None:
     with pytest.raises(ConfigError, match="no API key"):
         ServerConfig(host=host)
     assert not ServerConfig(host=host, api_keys=("key",)).is_loopback
+    assert not ServerConfig(host=host, urgent_api_keys=("key",)).is_loopback
     assert ServerConfig(host=host, insecure=True).host == host
 
 
 def test_keys_are_not_printed() -> None:
-    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",), urgent_api_keys=("secret",)))
 
 
 def test_a_host_for_pictures_that_is_none_is_refused_at_the_start() -> None:

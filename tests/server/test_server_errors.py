@@ -20,6 +20,7 @@ from kestrel.errors import (
     CheckpointError,
     ContextTooLong,
     EngineStopped,
+    NotAllowed,
     OutOfPages,
     QueueFull,
     RequestError,
@@ -156,6 +157,7 @@ def test_an_unexpected_failure_says_nothing_and_harms_nobody(
     [
         (RequestError("top_p", "is odd"), 400, None, False),
         (ContextTooLong("prompt", "is long"), 400, "context_length_exceeded", False),
+        (NotAllowed("priority", "is low"), 403, "not_allowed", False),
         (AdapterNotFound("adapter x"), 404, "adapter_not_found", False),
         (AdapterGone("adapter x"), 410, "adapter_gone", False),
         (AdapterUnusable("adapter x"), 400, "adapter_unusable", False),

@@ -7,6 +7,8 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -158,6 +160,40 @@ def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningS
         page = Page(client.get("/metrics").text)
     assert page.value("kestrel_http_requests_total", route="/v1/query", status="429") == 1
     assert page.total("kestrel_http_requests_total", route="unmatched") == 0
+
+
+MANY_ANSWERS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "n": 4}, "n"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "n": 4, "stream": True}, "n"),
+    ("/v1/completions", {"prompt": "I", "n": 4}, "n"),
+    ("/v1/completions", {"prompt": ["I", "You"], "n": 2}, "prompt"),
+    ("/v1/embeddings", {"input": ["I", "you", "we", "they"]}, "input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), MANY_ANSWERS)
+def test_one_request_may_not_ask_for_more_answers_than_a_client_may_have(
+    visitor: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    response = visitor.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert "asks for 4 answers" in error["message"]
+    assert "max_requests_per_client" in error["message"]
+
+
+def test_every_prompt_and_choice_counts_as_a_request_of_its_client(
+    strict: RunningServer, visitor: httpx.Client
+) -> None:
+    body = {"prompt": ["I", "You", "We"], "max_tokens": 1}
+    assert visitor.post("/v1/completions", json=body).status_code == 200
+    with closing(send(strict.url, long_query(end_id_of(strict.engine), request_id="runs"))):
+        assert eventually(lambda: "runs" in strict.state.running)
+        greedy = visitor.post("/v1/completions", json=body)
+        assert (greedy.status_code, greedy.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert greedy.headers["retry-after"] == "1"
+    assert eventually(lambda: strict.engine.num_requests == 0)
+    assert visitor.post("/v1/completions", json=body).status_code == 200
 
 
 def test_the_default_budget_holds_unless_the_request_names_one(visitor: httpx.Client, strict: RunningServer) -> None:

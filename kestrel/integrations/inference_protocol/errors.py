@@ -16,6 +16,7 @@ from kestrel.errors import (
     DeadlineExceeded,
     EngineStopped,
     ModelNotFound,
+    NotAllowed,
     NotServing,
     NumericalError,
     RequestCancelled,
@@ -56,6 +57,7 @@ class ErrorKind:
 
 ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (Unauthorised, ErrorKind("UNAUTHENTICATED", TritonCode.INVALID_ARG)),
+    (NotAllowed, ErrorKind("PERMISSION_DENIED", TritonCode.INVALID_ARG)),
     (ModelNotFound, ErrorKind("NOT_FOUND", TritonCode.NOT_FOUND)),
     (AdapterNotFound, ErrorKind("NOT_FOUND", TritonCode.NOT_FOUND)),
     (AdapterUnusable, ErrorKind("FAILED_PRECONDITION", TritonCode.INVALID_ARG)),

@@ -71,7 +71,8 @@ def completion_generation(state: ServerState, body: Body) -> Generation:
     echoed = [prompt for prompt in prompts for _ in range(num_choices)] if echoes else None
     shape = CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
     names = {**fields.names, "prompt_logprobs": "logprobs"}
-    return Generation(EngineWork("complete", each, names), shape, wish, PromptShare(num_choices))
+    work = EngineWork("complete", each, names, many="prompt" if len(prompts) > 1 else "n")
+    return Generation(work, shape, wish, PromptShare(num_choices))
 
 
 def take_prompts(body: Body) -> Sequence[Prompt]:

@@ -36,7 +36,7 @@ async def embeddings(request: Request) -> Response:
     take_model(state, common)
     fields = [{**common, **one} for one in await _inputs(body, PartReader(state))]
     names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
-    work = EngineWork("embed", fields, names)
+    work = EngineWork("embed", fields, names, many="input")
     results = await until_gone(request.receive, all_results(request, work))
     vectors = [result.output["embedding"] for result in results]
     _require_dimensions(body, len(vectors[0]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import AdapterNotFound, RequestError
+from kestrel.server.auth import client_of
 from kestrel.server.calls import engine_call, request_info
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.state import RequestInfo, state_of
@@ -25,6 +26,8 @@ class EngineWork:
     fields: Sequence[dict[str, Any]]
     names: Mapping[str, str]
     """What the client called the engine's fields, for refusals."""
+    many: str = "n"
+    """The client's field that says how many there are."""
 
     @property
     def adapter(self) -> str | None:
@@ -48,7 +51,7 @@ async def all_results(request: Request, work: EngineWork) -> list[EngineResult]:
         async with window, engine_call(request, info, fields) as stream:
             return await stream.result()
 
-    with client_names(work.names):
+    with _counted(request, work), client_names(work.names):
         tasks = [asyncio.ensure_future(one(fields)) for fields in work.fields]
         try:
             return list(await asyncio.gather(*tasks))
@@ -62,9 +65,13 @@ async def all_results(request: Request, work: EngineWork) -> list[EngineResult]:
 async def open_streams(request: Request, work: EngineWork) -> AsyncIterator[list[EngineStream]]:
     """All of them running at once, until the block is left."""
     info = _info(request, work, stream=True)
-    with client_names(work.names):
+    with _counted(request, work), client_names(work.names):
         async with AsyncExitStack() as stack:
             yield [await stack.enter_async_context(engine_call(request, info, fields)) for fields in work.fields]
+
+
+def _counted(request: Request, work: EngineWork) -> AbstractContextManager[None]:
+    return state_of(request).clients.all_counted(client_of(request), len(work.fields), work.many)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kestrel.engine.intake import MAX_PRIORITY
 from kestrel.errors import RequestError, shown
 from kestrel.prompt_outputs import MAX_LOGPROBS
 from kestrel.sampling_params import (
@@ -109,6 +110,11 @@ _RESPONSE_FORMAT: Schema = {
     "required": ["type"],
 }
 
+PRIORITY: Schema = {
+    **integer_schema(-MAX_PRIORITY, MAX_PRIORITY),
+    "description": "Lower runs sooner; below 0 needs an urgent key.",
+}
+
 SAMPLING = (
     Parameter("temperature", number_schema(0, MAX_TEMPERATURE), "temperature"),
     Parameter("top_p", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "top_p"),
@@ -124,7 +130,7 @@ SAMPLING = (
     Parameter("repetition_penalty", number_schema(MIN_REPETITION_PENALTY, 2), "repetition_penalty"),
     Parameter("logit_bias", _LOGIT_BIAS, "logit_bias"),
     Parameter("response_format", _RESPONSE_FORMAT, "response_format"),
-    Parameter("priority", integer_schema(-1_000_000, 1_000_000), "priority"),
+    Parameter("priority", PRIORITY, "priority"),
 )
 TOP_LOGPROBS = integer_schema(0, MAX_LOGPROBS)
 """How many likely tokens may be asked for beside each."""

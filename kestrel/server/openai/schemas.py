@@ -10,6 +10,7 @@ from kestrel.server.openai.messages import MAX_MESSAGES
 from kestrel.server.openai.parameters import (
     BOOLEAN,
     MAX_CHOICES,
+    PRIORITY,
     SAMPLING,
     TEXT,
     TOP_LOGPROBS,
@@ -113,7 +114,7 @@ EMBEDDING_REQUEST = body(
         "model": _COMMON["model"],
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
-        "priority": integer_schema(-1_000_000, 1_000_000),
+        "priority": PRIORITY,
         "user": _COMMON["user"],
     },
 )

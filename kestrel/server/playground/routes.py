@@ -81,7 +81,7 @@ async def server(request: Request) -> Response:
     body = {
         "version": __version__,
         "status": state.phase.value,
-        "needs_key": bool(state.config.api_keys),
+        "needs_key": state.config.has_keys,
         "max_body_bytes": state.config.max_body_bytes,
         "model": state.model_name,
         **({} if engine is None else _model_facts(request, engine)),
