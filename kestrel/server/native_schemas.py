@@ -224,11 +224,12 @@ ERROR = record(
 REFUSALS = {
     400: "A field or the body is wrong, or the prompt is longer than the context.",
     401: "No key, or not a known one.",
+    403: "A web page of another site asks, or the Host is not one of this server's.",
     404: "No such model or adapter.",
     408: "The request arrived too slowly, or took too long.",
     410: "The adapter has been removed where it came from.",
     413: "The body is too large.",
-    415: "The body is compressed in a way that is not read here.",
+    415: "The body is not declared as JSON, or compressed in a way that is not read here.",
     429: "This client has too many unanswered requests; see Retry-After.",
     431: "The request line and headers are too large.",
     500: "A fault of the server.",

@@ -16,7 +16,7 @@ import httpx
 from kestrel.bench.http_load.client import BROKEN, Connection, Target
 from tests.server.long_request import long_query
 from tests.server.programs import Program
-from tests.server.sockets import eventually
+from tests.server.sockets import POST_QUERY, eventually
 from tests.server.test_draining import END_ID
 
 NUM_CLIENTS = 16
@@ -130,7 +130,7 @@ def open_stream(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     body = json.dumps(long_query(END_ID, stream=True)).encode()
-    head = f"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"{POST_QUERY}content-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     assert connection.recv(15) == b"HTTP/1.1 200 OK"
     return connection
