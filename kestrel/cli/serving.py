@@ -21,7 +21,7 @@ from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
-from kestrel.server.logs import configure_logs
+from kestrel.server.logs import configure_logs, lossy_stderr
 from kestrel.server.state import app_state
 
 logger = logging.getLogger("kestrel.server")
@@ -29,7 +29,7 @@ logger = logging.getLogger("kestrel.server")
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
     keep_freed_memory()
-    with _compute_process(server, config) as process:
+    with lossy_stderr(), _compute_process(server, config) as process:
         configure_logs(server.log_format)
         if not server.is_loopback and not server.api_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")

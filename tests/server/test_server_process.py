@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import time
@@ -81,8 +83,7 @@ def test_sigterm_in_a_crowd_loses_no_accepted_request(tmp_path: Path) -> None:
 
 
 def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     first = Program(tmp_path / "first", "--port", port)
     try:
@@ -109,6 +110,48 @@ def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
         first.kill()
     print(f"\nready {took_s:.1f} s after the kill")
     assert took_s < RESTART_S
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    body = {"question": "Who are you?", "max_tokens": 1}
+    return httpx.post(f"{url}/v1/query", json=body, timeout=60).status_code == 200
+
+
+def test_a_standard_error_that_fails_stops_nothing() -> None:
+    port = free_port()
+    program = Program(Path("/dev/full"), "--port", port)
+    try:
+        assert eventually(lambda: is_ready(f"http://127.0.0.1:{port}"), 120)
+        assert answers(f"http://127.0.0.1:{port}")
+        assert program.end() == 0
+    finally:
+        program.kill()
+
+
+def test_a_standard_error_that_nobody_reads_stops_nothing_and_what_it_lost_is_told(tmp_path: Path) -> None:
+    port, pipe = free_port(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(reader, bytes(4096)):
+            pass
+    program = Program(pipe, "--port", port)
+    try:
+        assert eventually(lambda: is_ready(f"http://127.0.0.1:{port}"), 120)
+        assert answers(f"http://127.0.0.1:{port}")
+        os.read(reader, 2**20)
+        assert answers(f"http://127.0.0.1:{port}")
+        assert eventually(lambda: select.select([reader], [], [], 0)[0] != [])
+        assert b" lines were lost" in os.read(reader, 2**16)
+        assert program.end() == 0
+    finally:
+        program.kill()
+        os.close(reader)
 
 
 def is_running(pid: int) -> bool:
