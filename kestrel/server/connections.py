@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import os
 import resource
 import socket
 import struct
@@ -74,7 +75,7 @@ def connection_limit(config: ServerConfig) -> int:
     """`max_connections`, or as many as the limit of open files leaves; gRPC gets half of them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = MOST_FILES if soft == resource.RLIM_INFINITY else soft
-    possible = num_files - min(RESERVED_FILES, num_files // 2) - EXTRA
+    possible = num_files - min(RESERVED_FILES, num_files // 2) - 2 * EXTRA
     possible = max(possible if config.grpc_port is None else possible // 2, 1)
     if config.max_connections is None:
         return min(possible, MOST_CONNECTIONS)
@@ -95,6 +96,7 @@ class ClientSocket(socket.socket):
     since_s = 0.0
     """When it was accepted, or its last request answered."""
     is_extra = False
+    on_closed: Callable[[], None] | None = None
 
     def close(self) -> None:
         """What the client has not read stays with the kernel, as long as the client is there: it gets a time too."""
@@ -104,6 +106,8 @@ class ClientSocket(socket.socket):
             if num_unread_bytes(self):
                 _set_user_timeout(self, self.unread_timeout_s)
         super().close()
+        if self.on_closed is not None:
+            self.on_closed()
 
     def begin(self) -> None:
         """A request is under way."""
@@ -177,40 +181,62 @@ class OpenConnections:
 
 
 class ListeningSocket(socket.socket):
-    """A listening socket that never takes the last descriptor: asyncio accepts without end, and logs each failure."""
+    """A listening socket that leaves no connection waiting for a descriptor: asyncio would try, and log, without end.
+
+    It holds a few descriptors back, so that health routes answer even when others (gRPC) have taken all the rest.
+    """
 
     def __init__(self, family: socket.AddressFamily, limit: int, unread_timeout_s: float) -> None:
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._open = OpenConnections(limit)
         self._unread_timeout_s = unread_timeout_s
+        self._spares: list[int] = []
         self._retry_at_s = 0.0
+        self._hold_spares()
 
     def accept(self) -> tuple[ClientSocket, object]:
         """BlockingIOError is how asyncio learns that there is nothing more to accept in this turn of its loop."""
         for _ in range(ACCEPTS_PER_TURN):
             if self._open.awaits_leavers:
                 break
-            accepted, address = self._accept_one()
+            accepted, address, is_extra = self._accept_one()
             connection = ClientSocket(self.family, self.type, self.proto, accepted.detach())
-            connection.unread_timeout_s = self._unread_timeout_s
+            connection.unread_timeout_s, connection.is_extra = self._unread_timeout_s, is_extra
+            connection.on_closed = self._hold_spares
             if self._open.admit(connection):
                 return connection, address
             connection.close()
         raise BlockingIOError
 
-    def _accept_one(self) -> tuple[socket.socket, object]:
-        """Out of descriptors, somebody gives way; if nobody can, asyncio pauses, and is told once."""
+    def close(self) -> None:
+        super().close()
+        while self._spares:
+            os.close(self._spares.pop())
+
+    def _accept_one(self) -> tuple[socket.socket, object, bool]:
+        """Also whether it took a spare descriptor. With none left somebody gives way, or asyncio pauses, told once."""
         if time.monotonic() < self._retry_at_s:
             raise BlockingIOError
         try:
-            return super().accept()
+            return *super().accept(), False
         except OSError as error:
             if error.errno not in _OUT_OF_FILES:
                 raise
-            if self._open.makes_room():
-                raise BlockingIOError from error
-            self._retry_at_s = time.monotonic() + RETRY_S / 2
+        try:
+            if self._spares:
+                os.close(self._spares.pop())
+            return *super().accept(), True
+        except OSError as error:
+            if error.errno in _OUT_OF_FILES:
+                if self._open.makes_room():
+                    raise BlockingIOError from error
+                self._retry_at_s = time.monotonic() + RETRY_S / 2
             raise
+
+    def _hold_spares(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._spares) < EXTRA and self.fileno() != -1:
+                self._spares.append(os.open(os.devnull, os.O_RDONLY))
 
 
 def client_socket_of(transport: asyncio.BaseTransport) -> ClientSocket | None:

@@ -41,7 +41,7 @@ class HeadLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             if is_crowded(scope) and not is_health(scope):
-                raise TooManyConnections("all connections have a request (max_connections); retry later")
+                raise TooManyConnections("no connection is free (max_connections, ulimit -n); retry later")
             if _head_bytes(scope) > self._limit:
                 raise HeadTooLarge(f"request line and headers exceed {self._limit} bytes (max_header_bytes); send less")
             if header_of(scope, b"transfer-encoding") is not None and header_of(scope, b"content-length") is not None:

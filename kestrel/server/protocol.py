@@ -124,7 +124,7 @@ class TimedProtocol(H11Protocol):
 
     def _await_reading(self) -> None:
         """A client that asks on, without reading, gains no time."""
-        if self._unread_timer is None:
+        if self._unread_timer is None and self._num_unread():
             self._unread_timer = self.loop.call_later(self.send_timeout_s, self._end_unread)
 
     def _end_unread(self) -> None:

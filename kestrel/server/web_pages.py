@@ -8,6 +8,7 @@ JSON, which browsers ask leave for. With a key none of it is needed: a page does
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -78,6 +79,7 @@ def _name_in(authority: str) -> str:
     return given.partition(":")[0].removesuffix(".")
 
 
+@lru_cache(maxsize=64)
 def _is_loopback(name: str) -> bool:
     try:
         return ipaddress.ip_address(name).is_loopback
