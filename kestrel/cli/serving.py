@@ -22,14 +22,14 @@ from kestrel.runtime.device import choose_device
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
-from kestrel.server.logs import configure_logs
+from kestrel.server.logs import configure_logs, lossy_stderr
 from kestrel.server.state import app_state
 
 logger = logging.getLogger("kestrel.server")
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
-    with _compute_process(server, config) as process:
+    with lossy_stderr(), _compute_process(server, config) as process:
         if process is not None:
             give_back_freed_memory()
         elif choose_device(config).type == "cpu":

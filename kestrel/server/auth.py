@@ -11,7 +11,8 @@ from kestrel.errors import NotAllowed, shown
 from kestrel.server.config import ServerConfig
 from kestrel.server.paths import route_path
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/ready", "/version"})
+HEALTH_PATHS = frozenset({"/healthz", "/health", "/ready"})
+OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"
 KEY_CLIENT = "key "
@@ -22,6 +23,10 @@ def is_open(scope: Scope) -> bool:
     """Whether the route needs no key and does not count as a client's request."""
     path = route_path(scope)
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
+def is_health(scope: Scope) -> bool:
+    return route_path(scope) in HEALTH_PATHS
 
 
 class Authentication:

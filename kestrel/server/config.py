@@ -69,6 +69,15 @@ class ServerConfig:
             metavar="ORIGIN",
         ),
     )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "A name by which clients call this server, beside its address and localhost, or *. Repeatable. "
+            "Default: any with a key or --insecure, else none.",
+            flags=("--allowed-host",),
+            metavar="NAME",
+        ),
+    )
     served_model_name: str | None = field(
         default=None, metadata=_doc("Name that clients use for the model, beside its own.")
     )
@@ -81,6 +90,9 @@ class ServerConfig:
         default=2**30, metadata=_doc("Bodies of unanswered requests, in bytes, before new ones are refused.")
     )
     receive_timeout_s: float = field(default=60.0, metadata=_doc("Seconds a client may take to send a request."))
+    send_timeout_s: float = field(
+        default=60.0, metadata=_doc("Seconds a client may take to read an answer that is complete.")
+    )
     request_timeout_s: float = field(
         default=600.0, metadata=_doc("Seconds a request may take once it has been received.")
     )
@@ -91,6 +103,10 @@ class ServerConfig:
         default=30.0, metadata=_doc("Seconds that accepted requests get to finish after SIGTERM.")
     )
     keep_alive_timeout_s: int = field(default=65, metadata=_doc("Seconds an idle connection stays open."))
+    max_connections: int | None = field(
+        default=None,
+        metadata=_doc("Connections open at once over HTTP. Default: 4096, or what the limit of open files leaves."),
+    )
     ping_interval_s: float = field(
         default=15.0, metadata=_doc("Seconds of silence in a stream after which a comment keeps it open.")
     )
@@ -171,13 +187,21 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "max_pending_body_bytes": (1024, 2**50),
     "default_max_new_tokens": (1, 2**31 - 1),
     "max_requests_per_client": (1, 10**7),
+    "max_connections": (1, 10**6),
     "keep_alive_timeout_s": (1, 86_400),
 }
-_OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client")
-_SECONDS = ("receive_timeout_s", "request_timeout_s", "queue_timeout_s", "drain_timeout_s", "ping_interval_s")
+_OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client", "max_connections")
+_SECONDS = (
+    "receive_timeout_s",
+    "send_timeout_s",
+    "request_timeout_s",
+    "queue_timeout_s",
+    "drain_timeout_s",
+    "ping_interval_s",
+)
 _TEXTS = ("host", "root_path", "log_format", "compute_process")
 _OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
-_LISTS = ("api_keys", "urgent_api_keys", "trusted_proxies", "cors_origins", "allowed_image_hosts")
+_LISTS = ("api_keys", "urgent_api_keys", "trusted_proxies", "cors_origins", "allowed_hosts", "allowed_image_hosts")
 
 
 def _check_texts(config: ServerConfig) -> None:
@@ -192,6 +216,9 @@ def _check_texts(config: ServerConfig) -> None:
             raise ConfigError(
                 "cors_origins", f"{shown(origin)} is no origin; write https://app.example, no slash, or *"
             )
+    for name in config.allowed_hosts:
+        if name != "*" and _HOST_NAME.fullmatch(name) is None:
+            raise ConfigError("allowed_hosts", f"{shown(name)} is no name; write vision.example, without a port, or *")
     if config.served_model_name is not None and not config.served_model_name.strip():
         raise ConfigError("served_model_name", "is empty; name the model or leave it out")
     if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):

@@ -63,8 +63,24 @@ class UnsupportedEncoding(KestrelError):
     """The body is compressed."""
 
 
+class NotJson(KestrelError):
+    """The body is not declared as JSON."""
+
+
+class ForeignHost(KestrelError):
+    """The request names a host that this server is not known by."""
+
+
+class ForeignOrigin(KestrelError):
+    """A web page of another site sent the request."""
+
+
 class SlowClient(KestrelError):
     """The request did not arrive in time."""
+
+
+class TooManyConnections(KestrelError):
+    """Every connection has a request under way."""
 
 
 class ClientGone(Exception):
@@ -97,10 +113,14 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (BodyTooLarge, ErrorKind(413, "invalid_request_error", "body_too_large", closes=True)),
     (HeadTooLarge, ErrorKind(431, "invalid_request_error", "headers_too_large", closes=True)),
     (AmbiguousLength, ErrorKind(400, "invalid_request_error", "ambiguous_length", closes=True)),
+    (ForeignHost, ErrorKind(403, "permission_error", "host_not_allowed")),
+    (ForeignOrigin, ErrorKind(403, "permission_error", "origin_not_allowed")),
+    (NotJson, ErrorKind(415, "invalid_request_error", "unsupported_content_type")),
     (UnsupportedEncoding, ErrorKind(415, "invalid_request_error", "unsupported_content_encoding")),
     (SlowClient, ErrorKind(408, "timeout_error", "request_timeout", closes=True)),
     (DeadlineExceeded, ErrorKind(408, "timeout_error", "deadline_exceeded")),
     (TooManyRequests, ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", RETRY_AFTER_S)),
+    (TooManyConnections, ErrorKind(503, "overloaded_error", "too_many_connections", RETRY_AFTER_S, closes=True)),
     (NotServing, ErrorKind(503, "overloaded_error", "not_serving", RETRY_AFTER_S)),
     (QueueTimeout, ErrorKind(503, "overloaded_error", "queue_timeout", RETRY_AFTER_S)),
     (CapacityError, ErrorKind(503, "overloaded_error", "overloaded", RETRY_AFTER_S)),

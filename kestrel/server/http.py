@@ -31,6 +31,7 @@ from kestrel.server.remote_images import RemoteImages
 from kestrel.server.request_ids import HEADER, RequestIds
 from kestrel.server.state import ServerState
 from kestrel.server.tracing import otlp_provider
+from kestrel.server.web_pages import WebPages
 
 
 def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
@@ -96,6 +97,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
         *layers,
         Middleware(ErrorBoundary),
         Middleware(HeadLimit, config=config),
+        Middleware(WebPages, config=config),
         Middleware(Authentication, config=config, keys=state.keys),
         Middleware(ClientLimit, state=state),
         Middleware(BodyLimit, state=state),

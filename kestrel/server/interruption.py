@@ -22,9 +22,10 @@ class Interruption:
         self._task = asyncio.current_task()
         return self
 
-    def interrupt(self) -> None:
-        """After the block, and the second time, it does nothing."""
+    def interrupt(self, error: BaseException | None = None) -> None:
+        """After the block, and the second time, it does nothing. `error` takes the place of the one given before."""
         if self._task is not None and not self._has_fired:
+            self._error = error or self._error
             self._has_fired = True
             self._task.cancel()
 

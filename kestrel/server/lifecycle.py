@@ -27,7 +27,8 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.warm_up import warm_up
 from kestrel.errors import ConfigError
 from kestrel.server.config import ServerConfig
-from kestrel.server.protocol import timed_protocol
+from kestrel.server.connections import ListeningSocket, connection_limit, raise_file_limit
+from kestrel.server.protocol import TimedProtocol, timed_protocol
 from kestrel.server.state import Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")
@@ -78,6 +79,7 @@ async def serve(app: Starlette, announce: Callable[[str], None]) -> None:
     """Serve until a signal ends it; raises what kept it from starting. `announce` gets the address once it is ready."""
     state = app_state(app)
     server = _Server(uvicorn_config(app, state.config))
+    raise_file_limit()
     listening = bind(state.config)
     signals = _Signals(server, state)
     with signals.handled():
@@ -104,7 +106,7 @@ def _set_apart_what_stays() -> None:
 def bind(config: ServerConfig) -> socket.socket:
     """The listening socket. It names TCP: asyncio sends small writes at once only on sockets that do."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening = ListeningSocket(family, connection_limit(config), config.send_timeout_s)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((config.host, config.port))
@@ -125,7 +127,7 @@ def address_of(listening: socket.socket, config: ServerConfig) -> str:
 def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
     made = uvicorn.Config(
         app,
-        http=timed_protocol(config.receive_timeout_s),
+        http=timed_protocol(config.receive_timeout_s, config.send_timeout_s),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -150,11 +152,22 @@ def uvicorn_config(app: Starlette, config: ServerConfig) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling."""
+    """uvicorn without its own signal handling, and with an end for those who do not take theirs."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Hangs up a little before uvicorn would cancel what still runs and log it as a fault."""
+        timer = asyncio.get_running_loop().call_later(GRACE_S - 1.0, self._hang_up)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, TimedProtocol):
+                connection.hang_up()
 
 
 class _Signals:
@@ -183,6 +196,7 @@ class _Signals:
         """Admit nobody, wait for those who are in, then stop listening."""
         state, began_s = self._state, time.monotonic()
         state.phase = Phase.DRAINING
+        state.refuse_arriving()
         logger.info("draining: %d requests are unanswered", len(state.running))
         while state.running and time.monotonic() - began_s < state.config.drain_timeout_s:
             await asyncio.sleep(NAP_S)

@@ -8,13 +8,15 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import QueueFull
-from kestrel.server.auth import is_open
+from kestrel.server.auth import is_health, is_open
 from kestrel.server.config import ServerConfig
+from kestrel.server.connections import is_crowded
 from kestrel.server.errors import (
     AmbiguousLength,
     BodyTooLarge,
     HeadTooLarge,
     SlowClient,
+    TooManyConnections,
 )
 from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
@@ -26,7 +28,8 @@ LINGER_BYTES = 256 * 2**20
 
 
 class HeadLimit:
-    """Refuses a head that is too large, or that frames its body in two ways, which a proxy may read otherwise.
+    """Refuses a head that is too large, or that frames its body in two ways, which a proxy may read otherwise, and
+    all but health routes on a connection beyond the limit.
 
     The connection's own bound stops a head that is still arriving; one that came in a single piece is seen here.
     """
@@ -37,6 +40,8 @@ class HeadLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if is_crowded(scope) and not is_health(scope):
+                raise TooManyConnections("no connection is free (max_connections, ulimit -n); retry later")
             if _head_bytes(scope) > self._limit:
                 raise HeadTooLarge(f"request line and headers exceed {self._limit} bytes (max_header_bytes); send less")
             if header_of(scope, b"transfer-encoding") is not None and header_of(scope, b"content-length") is not None:
@@ -111,15 +116,19 @@ class _IncomingBody:
         self._held = 0
 
     async def _next_in_time(self) -> Message:
+        if self._state.draining:
+            self._state.require_serving()
         seconds = self._state.config.receive_timeout_s
         late = SlowClient(f"the body did not arrive within {seconds:g} s (receive_timeout_s); send it faster")
         with Interruption(late) as waiting:
+            self._state.arriving.add(waiting)
             left_s = max(self._deadline_s - time.monotonic(), 0.001)
             timer = asyncio.get_running_loop().call_later(left_s, waiting.interrupt)
             try:
                 return await self._receive()
             finally:
                 timer.cancel()
+                self._state.arriving.discard(waiting)
 
     def _hold(self, num_bytes: int) -> None:
         self._held += num_bytes

@@ -1,14 +1,21 @@
 """The server's log: one line per request, as JSON for machines or as text for people.
 
 `access_log` is a watcher for `RecordedRequests`. A record has no prompt and no picture, so neither has a line.
+`lossy_stderr` keeps a standard error that takes no more from stopping the server.
 Importing this module configures nothing; `configure_logs` does.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
+import select
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
@@ -23,6 +30,8 @@ QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/metrics"})
 """Asked every few seconds by machines: logged at debug level, a 503 while starting or draining included."""
 BUSY = 503
 """Overloaded, starting or draining: to be expected, and not a fault."""
+PATIENCE_MS = 20
+"""How long one line waits for room in standard error."""
 _FIELDS = "kestrel_fields"
 
 _logger = logging.getLogger("kestrel.server.access")
@@ -42,6 +51,67 @@ def configure_logs(format: str = "json", level: str = "info", stream: TextIO | N
         logger.addHandler(handler)
         logger.setLevel("WARNING" if (name, level) == ("uvicorn", "info") else level.upper())
         logger.propagate = False
+
+
+@contextmanager
+def lossy_stderr() -> Iterator[None]:
+    """Within the block nothing that is written to `sys.stderr` blocks or fails."""
+    before = sys.stderr
+    try:
+        descriptor = before.fileno()
+    except (AttributeError, OSError):  # closed, or not a file: nothing to wait for
+        yield
+        return
+    sys.stderr = LossyStream(descriptor)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class LossyStream(io.TextIOBase):
+    """Text to a descriptor. What it does not take now (a full pipe or disk, a reader that has gone) is lost, and told.
+
+    Who reads slowly is waited for a moment, once.
+    """
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._num_lost = 0
+        self._lock = threading.Lock()
+        self._room = select.poll()
+        self._room.register(descriptor, select.POLLOUT)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            if self._num_lost and self._has_put(f"\n{self._num_lost} lines were lost: standard error was full\n"):
+                self._num_lost = 0
+            if self._num_lost or not self._has_put(text):
+                self._num_lost += text.count("\n")
+        return len(text)
+
+    def _has_put(self, text: str) -> bool:
+        """In pieces: a pipe that has room has it for PIPE_BUF bytes."""
+        data = text.encode(errors="backslashreplace")
+        while data:
+            if not self._room.poll(0 if self._num_lost else PATIENCE_MS):
+                return False
+            try:
+                data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+            except OSError:
+                return False
+        return True
 
 
 class _ServerHandler(logging.StreamHandler):

@@ -14,10 +14,12 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from kestrel.errors import DeadlineExceeded
 from kestrel.server.calls import disconnected, unless
 from kestrel.server.config import ServerConfig
 from kestrel.server.connections import hang_up
 from kestrel.server.errors import ClientGone, error_body, kind_of
+from kestrel.server.records import RequestRecord
 
 logger = logging.getLogger("kestrel.server")
 
@@ -69,6 +71,7 @@ class EventStream(Response, Generic[T]):
     async def _hang_up_when_stalled(self, scope: Scope, out: _Out) -> None:
         await out.until_stalled(self._config.request_timeout_s)
         logger.warning("the client of request %s stopped reading; it is hung up on", scope["state"].get("request_id"))
+        _record_failure(DeadlineExceeded("it was not read in time"))
         hang_up(scope)
 
     async def _run(self, out: _Out) -> None:
@@ -78,6 +81,7 @@ class EventStream(Response, Generic[T]):
         except Exception as error:
             if not out.started:
                 raise
+            _record_failure(error)
             if kind_of(error).status == 500:
                 logger.exception("a stream failed")
             await out.write(self._events_of_failure(error))
@@ -99,6 +103,13 @@ class EventStream(Response, Generic[T]):
                 pinging.cancel()
         finally:
             first.cancel()
+
+
+def _record_failure(error: BaseException) -> None:
+    """The client has read 200; what became of the request is for the log and the counts."""
+    record = RequestRecord.current()
+    if record is not None and not isinstance(error, ClientGone):
+        record.status, record.error_type = kind_of(error).status, type(error).__name__
 
 
 class _Out:

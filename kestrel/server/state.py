@@ -18,6 +18,7 @@ from kestrel.errors import NotServing
 from kestrel.server.client_counts import ClientCounts
 from kestrel.server.config import ServerConfig
 from kestrel.server.images import ImageFetcher, NoRemoteImages
+from kestrel.server.interruption import Interruption
 
 logger = logging.getLogger("kestrel.server")
 
@@ -68,6 +69,8 @@ class ServerState:
     running: dict[str, RequestInfo] = field(default_factory=dict)
     """Engine requests without their answer, by id."""
     pending_body_bytes: int = 0
+    arriving: set[Interruption] = field(default_factory=set)
+    """Requests that wait for more of their bodies."""
     started_at_s: int = field(default_factory=lambda: int(time.time()))
     """When the server was made, in seconds since 1970."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,6 +110,11 @@ class ServerState:
         if self.phase is Phase.DRAINING:
             raise NotServing("the server is shutting down; send the request to another one")
         raise NotServing("the server is still starting; retry when /ready answers 200")
+
+    def refuse_arriving(self) -> None:
+        """At the beginning of a drain: what is still on its way would be refused once it is here."""
+        for waiting in list(self.arriving):
+            waiting.interrupt(NotServing("the server is shutting down; send the request to another one"))
 
     def tell_started(self, request: RequestInfo) -> None:
         for observer in self.observers:

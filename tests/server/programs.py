@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -51,12 +52,12 @@ class Forked:
 
 
 class Program:
-    """`is_forked`: without the imports, and without the interpreter's own end."""
+    """`is_forked`: without the imports, and without the interpreter's own end. `num_files`: its limit of open ones."""
 
-    def __init__(self, log: Path, *flags: str, is_forked: bool = True) -> None:
+    def __init__(self, log: Path, *flags: str, is_forked: bool = True, num_files: int | None = None) -> None:
         self._log = log
         log.touch()
-        self.process = _forked(log, flags) if is_forked else _started(log, flags)
+        self.process = _forked(log, flags, num_files) if is_forked else _started(log, flags)
 
     @property
     def log(self) -> str:
@@ -93,11 +94,11 @@ def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _forked(log: Path, flags: tuple[str, ...]) -> Forked:
-    return Forked(FORKING.Process(target=_serve, args=(log, [*FLAGS, *flags])))
+def _forked(log: Path, flags: tuple[str, ...], num_files: int | None) -> Forked:
+    return Forked(FORKING.Process(target=_serve, args=(log, [*FLAGS, *flags], num_files)))
 
 
-def _serve(log: Path, arguments: list[str]) -> None:
+def _serve(log: Path, arguments: list[str], num_files: int | None) -> None:
     # Here and not above: this module is also what tests import.
     import torch  # noqa: PLC0415
 
@@ -105,5 +106,7 @@ def _serve(log: Path, arguments: list[str]) -> None:
 
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
+    if num_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
     torch.set_num_threads(1)
     sys.exit(run(arguments))

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+JSON = {"content-type": "application/json"}
+POST_QUERY = "POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
 
 def send(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
     """A query on a connection of its own; `getresponse` reads its answer, `close` leaves it."""
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    connection.request("POST", "/v1/query", json.dumps(body))
+    connection.request("POST", "/v1/query", json.dumps(body), JSON)
     return connection
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ import pytest
 
 from tests.server.long_request import long_query
 from tests.server.programs import Program
-from tests.server.sockets import send
+from tests.server.sockets import POST_QUERY, send
 
 END_ID = 0  # of the embedded model
 
@@ -77,6 +78,19 @@ def test_sigterm_while_loading_ends_it_with_0(program: Program) -> None:
     assert program.end() == 0
     assert "draining: 0 requests" in program.log
     assert "startup complete" not in program.log
+    assert "Traceback" not in program.log
+
+
+def test_a_body_that_is_on_its_way_at_a_drain_is_refused(program: Program) -> None:
+    url = program.url()
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(f"{POST_QUERY}content-length: 100\r\nexpect: 100-continue\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(b"{")
+        assert program.end() == 0
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b'"not_serving"' in answer
     assert "Traceback" not in program.log
 
 

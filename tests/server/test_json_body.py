@@ -15,6 +15,7 @@ import pytest
 from kestrel.errors import RequestError
 from kestrel.server.json_body import parse_json
 from tests.server.conftest import SCENE_URL
+from tests.server.sockets import JSON
 
 CHAT = b'{"messages": [{"role": "user", "role": "user", "content": "Who are you?"}], "max_tokens": 1}'
 
@@ -108,7 +109,7 @@ def test_both_dialects_refuse_it_with_400(client: httpx.Client) -> None:
     picture = json.dumps(SCENE_URL)
     native = f'{{"question": "Who?", "image_url": {picture}, "image_url": {picture}}}'.encode()
     for path, body, key in (("/v1/query", native, "image_url"), ("/v1/chat/completions", CHAT, "role")):
-        response = client.post(path, content=body)
+        response = client.post(path, content=body, headers=JSON)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "body"
         assert f"'{key}' is given twice" in response.json()["error"]["message"]

@@ -18,7 +18,7 @@ from kestrel.server.http import create_app
 from kestrel.server.state import app_state
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
-from tests.server.sockets import eventually, send
+from tests.server.sockets import JSON, eventually, send
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/health", "/ready"])
@@ -82,8 +82,8 @@ def test_the_api_describes_itself(client: httpx.Client) -> None:
 
 async def asked(app: object, path: str, method: str = "GET") -> httpx.Response:
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.request(method, path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.request(method, path, headers=JSON)
 
 
 async def test_a_starting_server_says_so_and_refuses() -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import RunningServer
+from tests.server.sockets import JSON, POST_QUERY
 from tests.server.test_server_limits import connect, read_all
 
 QUESTION = {"question": "Who are you?", "max_tokens": 1}
@@ -29,8 +30,8 @@ def answer_to(server: RunningServer, request: bytes) -> tuple[int, dict[str, str
     [
         b"NONSENSE\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\n\r\n",
-        b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: many\r\n\r\n",
-        b"POST /v1/query HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        f"{POST_QUERY}content-length: many\r\n\r\n".encode(),
+        f"{POST_QUERY}transfer-encoding: chunked\r\n\r\nzz\r\n".encode(),
     ],
 )
 def test_what_is_no_http_is_refused_as_all_else_and_with_an_id(server: RunningServer, request_bytes: bytes) -> None:
@@ -42,7 +43,9 @@ def test_what_is_no_http_is_refused_as_all_else_and_with_an_id(server: RunningSe
 
 def test_a_large_head_is_refused_even_when_it_comes_in_one_piece(server: RunningServer) -> None:
     limit = server.state.config.max_header_bytes
-    status, headers, error = answer_to(server, b"GET /healthz HTTP/1.1\r\nhost: a\r\nx: " + b"y" * limit + b"\r\n\r\n")
+    status, headers, error = answer_to(
+        server, b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * limit + b"\r\n\r\n"
+    )
     assert (status, error["code"]) == (431, "headers_too_large")
     assert (headers["connection"], len(headers["x-request-id"])) == ("close", 32)
 
@@ -50,14 +53,14 @@ def test_a_large_head_is_refused_even_when_it_comes_in_one_piece(server: Running
 def test_a_body_framed_in_two_ways_ends_the_connection(server: RunningServer) -> None:
     """A proxy that went by the other header would take the rest for somebody else's request."""
     framing = b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-    smuggled = b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n"
-    status, headers, error = answer_to(server, b"POST /v1/query HTTP/1.1\r\nhost: a\r\n" + framing + smuggled)
+    smuggled = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    status, headers, error = answer_to(server, POST_QUERY.encode() + framing + smuggled)
     assert (status, error["code"], headers["connection"]) == (400, "ambiguous_length", "close")
 
 
 def test_a_compressed_body_is_refused_by_name(client: httpx.Client) -> None:
     body = gzip.compress(json.dumps(QUESTION).encode())
-    response = client.post("/v1/query", content=body, headers={"content-encoding": "gzip"})
+    response = client.post("/v1/query", content=body, headers={**JSON, "content-encoding": "gzip"})
     assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_content_encoding")
     assert "gzip" in response.json()["error"]["message"]
     plain = client.post("/v1/query", json=QUESTION, headers={"content-encoding": "identity"})

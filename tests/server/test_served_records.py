@@ -27,7 +27,7 @@ def record_of(server: RunningServer, method: str, path: str, body: Any = None) -
         records.append(RequestRecord.of(scope))
 
     async def ask() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(spied), base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(spied), base_url="http://localhost") as client:
             await client.request(method, path, json=body)
 
     server.on_loop(ask)
@@ -99,7 +99,7 @@ async def test_health_checks_under_a_root_path_make_no_spans() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     app = RecordedRequests(TracedRequests(answer, provider, lambda: "tiny"), [])
     transport = httpx.ASGITransport(app, root_path="/vision")
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         await client.get("/vision/healthz")
         assert exporter.get_finished_spans() == ()
         await client.get("/vision/v1/query")

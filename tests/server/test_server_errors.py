@@ -27,6 +27,7 @@ from kestrel.errors import (
 )
 from kestrel.server.errors import DeadlineExceeded, error_body, error_response
 from tests.server.conftest import SCENE_URL, RunningServer
+from tests.server.sockets import JSON
 
 
 def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -95,12 +96,12 @@ def test_a_bad_field_is_named(client: httpx.Client, skill: str, body: dict[str, 
      b"[" * 5000, b'{"a":' * 5000],
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, content: bytes) -> None:
-    error = refusal(client.post("/v1/query", content=content), 400)
+    error = refusal(client.post("/v1/query", content=content, headers=JSON), 400)
     assert error["param"] == "body"
 
 
 def test_form_data_is_no_json_object(client: httpx.Client) -> None:
-    refusal(client.post("/v1/query", data={"question": "What?"}), 400)
+    refusal(client.post("/v1/query", data={"question": "What?"}), 415)
 
 
 def test_another_model_is_not_found(client: httpx.Client) -> None:

@@ -17,7 +17,7 @@ from kestrel.server.config import ServerConfig
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 from tests.server.pages import Page
-from tests.server.sockets import eventually, send
+from tests.server.sockets import JSON, POST_QUERY, eventually, send
 
 LIMIT = 64 * 1024
 QUESTION = {"question": "Who are you?", "max_tokens": 1}
@@ -67,8 +67,8 @@ def read_answer(connection: socket.socket) -> bytes:
 
 def test_a_body_at_the_limit_is_read_and_one_above_is_413(visitor: httpx.Client) -> None:
     body = json.dumps(QUESTION).encode()
-    assert visitor.post("/v1/query", content=body.ljust(LIMIT)).status_code == 200
-    response = visitor.post("/v1/query", content=body.ljust(LIMIT + 1))
+    assert visitor.post("/v1/query", content=body.ljust(LIMIT), headers=JSON).status_code == 200
+    response = visitor.post("/v1/query", content=body.ljust(LIMIT + 1), headers=JSON)
     assert response.status_code == 413
     error = response.json()["error"]
     assert error["code"] == "body_too_large"
@@ -85,7 +85,7 @@ def test_a_chunked_body_is_stopped_while_it_arrives(strict: RunningServer, visit
             most_held = max(most_held, strict.state.pending_body_bytes)
             yield b"x" * LIMIT
 
-    response = visitor.post("/v1/query", content=endless())
+    response = visitor.post("/v1/query", content=endless(), headers=JSON)
     assert response.status_code == 413
     assert most_held <= 2 * LIMIT + 2**18
     assert eventually(lambda: strict.state.pending_body_bytes == 0)
@@ -93,7 +93,7 @@ def test_a_chunked_body_is_stopped_while_it_arrives(strict: RunningServer, visit
 
 def test_a_client_that_waits_for_the_go_ahead_is_refused_without_sending(strict: RunningServer) -> None:
     with connect(strict) as connection:
-        head = f"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: {10**9}\r\nexpect: 100-continue\r\n\r\n"
+        head = f"{POST_QUERY}content-length: {10**9}\r\nexpect: 100-continue\r\n\r\n"
         connection.sendall(head.encode())
         began_s = time.monotonic()
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
@@ -102,13 +102,13 @@ def test_a_client_that_waits_for_the_go_ahead_is_refused_without_sending(strict:
 
 def test_a_slow_body_is_408(strict: RunningServer) -> None:
     with connect(strict) as connection:
-        connection.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(f"{POST_QUERY}content-length: 100\r\n\r\n{{".encode())
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"request_timeout"' in answer
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/que", b"POST /v1/query HTTP/1.1\r\nhost: a\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/que", POST_QUERY.encode()])
 def test_a_slow_head_loses_its_connection(strict: RunningServer, sent: bytes) -> None:
     with connect(strict) as connection:
         connection.sendall(sent)
@@ -119,10 +119,10 @@ def test_a_slow_head_loses_its_connection(strict: RunningServer, sent: bytes) ->
 
 def test_a_second_request_on_a_connection_may_not_dawdle_either(strict: RunningServer) -> None:
     with connect(strict) as connection:
-        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
         time.sleep(0.9)  # an idle connection is no slow one
-        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\n\r\n")
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert read_answer(connection).startswith(b"HTTP/1.1 200 OK")
         connection.sendall(b"GET /rea")
         assert read_all(connection) == b""
@@ -130,7 +130,7 @@ def test_a_second_request_on_a_connection_may_not_dawdle_either(strict: RunningS
 
 def test_a_large_head_is_refused(strict: RunningServer) -> None:
     with connect(strict) as connection:
-        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000)
+        connection.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000)
         assert read_all(connection).startswith(b"HTTP/1.1 400 ")
 
 
@@ -147,7 +147,7 @@ def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningS
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         assert full.headers["retry-after"] == "1"
         held.append(half := connect(strict))
-        half.sendall(b"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        half.sendall(f"{POST_QUERY}content-length: 100\r\n\r\n{{".encode())
         time.sleep(0.1)
         greedy = client.post("/v1/query", json=QUESTION)
         assert (greedy.status_code, greedy.json()["error"]["code"]) == (429, "rate_limit_exceeded")

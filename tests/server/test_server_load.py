@@ -21,7 +21,7 @@ from tests.server.conftest import GREEDY, RunningServer, data_url, runtime_confi
 from tests.server.leftovers import holdings, resident_bytes
 from tests.server.long_request import end_id_of, long_query
 from tests.server.pages import Page
-from tests.server.sockets import eventually
+from tests.server.sockets import POST_QUERY, eventually
 
 NUM_STREAMS = 256
 NUM_SCENES = 8
@@ -124,7 +124,7 @@ def test_256_streams_at_once_are_answered_rightly_or_refused(crowded: RunningSer
 
 def request_bytes(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"{POST_QUERY}content-length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 

@@ -30,7 +30,7 @@ async def scrape(metrics: ServerMetrics, accept: str = "*/*") -> httpx.Response:
     app = FastAPI()
     app.add_api_route("/metrics", metrics.page, response_model=None)
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.get("/metrics", headers={"accept": accept})
 
 
@@ -153,7 +153,7 @@ async def test_http_requests_are_counted_by_pattern_not_by_path() -> None:
     inner = FastAPI()
     inner.add_api_route("/v1/{status}", answer, response_model=None)
     app = RecordedRequests(inner, [metrics.http_request])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/v1/200", "/v1/200", "/v1/400", "/wp-login.php", "/.env"):
             await client.get(path)
     seen = await page(metrics)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import time
@@ -16,7 +18,7 @@ import httpx
 from kestrel.bench.http_load.client import BROKEN, Connection, Target
 from tests.server.long_request import long_query
 from tests.server.programs import Program
-from tests.server.sockets import eventually
+from tests.server.sockets import POST_QUERY, eventually
 from tests.server.test_draining import END_ID
 
 NUM_CLIENTS = 16
@@ -81,8 +83,7 @@ def test_sigterm_in_a_crowd_loses_no_accepted_request(tmp_path: Path) -> None:
 
 
 def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     first = Program(tmp_path / "first", "--port", port)
     try:
@@ -111,6 +112,48 @@ def test_after_a_sudden_end_it_is_back_on_its_port_soon(tmp_path: Path) -> None:
     assert took_s < RESTART_S
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    body = {"question": "Who are you?", "max_tokens": 1}
+    return httpx.post(f"{url}/v1/query", json=body, timeout=60).status_code == 200
+
+
+def test_a_standard_error_that_fails_stops_nothing() -> None:
+    port = free_port()
+    program = Program(Path("/dev/full"), "--port", port)
+    try:
+        assert eventually(lambda: is_ready(f"http://127.0.0.1:{port}"), 120)
+        assert answers(f"http://127.0.0.1:{port}")
+        assert program.end() == 0
+    finally:
+        program.kill()
+
+
+def test_a_standard_error_that_nobody_reads_stops_nothing_and_what_it_lost_is_told(tmp_path: Path) -> None:
+    port, pipe = free_port(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(reader, bytes(4096)):
+            pass
+    program = Program(pipe, "--port", port)
+    try:
+        assert eventually(lambda: is_ready(f"http://127.0.0.1:{port}"), 120)
+        assert answers(f"http://127.0.0.1:{port}")
+        os.read(reader, 2**20)
+        assert answers(f"http://127.0.0.1:{port}")
+        assert eventually(lambda: select.select([reader], [], [], 0)[0] != [])
+        assert b" lines were lost" in os.read(reader, 2**16)
+        assert program.end() == 0
+    finally:
+        program.kill()
+        os.close(reader)
+
+
 def is_running(pid: int) -> bool:
     """Who ends without a parent to ask after it may stay as a zombie."""
     try:
@@ -130,7 +173,7 @@ def open_stream(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     body = json.dumps(long_query(END_ID, stream=True)).encode()
-    head = f"POST /v1/query HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"{POST_QUERY}content-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     assert connection.recv(15) == b"HTTP/1.1 200 OK"
     return connection

@@ -17,7 +17,7 @@ from kestrel.server.config import ServerConfig
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.leftovers import holdings
 from tests.server.long_request import end_id_of
-from tests.server.sockets import eventually
+from tests.server.sockets import POST_QUERY, eventually
 
 TIMEOUT_S = 1.5
 QUESTION = {"question": "Who are you?", "max_tokens": 1}
@@ -48,7 +48,7 @@ def ask_and_never_read(server: RunningServer, body: dict[str, Any]) -> socket.so
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((host, int(port)))
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"{POST_QUERY}content-length: {len(content)}\r\n\r\n".replace("query", "chat/completions")
     connection.sendall(head.encode() + content)
     return connection
 

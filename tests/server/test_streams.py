@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from kestrel.engine.worker import Cancel
 from kestrel.errors import NumericalError
 from kestrel.server.config import ServerConfig
+from kestrel.server.logs import JsonLines
 from tests.scene import SCENE
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
+from tests.server.pages import Page
 from tests.server.sockets import eventually, send
 
 
@@ -124,8 +127,18 @@ def test_a_client_that_leaves_ends_its_request_and_frees_its_pages(server: Runni
     assert eventually(lambda: cache.num_leases == 0)
 
 
-def test_a_failure_in_the_middle_is_an_error_event_and_the_end(server: RunningServer) -> None:
-    """The request fails on the engine's side after its first piece."""
+def num_failed(server: RunningServer) -> float:
+    with server.client() as client:
+        page = Page(client.get("/metrics").text)
+    return page.total("kestrel_http_requests_total", route="/v1/query", status="500")
+
+
+def test_a_failure_in_the_middle_is_an_error_event_and_the_end(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request fails on the engine's side after its first piece. Log and counts do not call it well."""
+    caplog.set_level(logging.INFO, "kestrel.server.access")
+    num_failed_before = num_failed(server)
     name = "fails"
     body = long_query(end_id_of(server.engine), stream=True, request_id=name)
     with server.client() as client, client.stream("POST", "/v1/query", json=body) as response:
@@ -146,6 +159,10 @@ def test_a_failure_in_the_middle_is_an_error_event_and_the_end(server: RunningSe
             "code": "numerical_error",
         }
     }
+    assert eventually(lambda: any(record.name == "kestrel.server.access" for record in caplog.records))
+    line = json.loads(JsonLines().format(caplog.records[-1]))
+    assert (line["level"], line["status"], line["error"]) == ("error", 500, "NumericalError")
+    assert num_failed(server) == num_failed_before + 1
 
     async def cancel() -> None:
         server.engine._worker.try_send(Cancel(name))
