@@ -10,7 +10,7 @@ from kestrel.api_keys import ApiKeys, offered_keys
 from kestrel.server.config import ServerConfig
 from kestrel.server.paths import route_path
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/", "/healthz", "/health", "/readyz", "/ready", "/version"})
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"
 
