@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from starlette.applications import Starlette
 
 from kestrel.cli.console import note, stderr_console
+from kestrel.cli.exit_codes import FAILED, OK
 from kestrel.cli.grpc_port import grpc_beside
 from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
@@ -23,9 +27,12 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import serve as serve_app
 from kestrel.server.logs import configure_logs, lossy_stderr
-from kestrel.server.state import app_state
+from kestrel.server.state import END_S, Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")
+
+NAP_S = 1.0
+"""Between two looks of the watchdog, or less where a step gets little time."""
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
@@ -37,7 +44,14 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
         configure_logs(server.log_format)
         if not server.is_loopback and not server.has_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")
-        asyncio.run(_serve(server, config, process))
+        app = create_app(lambda: _load(config, process, app_state(app)), server)
+        watchdog = Watchdog(app_state(app), process)
+        try:
+            asyncio.run(_serve(app, config, watchdog))
+        except EngineStopped:
+            if watchdog.has_fired and process is None:
+                os._exit(FAILED)  # the thread that hangs may hold what the interpreter waits for at its end
+            raise
         if process is not None and process.has_died:
             raise EngineStopped(process.ending())
 
@@ -60,19 +74,19 @@ def _compute_process(server: ServerConfig, config: RuntimeConfig) -> Iterator[Co
         yield process
 
 
-async def _serve(server: ServerConfig, config: RuntimeConfig, process: ComputeProcess | None) -> None:
-    app = create_app(lambda: _load(config, process), server)
+async def _serve(app: Starlette, config: RuntimeConfig, watchdog: Watchdog) -> None:
+    watchdog.start()
     async with grpc_beside(app_state(app)) as grpc_target:
         await serve_app(app, lambda address: _announce(address, config, grpc_target))
 
 
-async def _load(config: RuntimeConfig, process: ComputeProcess | None) -> InferenceEngine:
+async def _load(config: RuntimeConfig, process: ComputeProcess | None, state: ServerState) -> InferenceEngine:
     with LoadingBars(stderr_console()) as bars:
         try:
             if process is None:
                 return await InferenceEngine.create(config, progress=bars)
             engine = InferenceEngine.start(config, await asyncio.to_thread(process.ready, bars), api_key=given_key())
-            process.watch(lambda error: _end_without_model(engine, error))
+            process.watch(_failing(state))
             return engine
         except asyncio.CancelledError:
             bars.abandon()
@@ -81,11 +95,60 @@ async def _load(config: RuntimeConfig, process: ComputeProcess | None) -> Infere
             raise
 
 
-def _end_without_model(engine: InferenceEngine, error: EngineStopped) -> None:
-    """As if this process had died itself: whoever watches over it may start it anew. Clients are told first."""
-    logger.error("%s", error)
-    engine.fail(error)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _failing(state: ServerState) -> Callable[[EngineStopped], None]:
+    """Ends the server from any thread. It ends with an error, so that whoever watches over it starts it anew."""
+    loop = asyncio.get_running_loop()
+
+    def fail(error: EngineStopped) -> None:
+        logger.error("%s", error)
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(state.fail, error)
+
+    return fail
+
+
+class Watchdog:
+    """A thread that ends the server when its model hangs, and the process when an end that has begun does not come.
+
+    It counts its naps and does not ask the clock: when the whole machine was paused, a step gets its time again.
+    """
+
+    def __init__(self, state: ServerState, process: ComputeProcess | None) -> None:
+        self._state = state
+        self._process = process
+        self._timeout_s = state.config.step_timeout_s
+        self._nap_s = min(NAP_S, self._timeout_s / 20)
+        self._fail: Callable[[EngineStopped], None] | None = None
+        self.has_fired = False
+
+    def start(self) -> None:
+        """On the server's event loop."""
+        self._fail = _failing(self._state)
+        threading.Thread(target=self._run, name="kestrel-watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        begun_s, waited_s = None, 0.0
+        while True:
+            time.sleep(self._nap_s)
+            engine, before_s = self._state.engine, begun_s
+            begun_s = None if engine is None else engine.busy_since_s
+            waited_s = waited_s + self._nap_s if begun_s is not None and begun_s == before_s else 0.0
+            if waited_s >= self._timeout_s and self._state.phase in (Phase.READY, Phase.DRAINING):
+                self._end_hung()
+            ends_by_s = self._state.ends_by_s
+            if ends_by_s is not None and time.monotonic() > ends_by_s:
+                logger.error("the server did not end by itself; its process is ended")
+                os._exit(FAILED if self.has_fired or self._state.failure is not None else OK)
+
+    def _end_hung(self) -> None:
+        if self.has_fired or self._fail is None:
+            return
+        self.has_fired = True
+        self._state.ends_by_s = time.monotonic() + END_S
+        waited = f"no step has ended for {self._timeout_s:g} s while requests wait (step_timeout_s)"
+        self._fail(EngineStopped(f"{waited}: the model hangs"))
+        if self._process is not None:
+            self._process.kill()
 
 
 def _announce(address: str, config: RuntimeConfig, grpc_target: str | None) -> None:

@@ -28,7 +28,7 @@ from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
-from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Refuse, Stop
+from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
@@ -59,6 +59,7 @@ class InferenceEngine(SkillCalls):
         self._pictures = PicturePool(config)
         self._formats = FormatThreads()
         self._accepting = True
+        self._fault: BaseException | None = None
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
         self._scheduler = GenerationScheduler(
@@ -129,12 +130,17 @@ class InferenceEngine(SkillCalls):
 
     @property
     def fault(self) -> BaseException | None:
-        """What stopped the worker, if anything did."""
-        return self._worker.fault
+        """What stopped it, if anything did."""
+        return self._worker.fault or self._fault
 
     @property
     def is_running(self) -> bool:
-        return self._accepting and self._worker.fault is None and self._worker.is_alive
+        return self._accepting and self.fault is None and self._worker.is_alive
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """When the step that runs now began, by the monotonic clock; None while there is no work."""
+        return self._worker.busy_since_s
 
     @property
     def num_requests(self) -> int:
@@ -144,6 +150,16 @@ class InferenceEngine(SkillCalls):
     def has_begun(self, request_id: str) -> bool:
         """Whether a request has had its first step, or is over; False while it waits for one."""
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
+
+    def is_taken(self, request_id: str) -> bool:
+        """Whether a request has this id, be it one that was cancelled and whose last step still runs."""
+        return request_id in self._streams
+
+    def require_room(self, num_coming: int = 0) -> None:
+        """Raises QueueFull when the queue is full, with so many requests on their way here."""
+        num_unanswered = len(self._streams) + num_coming
+        if num_unanswered >= self.config.max_queue_size + self._ready.runtime.limits.max_batch_size:
+            raise QueueFull(f"{num_unanswered} requests are unanswered (max_queue_size); retry later")
 
     async def list_adapters(self) -> Sequence[AdapterListing]:
         """Adapters that requests can name, as far as their sources can tell."""
@@ -217,26 +233,23 @@ class InferenceEngine(SkillCalls):
 
     def _refuse_for_others(self, request_ids: Sequence[str], bound: str) -> None:
         for request_id in request_ids:
-            error = QueueFull(f"the queue is full ({bound}) and this client has the most in it; retry later")
-            stream = self._streams[request_id]
-            if stream in self._unsent:
-                stream.fail(error)
-            else:
-                self._worker.try_send(Refuse(request_id, error))
+            self.cancel(
+                request_id, QueueFull(f"the queue is full ({bound}) and this client has the most in it; retry later")
+            )
 
     def _close_stream(self, request_id: str) -> None:
         self._room.leave(request_id)
         self._streams.pop(request_id, None)
         self._pictures.release(request_id)
 
-    def cancel(self, request_id: str) -> None:
-        """End a request; its pages come back within a step. Unknown ids are ignored."""
+    def cancel(self, request_id: str, error: BaseException | None = None) -> None:
+        """End a request. Its caller gets `error`, by default RequestCancelled, at once; its pages, its id and what its
+        pictures count come back within a step. Unknown ids are ignored."""
         stream = self._streams.get(request_id)
-        if stream is None:
+        if stream is None or stream.is_done:
             return
-        if stream in self._unsent:
-            stream.fail(RequestCancelled(f"request {request_id} was cancelled"))
-        else:
+        stream.fail(error or RequestCancelled(f"request {request_id} was cancelled"))
+        if stream not in self._unsent:
             self._worker.try_send(Cancel(request_id))
 
     def _require_running(self) -> None:
@@ -246,7 +259,7 @@ class InferenceEngine(SkillCalls):
             raise EngineStopped("the engine belongs to another event loop; create it on the loop that uses it")
 
     def _stopped(self) -> EngineStopped:
-        fault = self._worker.fault
+        fault = self.fault
         if fault is None:
             return EngineStopped("the engine has been shut down; create a new one")
         error = EngineStopped(f"the engine's worker failed: {type(fault).__name__}: {fault}; create a new engine")
@@ -264,8 +277,11 @@ class InferenceEngine(SkillCalls):
             self._loop.call_soon_threadsafe(self._fail_streams, error)
 
     def fail(self, error: BaseException) -> None:
-        """From any thread: what the model runs on is gone. Every request gets EngineStopped, and `fault` says why."""
+        """From any thread: what the model runs on is gone, or hangs. Every request gets EngineStopped, and `fault` says
+        why. The worker is told and not waited for."""
+        self._fault = error
         self._worker.try_send(Fail(error))
+        self._fault_from_worker(self._stopped())
 
     def _dispatch(self, updates: list[StreamUpdate]) -> None:
         for update in updates:
@@ -273,7 +289,7 @@ class InferenceEngine(SkillCalls):
             if stream is None:
                 continue
             stream.deliver(update)
-            if stream.is_done:
+            if update.finish_reason is not None:  # not before, also when its caller was told sooner
                 self._close_stream(update.request_id)
 
     def _fail_streams(self, error: EngineStopped) -> None:
@@ -284,13 +300,17 @@ class InferenceEngine(SkillCalls):
     # ------------------------------------------------------------------ the end
 
     async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
-        """Stop. With `drain` every accepted request may finish within `timeout_s`; the rest get EngineStopped."""
+        """Stop. With `drain` every accepted request may finish within `timeout_s`; the rest get EngineStopped. A worker
+        that has not ended its step by then is left behind."""
         self._accepting = False
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (timeout_s if self.fault is None else 0.0)
         while drain and self._unsent and time.monotonic() < deadline:
             await asyncio.sleep(0.001)
         if not drain:
-            self._worker.try_send(CancelAll(EngineStopped("the engine was shut down before the request finished")))
+            cut_off = EngineStopped("the engine was shut down before the request finished")
+            self._worker.try_send(CancelAll(cut_off))
+            await asyncio.sleep(0)  # let updates already handed to the loop arrive first
+            self._fail_streams(cut_off)
         self._worker.try_send(Stop())
         if not await self._join(deadline - time.monotonic()):
             late = EngineStopped(f"the engine was shut down; {timeout_s:g} s were not enough to finish the request")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +25,6 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """End a request with this error, unless it has begun."""
-
-    request_id: str
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
 class CancelAll:
     error: BaseException
 
@@ -48,7 +41,7 @@ class Stop:
     """End the thread once nothing runs or waits any more."""
 
 
-Command: TypeAlias = Add | Cancel | Refuse | CancelAll | Fail | Stop
+Command: TypeAlias = Add | Cancel | CancelAll | Fail | Stop
 
 
 class EngineWorker:
@@ -69,6 +62,7 @@ class EngineWorker:
         self._stopping = False
         self._closed = False
         self._fault: BaseException | None = None
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -79,6 +73,11 @@ class EngineWorker:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """When the turn that runs now began, by the monotonic clock; None while there is nothing to do."""
+        return self._busy_since_s
 
     def start(self) -> None:
         self._thread.start()
@@ -109,12 +108,15 @@ class EngineWorker:
             error = EngineStopped(f"the engine's worker failed: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
             self._on_fault(error)
+        finally:
+            self._busy_since_s = None
 
     def _turn(self) -> bool:
         """What is due, commands, one step, updates out; False at the end.
 
         Updates go out behind the launch of the next step: it runs while they are read.
         """
+        self._busy_since_s = time.monotonic()
         updates = self._scheduler.settle()
         try:
             updates += self._apply(self._take_commands(may_wait=not updates))
@@ -129,7 +131,9 @@ class EngineWorker:
         """Whatever has been sent; waits only when there is nothing else to do."""
         with self._wake:
             while may_wait and not self._commands and not self._scheduler.has_work and not self._stopping:
+                self._busy_since_s = None
                 self._wake.wait()
+                self._busy_since_s = time.monotonic()
             commands = list(self._commands)
             self._commands.clear()
         return commands
@@ -151,8 +155,6 @@ class EngineWorker:
                         updates.append(failure(request.request_id, error))
                 case Cancel(request_id):
                     self._scheduler.cancel(request_id)
-                case Refuse(request_id, error):
-                    self._scheduler.refuse(request_id, error)
                 case CancelAll(error):
                     updates += self._scheduler.fail_all(error)
                 case Fail(error):

@@ -113,12 +113,6 @@ class GenerationScheduler(Generic[StepT]):
         self._end(sequence, RequestCancelled(f"request {request_id} was cancelled"))
         return True
 
-    def refuse(self, request_id: str, error: BaseException) -> None:
-        """End a request with `error` if no step has been spent on it yet."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.first_step_s is None:
-            self._end(sequence, error)
-
     def fail_all(self, error: BaseException) -> list[StreamUpdate]:
         """End every request with `error`, without touching the runtime again."""
         for sequence in list(self._sequences.values()):

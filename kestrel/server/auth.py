@@ -11,7 +11,7 @@ from kestrel.errors import NotAllowed, shown
 from kestrel.server.config import ServerConfig
 from kestrel.server.paths import route_path
 
-HEALTH_PATHS = frozenset({"/healthz", "/health", "/ready"})
+HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
 OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"

@@ -1,21 +1,20 @@
-"""One engine request of one HTTP request: admission, deadlines, observers, and its end whatever happens."""
+"""A client's request and its engine requests: admission, the deadline, observers, and their end whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
-from kestrel.engine import EngineResult, EngineStream, InferenceEngine
-from kestrel.errors import KestrelError, RequestCancelled, RequestError
+from kestrel.engine import EngineResult, EngineStream
+from kestrel.errors import KestrelError, QueueFull, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, require_priority, tenant_of
-from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
@@ -24,6 +23,7 @@ from kestrel.server.request_ids import request_id_of
 from kestrel.server.state import RequestInfo, ServerState, state_of
 
 T = TypeVar("T")
+_ACCEPTED = "accepted"
 
 
 def request_info(
@@ -45,49 +45,47 @@ def request_info(
 
 def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
     """A client may send one x-request-id on several requests at once; engine requests need ids of their own."""
-    taken = state_of(request).running
-    if info.request_id not in taken:
+    if not is_taken(state_of(request), info.request_id):
         return info
     if info.request_id == request_id_of(request):
         return replace(info, request_id=f"{info.request_id}-{secrets.token_hex(4)}")
     raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
 
 
+def is_taken(state: ServerState, request_id: str) -> bool:
+    return request_id in state.running or (state.engine is not None and state.engine.is_taken(request_id))
+
+
 def engine_call(
     request: Request, info: RequestInfo, fields: dict[str, Any]
 ) -> AbstractAsyncContextManager[EngineStream]:
     """The running request. However the block is left, the request ends with it and the observers are told."""
-    state = state_of(request)
-    state.require_serving()
-    return engine_request(state, _with_free_id(request, info), fields, tenant_of(request))
+    return engine_request(accept(request), _with_free_id(request, info), fields, tenant_of(request))
 
 
 @asynccontextmanager
 async def engine_request(
-    state: ServerState, info: RequestInfo, fields: dict[str, Any], tenant: str | None
+    accepted: AcceptedRequest, info: RequestInfo, fields: dict[str, Any], tenant: str | None
 ) -> AsyncIterator[EngineStream]:
     """The same for a request that came by any protocol."""
-    engine = state.require_serving()
+    state = accepted.state
     require_priority(state.keys, info.client, fields.get("priority"))
     fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
     fields["read_along"] = info.stream
-    deadlines = Deadlines(engine, info, state.config)
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
     state.running[info.request_id] = info
     state.tell_started(info)
     try:
-        async with await engine.run(info.skill, stream=True, **fields) as stream:
+        async with await accepted.run(info, fields) as stream:
             _record_settings(fields)
             yield stream
             if stream.is_done:
                 outcome = await stream.result()
     except BaseException as error:
-        outcome = deadlines.reason or error
-        if deadlines.reason is not None and isinstance(error, RequestCancelled):
-            raise deadlines.reason from error
+        outcome = accepted.reason or error
         raise
     finally:
-        deadlines.stop()
+        accepted.let_go(info)
         state.running.pop(info.request_id, None)
         state.tell_finished(info, outcome)
 
@@ -98,36 +96,117 @@ def _record_settings(fields: dict[str, Any]) -> None:
         record.add_settings(fields)
 
 
-class Deadlines:
-    """Cancels a request that waits or takes too long, and keeps the reason."""
+# ---------------------------------------------------------------------- the request of a client
 
-    def __init__(self, engine: InferenceEngine, info: RequestInfo, config: ServerConfig) -> None:
+
+class AcceptedRequest:
+    """One request of a client, from its receipt to its answer; made where it is admitted, released where it ends.
+
+    One deadline holds for the whole of it: pictures and adapters that are fetched, all engine requests, what is made of
+    their results. Whoever waits is told by the event loop's clock alone: no step, thread or process need get on first.
+    """
+
+    def __init__(self, state: ServerState, receive: Receive | None = None) -> None:
+        """Raises NotServing while the server starts or drains. `receive` tells of a client that leaves."""
+        self.state = state
+        self._receive = receive
+        self.engine = state.require_serving()
         self.reason: KestrelError | None = None
-        self._engine = engine
-        self._info = info
-        self._config = config
+        """Why it was ended."""
+        self._blocks: set[Interruption] = set()
+        self._running: set[str] = set()
+        self._has_begun = False
+        self._num_held = 0
         loop = asyncio.get_running_loop()
         self._timers = [
-            loop.call_later(config.queue_timeout_s, self._end_wait),
-            loop.call_later(config.request_timeout_s, self._end_request),
+            loop.call_later(state.config.queue_timeout_s, self._end_wait),
+            loop.call_later(state.config.request_timeout_s, self._end_request),
         ]
+        state.accepted.add(self)
 
-    def stop(self) -> None:
+    def release(self) -> None:
         for timer in self._timers:
             timer.cancel()
+        self.state.pending_body_bytes -= self._num_held
+        self._num_held = 0
+        self.state.accepted.discard(self)
+
+    async def fetch(self, url: str) -> bytes:
+        """A picture behind a URL. Its bytes count as the body's, and its request as one of the queue."""
+        self.engine.require_room(self.state.num_fetching)
+        self.state.num_fetching += 1
+        try:
+            work = self.state.images.fetch(url, self.engine.config.max_image_bytes, self._hold)
+            with self.interruptible():
+                return await (work if self._receive is None else until_gone(self._receive, work))
+        finally:
+            self.state.num_fetching -= 1
+
+    async def run(self, info: RequestInfo, fields: dict[str, Any]) -> EngineStream:
+        """One of its engine requests, from here to `let_go`."""
+        self._running.add(info.request_id)
+        with self.interruptible():
+            return await self.engine.run(info.skill, stream=True, **fields)
+
+    def let_go(self, info: RequestInfo) -> None:
+        self._running.discard(info.request_id)
+        self._has_begun = True
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Raises the reason out of the block, wherever it waits, when the request is ended."""
+        if self.reason is not None:
+            raise self.reason
+        with Interruption(RequestCancelled("the request was ended")) as block:
+            self._blocks.add(block)
+            try:
+                yield
+            finally:
+                self._blocks.discard(block)
+
+    def end(self, reason: KestrelError) -> None:
+        """The first reason counts."""
+        if self.reason is not None:
+            return
+        self.reason = reason
+        for request_id in self._running:
+            self.engine.cancel(request_id, reason)
+        for block in self._blocks:
+            block.interrupt(reason)
 
     def _end_wait(self) -> None:
-        if not self._engine.has_begun(self._info.request_id):
-            waited = f"waited {self._config.queue_timeout_s:g} s for its turn (queue_timeout_s)"
-            self._end(QueueTimeout(f"the request {waited}; retry later"))
+        """Of several engine requests one that has begun is enough: the others wait for it, not for strangers."""
+        if not self._has_begun and not any(map(self.engine.has_begun, self._running)):
+            waited = f"waited {self.state.config.queue_timeout_s:g} s for its turn (queue_timeout_s)"
+            self.end(QueueTimeout(f"the request {waited}; retry later"))
 
     def _end_request(self) -> None:
-        limit = f"{self._config.request_timeout_s:g} s (request_timeout_s)"
-        self._end(DeadlineExceeded(f"the request took longer than {limit}; ask for a shorter answer"))
+        limit = f"{self.state.config.request_timeout_s:g} s (request_timeout_s)"
+        self.end(DeadlineExceeded(f"the request took longer than {limit}; ask for a shorter answer"))
 
-    def _end(self, reason: KestrelError) -> None:
-        self.reason = self.reason or reason
-        self._engine.cancel(self._info.request_id)
+    def _hold(self, num_bytes: int) -> None:
+        self._num_held += num_bytes
+        self.state.pending_body_bytes += num_bytes
+        if self.state.pending_body_bytes > self.state.config.max_pending_body_bytes:
+            raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
+
+
+def accept(request: Request) -> AcceptedRequest:
+    """To be called once the body is there: the deadline runs from the first call on. Raises NotServing."""
+    kept: AcceptedRequest | None = request.scope["state"].get(_ACCEPTED)
+    if kept is None:
+        kept = request.scope["state"][_ACCEPTED] = AcceptedRequest(state_of(request), request.receive)
+    return kept
+
+
+def release_accepted(scope: Scope) -> None:
+    """For the layer that sees the request's end."""
+    kept: AcceptedRequest | None = scope["state"].get(_ACCEPTED)
+    if kept is not None:
+        kept.release()
+
+
+# ---------------------------------------------------------------------- clients that leave
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -87,17 +87,31 @@ class ServerConfig:
     max_body_bytes: int = field(default=32 * 2**20, metadata=_doc("Largest request body in bytes."))
     max_header_bytes: int = field(default=64 * 2**10, metadata=_doc("Largest request line with headers, in bytes."))
     max_pending_body_bytes: int = field(
-        default=2**30, metadata=_doc("Bodies of unanswered requests, in bytes, before new ones are refused.")
+        default=2**30,
+        metadata=_doc(
+            "Bodies of unanswered requests, fetched pictures included, in bytes, before new ones are refused."
+        ),
     )
     receive_timeout_s: float = field(default=60.0, metadata=_doc("Seconds a client may take to send a request."))
     send_timeout_s: float = field(
         default=60.0, metadata=_doc("Seconds a client may take to read an answer that is complete.")
     )
     request_timeout_s: float = field(
-        default=600.0, metadata=_doc("Seconds a request may take once it has been received.")
+        default=600.0,
+        metadata=_doc("Seconds a request may take once it has been received, whatever it consists of."),
     )
     queue_timeout_s: float = field(
-        default=120.0, metadata=_doc("Seconds a request may wait for its first step before it is refused.")
+        default=120.0,
+        metadata=_doc(
+            "Seconds a request may wait for its first step, pictures and adapters fetched, before it is refused."
+        ),
+    )
+    step_timeout_s: float = field(
+        default=300.0,
+        metadata=_doc(
+            "Seconds without a finished step, while work waits, after which the model counts as hung and the server "
+            "ends with exit code 1. After a tenth of it the server is not ready."
+        ),
     )
     drain_timeout_s: float = field(
         default=30.0, metadata=_doc("Seconds that accepted requests get to finish after SIGTERM.")
@@ -124,6 +138,9 @@ class ServerConfig:
             flags=("--allowed-image-host",),
             metavar="HOST",
         ),
+    )
+    max_image_fetches: int = field(
+        default=16, metadata=_doc("Pictures that are fetched from image URLs at the same time.")
     )
     isolate_prefix_cache: bool = field(
         default=False, metadata=_doc("Share cached pictures and prompts only between requests of the same key.")
@@ -189,6 +206,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "max_requests_per_client": (1, 10**7),
     "max_connections": (1, 10**6),
     "keep_alive_timeout_s": (1, 86_400),
+    "max_image_fetches": (1, 1024),
 }
 _OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client", "max_connections")
 _SECONDS = (
@@ -196,6 +214,7 @@ _SECONDS = (
     "send_timeout_s",
     "request_timeout_s",
     "queue_timeout_s",
+    "step_timeout_s",
     "drain_timeout_s",
     "ping_interval_s",
 )

@@ -14,7 +14,7 @@ from kestrel.engine import EngineStream
 from kestrel.engine.intake import MAX_NAME_LENGTH
 from kestrel.errors import QueueFull, RequestError
 from kestrel.server.auth import KEY_CLIENT
-from kestrel.server.calls import engine_request
+from kestrel.server.calls import AcceptedRequest, engine_request, is_taken
 from kestrel.server.errors import kind_of
 from kestrel.server.logs import access_log
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
@@ -74,7 +74,11 @@ class ServerVisitor:
             try:
                 self.state.require_serving()
                 with self.state.clients.counted(self.client), _held(self.state, num_bytes):
-                    yield VisitorRequest(self, record)
+                    accepted = AcceptedRequest(self.state)
+                    try:
+                        yield VisitorRequest(self, record, accepted)
+                    finally:
+                        accepted.release()
                 record.status = 200
             except Exception as error:
                 record.error_type, record.status = type(error).__name__, kind_of(error).status
@@ -85,12 +89,13 @@ class ServerVisitor:
 class VisitorRequest:
     visitor: ServerVisitor
     record: RequestRecord
+    accepted: AcceptedRequest
 
     @asynccontextmanager
     async def run(self, skill: str, fields: Mapping[str, Any], *, stream: bool) -> AsyncIterator[EngineStream]:
         state, fields = self.visitor.state, dict(fields)
         request_id = fields.pop("request_id", self.record.request_id)
-        if request_id in state.running:
+        if is_taken(state, request_id):
             raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
         if len(request_id) <= MAX_NAME_LENGTH:
             self.record.request_id = request_id
@@ -105,7 +110,7 @@ class VisitorRequest:
             stream=stream,
             adapter=fields.get("adapter"),
         )
-        async with engine_request(state, info, fields, self.visitor.tenant) as running:
+        async with engine_request(self.accepted, info, fields, self.visitor.tenant) as running:
             yield running
 
 

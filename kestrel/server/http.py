@@ -65,7 +65,9 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
 
 
 def image_fetcher(config: ServerConfig) -> ImageFetcher:
-    return RemoteImages(config.allowed_image_hosts) if config.allowed_image_hosts else NoRemoteImages()
+    if not config.allowed_image_hosts:
+        return NoRemoteImages()
+    return RemoteImages(config.allowed_image_hosts, max_fetches=config.max_image_fetches)
 
 
 def observation(state: ServerState) -> Observation:

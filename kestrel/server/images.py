@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from kestrel.errors import RequestError, shown
@@ -17,22 +18,26 @@ _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 class ImageFetcher(Protocol):
     """Fetches pictures from hosts that the operator allows."""
 
-    async def fetch(self, url: str) -> bytes: ...
+    async def fetch(self, url: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+        """`hold` is told of bytes as they arrive, and may refuse them."""
+        ...
 
 
 class NoRemoteImages:
     """The fetcher of a server that fetches nothing."""
 
-    async def fetch(self, url: str) -> bytes:
+    async def fetch(self, url: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
         raise RequestError("image_url", "web addresses are not fetched here; send the picture as a base64 data URL")
 
 
-async def image_bytes(value: object, max_bytes: int, fetcher: ImageFetcher, field: str = "image_url") -> bytes:
+async def image_bytes(
+    value: object, max_bytes: int, fetch: Callable[[str], Awaitable[bytes]], field: str = "image_url"
+) -> bytes:
     """The encoded picture. The media type of a data URL is not used: the bytes say what they are."""
     if not isinstance(value, str):
         raise RequestError(field, f"must be a base64 data URL or raw base64 as text (got {shown(value)})")
     if _WEB_URL.match(value):
-        return await fetcher.fetch(value)
+        return await fetch(value)
     payload = base64_payload(value, field)
     require_decodable(payload, max_bytes, field)
     if len(payload) < LARGE_TEXT:

@@ -4,6 +4,7 @@ The application loads its engine in the background of its own start, so that hea
 `serve` runs it under uvicorn with the signals handled here:
 - the first SIGTERM or SIGINT stops admission (503), lets accepted requests finish within the drain time, exits with 0
 - a second one ends the process at once
+- when the model is lost, clients are told and `serve` raises why, also in the middle of a drain
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from starlette.applications import Starlette
 
 from kestrel.engine import InferenceEngine
 from kestrel.engine.warm_up import warm_up
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
 from kestrel.server.connections import ListeningSocket, connection_limit, raise_file_limit
 from kestrel.server.protocol import TimedProtocol, timed_protocol
@@ -53,10 +54,10 @@ def engine_lifespan(source: EngineSource) -> Callable[[Starlette], AbstractAsync
             if not starting.done():
                 starting.cancel()
             await asyncio.wait({starting})
-            if state.phase is not Phase.FAILED:
-                state.phase = Phase.DRAINING
+            if state.drains_until_s is None:
+                state.begin_drain()
             if state.engine is not None and not isinstance(source, InferenceEngine):
-                await state.engine.shutdown(timeout_s=state.config.drain_timeout_s)
+                await state.engine.shutdown(timeout_s=state.drain_left_s)
 
     return lifespan
 
@@ -69,8 +70,9 @@ async def _start(state: ServerState, source: EngineSource) -> None:
         if state.phase is Phase.STARTING:
             state.phase = Phase.READY
     except Exception as error:
-        state.failure = error
+        state.failure = state.failure or error
         state.phase = Phase.FAILED
+        state.failed.set()
     finally:
         state.settled.set()
 
@@ -84,17 +86,29 @@ async def serve(app: Starlette, announce: Callable[[str], None]) -> None:
     signals = _Signals(server, state)
     with signals.handled():
         serving = asyncio.create_task(server.serve(sockets=[listening]))
+        failing = asyncio.create_task(_end_when_failed(server, state))
         settled = asyncio.create_task(state.settled.wait())
         await asyncio.wait({serving, settled}, return_when=asyncio.FIRST_COMPLETED)
         settled.cancel()
-        if state.ready:
+        if state.phase is Phase.READY:
             _set_apart_what_stays()
             announce(address_of(listening, state.config))
-        elif state.failure is not None:
-            server.should_exit = True
         await serving
+        failing.cancel()
     if state.failure is not None:
         raise state.failure
+
+
+async def _end_when_failed(server: uvicorn.Server, state: ServerState) -> None:
+    await state.failed.wait()
+    await _until_answered(state, GRACE_S)
+    server.should_exit = True
+
+
+async def _until_answered(state: ServerState, timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while state.accepted and time.monotonic() < until_s:
+        await asyncio.sleep(NAP_S)
 
 
 def _set_apart_what_stays() -> None:
@@ -194,13 +208,13 @@ class _Signals:
 
     async def _drain(self) -> None:
         """Admit nobody, wait for those who are in, then stop listening."""
-        state, began_s = self._state, time.monotonic()
-        state.phase = Phase.DRAINING
+        state = self._state
+        state.begin_drain()
         state.refuse_arriving()
-        logger.info("draining: %d requests are unanswered", len(state.running))
-        while state.running and time.monotonic() - began_s < state.config.drain_timeout_s:
-            await asyncio.sleep(NAP_S)
-        if state.running and state.engine is not None:
-            logger.warning("the drain time is over; %d requests are cut off", len(state.running))
-            await state.engine.shutdown(drain=False)
+        logger.info("draining: %d requests are unanswered", len(state.accepted))
+        await _until_answered(state, state.config.drain_timeout_s)
+        if state.accepted and state.engine is not None:
+            logger.warning("the drain time is over; %d requests are cut off", len(state.accepted))
+            state.end_all(EngineStopped("the server was shut down before the request finished"))
+            await state.engine.shutdown(drain=False, timeout_s=0.0)
         self._server.should_exit = True

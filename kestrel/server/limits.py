@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import QueueFull
 from kestrel.server.auth import is_health, is_open
+from kestrel.server.calls import release_accepted
 from kestrel.server.config import ServerConfig
 from kestrel.server.connections import is_crowded
 from kestrel.server.errors import (
@@ -85,6 +86,7 @@ class BodyLimit:
             await self._app(scope, body.receive, send)
         finally:
             body.release()
+            release_accepted(scope)
 
 
 class _IncomingBody:

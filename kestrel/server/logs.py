@@ -26,7 +26,7 @@ from kestrel.server.records import RequestRecord
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
 """Ours, and that of the HTTP server underneath, whose own account of its start and end is left out at info level."""
-QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/metrics"})
+QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/readyz", "/metrics"})
 """Asked every few seconds by machines: logged at debug level, a 503 while starting or draining included."""
 BUSY = 503
 """Overloaded, starting or draining: to be expected, and not a fault."""

@@ -17,7 +17,7 @@ from kestrel.engine import EngineResult, EngineStream
 from kestrel.engine.bodies import chunk_body
 from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
-from kestrel.server.calls import engine_call, request_info, until_gone
+from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
 from kestrel.server.direct_routes import DirectRoute
 from kestrel.server.errors import ModelNotFound
@@ -132,8 +132,9 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         state_of(request).require_serving()
         body = await read_object(request)
+        accepted = accept(request)
         wants_stream = take_flag(body, "stream")
-        fields = await engine_fields(state_of(request), skill, body)
+        fields = await engine_fields(accepted, skill, body)
         adapter, request_id = fields.get("adapter"), fields.pop("request_id", None)
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError("request_id", f"must be text (got {shown(request_id)})")
@@ -146,7 +147,8 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
         )
         if wants_stream:
             return _stream(request, skill, info, fields)
-        result = await until_gone(request.receive, _result(request, info, fields))
+        with accepted.interruptible():
+            result = await until_gone(request.receive, _result(request, info, fields))
         return Response(orjson.dumps(result_body(result)), media_type="application/json")
 
     return handle
@@ -179,7 +181,7 @@ async def native_call(request: Request, info: RequestInfo, fields: dict[str, Any
 # ---------------------------------------------------------------------- what goes in
 
 
-async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
+async def engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's fields for a body: null means not given, the picture is bytes, the rest as it came."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name in fields:
@@ -187,14 +189,14 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
             known = sorted(skill.schema["properties"])
             close = did_you_mean(name, known)
             raise RequestError(name, f"is not a field of {skill.name}; known fields: {', '.join(known)}{close}")
-    take_model(state, fields)
+    take_model(accepted.state, fields)
     for name, value in skill.defaults.items():
         fields.setdefault(name, value)
     if skill.counts_tokens:
-        fields = with_default_budget(fields, state.config)
+        fields = with_default_budget(fields, accepted.state.config)
     if "image_url" in fields:
-        max_bytes = state.require_serving().config.max_image_bytes
-        fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, state.images)
+        max_bytes = accepted.engine.config.max_image_bytes
+        fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, accepted.fetch)
     return fields
 
 

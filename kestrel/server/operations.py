@@ -12,27 +12,27 @@ from starlette.responses import Response
 
 from kestrel import __version__
 from kestrel.server.errors import RETRY_AFTER_S
-from kestrel.server.state import Phase, ServerState, state_of
+from kestrel.server.state import STALLED, Phase, ServerState, state_of
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 def operation_routes() -> APIRouter:
     router = APIRouter(tags=["operations"])
-    for path, endpoint in (("/healthz", healthy), ("/health", healthy), ("/ready", ready), ("/version", version)):
+    for path, endpoint in ROUTES:
         router.add_api_route(path, endpoint, methods=["GET"], responses=RESPONSES[endpoint], response_model=None)
         router.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     return router
 
 
 async def healthy(request: Request) -> Response:
-    """200 once the engine is warm and as long as its worker lives; draining is healthy."""
+    """200 once the engine is warm and as long as its worker lives and gets on; draining is healthy."""
     state = state_of(request)
     return _status(state, state.is_warm)
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken."""
+    """200 while new requests are taken and steps end in time."""
     state = state_of(request)
     return _status(state, state.ready)
 
@@ -43,10 +43,7 @@ async def version(request: Request) -> Response:
 
 
 def _status(state: ServerState, is_well: bool) -> Response:
-    status = state.phase.value
-    if state.engine is not None and state.engine.fault is not None:
-        status = "failed"
-    body = orjson.dumps({"status": status, "model": state.model_name})
+    body = orjson.dumps({"status": state.status, "model": state.model_name})
     headers = {} if is_well else {"retry-after": str(RETRY_AFTER_S)}
     return Response(body, 200 if is_well else 503, headers, media_type="application/json")
 
@@ -54,7 +51,7 @@ def _status(state: ServerState, is_well: bool) -> Response:
 _MODEL = {"type": ["string", "null"]}
 _STATUS = {
     "type": "object",
-    "properties": {"status": {"enum": [phase.value for phase in Phase]}, "model": _MODEL},
+    "properties": {"status": {"enum": [*(phase.value for phase in Phase), STALLED]}, "model": _MODEL},
     "required": ["status", "model"],
 }
 _VERSION = {
@@ -68,8 +65,13 @@ def _answer(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
+ROUTES: tuple[tuple[str, Endpoint], ...] = (
+    *(("/healthz", healthy), ("/health", healthy)),
+    *(("/readyz", ready), ("/ready", ready)),
+    ("/version", version),
+)
 RESPONSES: dict[Endpoint, dict[int | str, dict[str, Any]]] = {
     healthy: {200: _answer("It is warm and alive.", _STATUS), 503: _answer("Not yet, or no more.", _STATUS)},
-    ready: {200: _answer("New requests are taken.", _STATUS), 503: _answer("Starting or draining.", _STATUS)},
+    ready: {200: _answer("New requests are taken.", _STATUS), 503: _answer("Starting, draining or stalled.", _STATUS)},
     version: {200: _answer("The program and the model.", _VERSION)},
 }

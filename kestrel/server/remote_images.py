@@ -17,6 +17,7 @@ import httpx
 
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.server.addresses import is_public
+from kestrel.threads import Threads
 
 FIELD = "image_url"
 PORTS = {"http": 80, "https": 443}
@@ -27,9 +28,15 @@ Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """From host name and port to its addresses."""
 
 
-async def system_resolver(host: str, port: int) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+class SystemResolver:
+    """The system's own look-up, on threads of its own: a name server that is silent holds up nothing else."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = Threads("names", num_threads)
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        found = await self._threads.run(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class RemoteImages:
@@ -40,49 +47,55 @@ class RemoteImages:
         self,
         allowed_hosts: Sequence[str],
         *,
+        max_fetches: int = 16,
         timeout_s: float = 10.0,
-        max_bytes: int = 20 * 2**20,
         max_redirects: int = 3,
-        resolve: Resolver = system_resolver,
+        resolve: Resolver | None = None,
         may_connect: Callable[[str], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._hosts = tuple(_AllowedHost(entry) for entry in allowed_hosts)
+        self._turns = asyncio.Semaphore(max_fetches)
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
         self._max_redirects = max_redirects
-        self._resolve = resolve
+        self._resolve = resolve or SystemResolver(max_fetches)
         self._may_connect = may_connect
         self._tls = tls or ssl.create_default_context()
 
-    async def fetch(self, url: str) -> bytes:
-        """The bytes behind a URL. Raises RequestError for everything that is not allowed or goes wrong."""
+    async def fetch(self, url: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+        """The bytes behind a URL. Raises RequestError for everything that is not allowed or goes wrong.
+
+        The time runs from its turn on: waiting for one is no fault of the host.
+        """
         if not self._hosts:
             raise RequestError(
                 FIELD, "fetching from URLs is off on this server; send the picture as base64, or allow its host"
             )
+        body = _Body(max_bytes, hold)
         try:
-            return await asyncio.wait_for(self._follow(_parse(url)), self._timeout_s)
+            async with self._turns:
+                await asyncio.wait_for(self._follow(_parse(url), body), self._timeout_s)
+            return body.taken()
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise RequestError(FIELD, f"the host did not deliver within {self._timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise RequestError(FIELD, f"the host could not be reached ({type(error).__name__})") from None
 
-    async def _follow(self, url: httpx.URL) -> bytes:
+    async def _follow(self, url: httpx.URL, body: _Body) -> None:
         # Kept-alive connections are known by address only, and another name's certificate would go unchecked.
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(
             verify=self._tls, trust_env=False, limits=limits, timeout=self._timeout_s
         ) as client:
             for _ in range(self._max_redirects + 1):
-                answer = await self._get(client, url)
-                if isinstance(answer, bytes):
-                    return answer
-                url = answer
+                target = await self._get(client, url, body)
+                if target is None:
+                    return
+                url = target
         raise RequestError(FIELD, f"was redirected more than {self._max_redirects} times")
 
-    async def _get(self, client: httpx.AsyncClient, url: httpx.URL) -> bytes | httpx.URL:
-        """The picture, or where to look instead."""
+    async def _get(self, client: httpx.AsyncClient, url: httpx.URL, body: _Body) -> httpx.URL | None:
+        """Reads the picture; or says where to look instead."""
         addresses = await self._checked_addresses(url)
         for address in addresses:
             try:
@@ -94,7 +107,9 @@ class RemoteImages:
             try:
                 if response.status_code in REDIRECTS:
                     return _redirect_target(url, response)
-                return await self._read(response)
+                _require_picture(response)
+                await body.read(response)
+                return None
             finally:
                 await response.aclose()
         raise AssertionError("a checked name has at least one address")
@@ -113,20 +128,33 @@ class RemoteImages:
             raise RequestError(FIELD, f"the host {shown(host)} has an address that is not public")
         return addresses
 
-    async def _read(self, response: httpx.Response) -> bytes:
-        _require_picture(response)
+
+class _Body:
+    """A picture while it arrives: never more than its limit in memory, and all of it accounted for."""
+
+    def __init__(self, max_bytes: int, hold: Callable[[int], None]) -> None:
+        self._max_bytes = max_bytes
+        self._hold = hold
+        self._num_bytes = 0
+        self._pieces: list[bytes] = []
+
+    async def read(self, response: httpx.Response) -> None:
         declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             raise self._too_large()
-        body = bytearray()
         async for piece in response.aiter_raw():
-            body += piece
-            if len(body) > self._max_bytes:
+            self._num_bytes += len(piece)
+            if self._num_bytes > self._max_bytes:
                 raise self._too_large()
-        return bytes(body)
+            self._hold(len(piece))
+            self._pieces.append(piece)
+
+    def taken(self) -> bytes:
+        return b"".join(self._pieces)
 
     def _too_large(self) -> RequestError:
-        return RequestError(FIELD, f"the picture has more than {self._max_bytes} bytes; send a smaller one")
+        limit = f"{self._max_bytes} bytes (max_image_bytes)"
+        return RequestError(FIELD, f"the picture has more than {limit}; send a smaller one")
 
 
 class _AllowedHost:

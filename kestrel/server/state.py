@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 
 from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, InferenceEngine
-from kestrel.errors import NotServing
+from kestrel.errors import EngineStopped, KestrelError, NotServing
 from kestrel.server.client_counts import ClientCounts
 from kestrel.server.config import ServerConfig
 from kestrel.server.images import ImageFetcher, NoRemoteImages
@@ -22,12 +22,21 @@ from kestrel.server.interruption import Interruption
 
 logger = logging.getLogger("kestrel.server")
 
+END_S = 10.0
+"""What a server gets to end in: after its drain time, or once its model is lost."""
+UNREADY_SHARE = 0.1
+"""Of `step_timeout_s`: so long a step may take before no new requests should come here."""
+
 
 class Phase(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+STALLED = "stalled"
+"""The status of a server that would be ready if its step ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,14 @@ class Observer(Protocol):
     def finished(self, request: RequestInfo, outcome: EngineResult | BaseException) -> None: ...
 
 
+class Accepted(Protocol):
+    """A request between its receipt and its answer."""
+
+    def end(self, reason: KestrelError) -> None:
+        """Whoever works on it gets the reason."""
+        ...
+
+
 @dataclass
 class ServerState:
     """`app.state.kestrel`."""
@@ -63,11 +80,15 @@ class ServerState:
     engine: InferenceEngine | None = None
     phase: Phase = Phase.STARTING
     failure: BaseException | None = None
-    """Why it could not start."""
+    """Why it could not start, or could not go on."""
     images: ImageFetcher = field(default_factory=NoRemoteImages)
     observers: list[Observer] = field(default_factory=list)
     running: dict[str, RequestInfo] = field(default_factory=dict)
     """Engine requests without their answer, by id."""
+    accepted: set[Accepted] = field(default_factory=set)
+    """Requests of clients, by any protocol, without their answer: a drain waits for these."""
+    num_fetching: int = 0
+    """Pictures that requests wait for; they count as part of the queue."""
     pending_body_bytes: int = 0
     arriving: set[Interruption] = field(default_factory=set)
     """Requests that wait for more of their bodies."""
@@ -75,6 +96,11 @@ class ServerState:
     """When the server was made, in seconds since 1970."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the server is ready, or has failed to become so."""
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with `failure`."""
+    drains_until_s: float | None = None
+    ends_by_s: float | None = None
+    """When it will have ended, by the monotonic clock, once it is ending."""
     keys: ApiKeys = field(init=False)
     clients: ClientCounts = field(init=False)
 
@@ -84,7 +110,21 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        return self.phase is Phase.READY and self.engine is not None and self.engine.is_running
+        is_up = self.phase is Phase.READY and self.engine is not None and self.engine.is_running
+        return is_up and self.step_s < self.config.step_timeout_s * UNREADY_SHARE
+
+    @property
+    def step_s(self) -> float:
+        """How long the step that runs now has taken."""
+        since_s = None if self.engine is None else self.engine.busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    @property
+    def status(self) -> str:
+        """In a word, for health routes."""
+        if self.engine is not None and self.engine.fault is not None:
+            return Phase.FAILED.value
+        return STALLED if self.phase is Phase.READY and not self.ready else self.phase.value
 
     @property
     def draining(self) -> bool:
@@ -94,7 +134,8 @@ class ServerState:
     def is_warm(self) -> bool:
         """Whether the engine runs and its first requests are behind it; draining does not change that."""
         started = self.phase in (Phase.READY, Phase.DRAINING)
-        return started and self.engine is not None and self.engine.fault is None
+        is_alive = started and self.engine is not None and self.engine.fault is None
+        return is_alive and self.step_s < self.config.step_timeout_s
 
     @property
     def model_name(self) -> str | None:
@@ -109,12 +150,40 @@ class ServerState:
             return self.engine
         if self.phase is Phase.DRAINING:
             raise NotServing("the server is shutting down; send the request to another one")
+        if self.phase is Phase.FAILED:
+            raise NotServing("the server has lost its model; send the request to another one")
         raise NotServing("the server is still starting; retry when /ready answers 200")
 
     def refuse_arriving(self) -> None:
         """At the beginning of a drain: what is still on its way would be refused once it is here."""
         for waiting in list(self.arriving):
             waiting.interrupt(NotServing("the server is shutting down; send the request to another one"))
+    def begin_drain(self) -> None:
+        """From here on nobody is accepted."""
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.DRAINING
+        self.drains_until_s = time.monotonic() + self.config.drain_timeout_s
+        self.ends_by_s = self.ends_by_s or self.drains_until_s + END_S
+
+    @property
+    def drain_left_s(self) -> float:
+        """What is left of the drain time."""
+        until_s = self.drains_until_s
+        return self.config.drain_timeout_s if until_s is None else max(0.0, until_s - time.monotonic())
+
+    def fail(self, error: BaseException) -> None:
+        """The model is gone or hangs, or was never there. All clients are told; `serve` ends with the error."""
+        self.failure = self.failure or error
+        self.phase = Phase.FAILED
+        self.ends_by_s = time.monotonic() + END_S
+        if self.engine is not None:
+            self.engine.fail(error)
+        self.end_all(EngineStopped(f"the engine has stopped: {error}"))
+        self.failed.set()
+
+    def end_all(self, reason: KestrelError) -> None:
+        for accepted in list(self.accepted):
+            accepted.end(reason)
 
     def tell_started(self, request: RequestInfo) -> None:
         for observer in self.observers:

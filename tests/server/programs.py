@@ -5,6 +5,7 @@ Three quarters of a start are imports. Tests of what happens later, to a server 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
@@ -54,10 +56,18 @@ class Forked:
 class Program:
     """`is_forked`: without the imports, and without the interpreter's own end. `num_files`: its limit of open ones."""
 
-    def __init__(self, log: Path, *flags: str, is_forked: bool = True, num_files: int | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *flags: str,
+        is_forked: bool = True,
+        num_files: int | None = None,
+        hangs_after_steps: int | None = None,
+    ) -> None:
+        """`hangs_after_steps`: the worker's thread never comes back from the step after so many, when forked."""
         self._log = log
         log.touch()
-        self.process = _forked(log, flags, num_files) if is_forked else _started(log, flags)
+        self.process = _forked(log, flags, num_files, hangs_after_steps) if is_forked else _started(log, flags)
 
     @property
     def log(self) -> str:
@@ -94,19 +104,28 @@ def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _forked(log: Path, flags: tuple[str, ...], num_files: int | None) -> Forked:
-    return Forked(FORKING.Process(target=_serve, args=(log, [*FLAGS, *flags], num_files)))
+def _forked(log: Path, flags: tuple[str, ...], num_files: int | None, hangs_after_steps: int | None) -> Forked:
+    arguments = (log, [*FLAGS, *flags], num_files, hangs_after_steps)
+    return Forked(FORKING.Process(target=_serve, args=arguments))
 
 
-def _serve(log: Path, arguments: list[str], num_files: int | None) -> None:
+def _serve(log: Path, arguments: list[str], num_files: int | None, hangs_after_steps: int | None) -> None:
     # Here and not above: this module is also what tests import.
     import torch  # noqa: PLC0415
 
     from kestrel.cli.app import run  # noqa: PLC0415
+    from kestrel.scheduler import GenerationScheduler  # noqa: PLC0415
 
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     if num_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
     torch.set_num_threads(1)
+    if hangs_after_steps is not None:
+        step, number = GenerationScheduler.step, itertools.count()
+
+        def step_or_hang(scheduler: GenerationScheduler[Any]) -> Any:
+            return step(scheduler) if next(number) < hangs_after_steps else time.sleep(1000)
+
+        GenerationScheduler.step = step_or_hang
     sys.exit(run(arguments))

@@ -12,11 +12,11 @@ JSON = {"content-type": "application/json"}
 POST_QUERY = "POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def send(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """A query on a connection of its own; `getresponse` reads its answer, `close` leaves it."""
+def send(url: str, body: dict[str, Any], path: str = "/v1/query") -> http.client.HTTPConnection:
+    """A request on a connection of its own; `getresponse` reads its answer, `close` leaves it."""
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    connection.request("POST", "/v1/query", json.dumps(body), JSON)
+    connection.request("POST", path, json.dumps(body), JSON)
     return connection
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from kestrel.server.state import END_S
 from tests.server.long_request import long_query
 from tests.server.programs import Program
-from tests.server.sockets import POST_QUERY, send
+from tests.server.sockets import POST_QUERY, eventually, send
 
 END_ID = 0  # of the embedded model
+CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
@@ -107,5 +112,95 @@ def test_what_the_drain_time_does_not_hold_gets_an_error(where: str, num_childre
             answer = late.getresponse()
             assert (answer.status, json.load(answer)["error"]["code"]) == (503, "engine_stopped")
             assert b'"code":"engine_stopped"' in events.read().splitlines()[-2]
+    finally:
+        program.kill()
+
+
+def chat_of(num_choices: int, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    return {"messages": messages, "n": num_choices, "max_tokens": 20, "ignore_eos": True, **more}
+
+
+def test_a_request_with_several_choices_is_finished_with_all_of_them(tmp_path: Path) -> None:
+    """One row for five choices: most of them begin after the drain has."""
+    program = Program(tmp_path / "log", "--max-batch-size", "1", "--drain-timeout-s", "120")
+    try:
+        url = program.url()
+        with closing(send(url, chat_of(3), CHAT)) as whole, closing(send(url, chat_of(2, stream=True), CHAT)) as parts:
+            events = parts.getresponse()
+            assert eventually(lambda: num_started(url) >= 3)
+            program.process.send_signal(signal.SIGTERM)
+            program.wait_for("draining: 2 requests")
+            answer = json.load(whole.getresponse())
+            assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+            ends = re.findall(rb'"finish_reason":"(\w+)"', events.read())
+            assert ends == [b"length"] * 2
+        assert program.process.wait(30) == 0
+    finally:
+        program.kill()
+
+
+def num_started(url: str) -> int:
+    found = re.search(r"kestrel_requests_started_total{.*} (\d+)", httpx.get(f"{url}/metrics").text)
+    return 0 if found is None else int(found[1])
+
+
+def test_clients_are_told_when_the_compute_process_dies_during_a_drain(program: Program) -> None:
+    url = program.url()
+    body = long_query(END_ID)
+    with closing(send(url, body)) as whole, closing(send(url, {**body, "stream": True})) as streamed:
+        events = streamed.getresponse()
+        assert events.readline().startswith(b"data: ")
+        program.process.send_signal(signal.SIGTERM)
+        program.wait_for("draining: 2 requests")
+        os.kill(program.children[0], signal.SIGKILL)
+        answer = whole.getresponse()
+        assert (answer.status, json.load(answer)["error"]["code"]) == (503, "engine_stopped")
+        assert b'"code":"engine_stopped"' in events.read().splitlines()[-2]
+    assert program.process.wait(20) == 1
+    assert "the process that computes has ended (signal 9" in program.log
+
+
+def test_with_a_stopped_compute_process_clients_are_told_in_time_and_it_still_ends(tmp_path: Path) -> None:
+    flags = ["--request-timeout-s", "2", "--queue-timeout-s", "1", "--step-timeout-s", "10", "--drain-timeout-s", "1"]
+    program = Program(tmp_path / "log", *flags)
+    try:
+        url = program.url()
+        body = long_query(END_ID)
+        with closing(send(url, {**body, "stream": True})) as streamed, httpx.Client(base_url=url, timeout=30) as client:
+            events = streamed.getresponse()
+            assert events.readline().startswith(b"data: ")
+            os.kill(program.children[0], signal.SIGSTOP)
+            waiting = client.post("/v1/query", json=body)
+            assert (waiting.status_code, waiting.json()["error"]["code"]) == (503, "queue_timeout")
+            assert b'"code":"deadline_exceeded"' in events.read().splitlines()[-2]
+            assert eventually(lambda: client.get("/readyz").status_code == 503)
+            assert client.get("/ready").json()["status"] == "stalled"
+            assert client.get("/metrics").status_code == 200
+            program.process.send_signal(signal.SIGTERM)
+        assert program.process.wait(1 + END_S + 5) == 0
+        assert "did not end by itself" not in program.log
+    finally:
+        program.kill()
+
+
+@pytest.mark.parametrize("where", ["own", "shared"])
+def test_a_model_that_hangs_ends_the_server_with_1(where: str, tmp_path: Path) -> None:
+    """Stopped with its own process, or blocked in the worker's thread."""
+    flags = ["--step-timeout-s", "2", "--compute-process", where]
+    program = Program(tmp_path / "log", *flags, hangs_after_steps=40 if where == "shared" else None)
+    try:
+        url = program.url()
+        body = long_query(END_ID)
+        with closing(send(url, body)) as whole, closing(send(url, {**body, "stream": True})) as streamed:
+            events = streamed.getresponse()
+            for child in program.children:
+                os.kill(child, signal.SIGSTOP)
+            answer = whole.getresponse()
+            assert (answer.status, json.load(answer)["error"]["code"]) == (503, "engine_stopped")
+            assert b'"code":"engine_stopped"' in events.read().splitlines()[-2]
+        assert program.process.wait(END_S + 10) == 1
+        assert "no step has ended for 2 s while requests wait (step_timeout_s)" in program.log
+        assert "Traceback" not in program.log
     finally:
         program.kill()

@@ -21,7 +21,7 @@ from tests.server.long_request import end_id_of, long_query
 from tests.server.sockets import JSON, eventually, send
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/health", "/ready"])
+@pytest.mark.parametrize("path", ["/healthz", "/health", "/ready", "/readyz"])
 def test_a_server_that_has_started_is_healthy_and_ready(client: httpx.Client, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 200
@@ -95,7 +95,7 @@ async def test_a_starting_server_says_so_and_refuses() -> None:
 
     app = create_app(slow_factory)
     async with app.router.lifespan_context(app):
-        for path in ("/healthz", "/health", "/ready"):
+        for path in ("/healthz", "/health", "/ready", "/readyz"):
             response = await asked(app, path)
             assert (response.status_code, response.json()["status"]) == (503, "starting")
             assert response.headers["retry-after"] == "1"
@@ -153,6 +153,7 @@ def test_a_dead_worker_turns_health_to_503(doomed: RunningServer) -> None:
         "/healthz",
         "/health",
         "/ready",
+        "/readyz",
         "/version",
         "/metrics",
         "/v1/models",

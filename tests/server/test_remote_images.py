@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import trustme
@@ -33,9 +35,13 @@ def here(*hosts: str, **changes: object) -> RemoteImages:
     return RemoteImages(hosts, **(options | changes))
 
 
-async def refusal(images: RemoteImages, url: str) -> str:
+async def fetched(images: RemoteImages, url: str, max_bytes: int = 2**20) -> bytes:
+    return await images.fetch(url, max_bytes, lambda num_bytes: None)
+
+
+async def refusal(images: RemoteImages, url: str, max_bytes: int = 2**20) -> str:
     with pytest.raises(RequestError) as caught:
-        await images.fetch(url)
+        await fetched(images, url, max_bytes)
     assert caught.value.field == "image_url"
     assert "127.0.0.1" in url or "127.0.0.1" not in str(caught.value)
     return str(caught.value)
@@ -44,7 +50,7 @@ async def refusal(images: RemoteImages, url: str) -> str:
 async def test_a_picture_of_an_allowed_host_arrives_whole() -> None:
     async with host({"/a.png?size=2": ok(PNG, IMAGE)}) as server:
         url = f"http://pictures.test:{server.port}/a.png?size=2#top"
-        assert await here(f"pictures.test:{server.port}").fetch(url) == PNG
+        assert await fetched(here(f"pictures.test:{server.port}"), url) == PNG
     (request,) = server.requests
     assert request["host"] == f"pictures.test:{server.port}"
     assert request["accept-encoding"] == "identity"
@@ -80,7 +86,7 @@ async def test_a_host_that_is_not_listed_is_refused_before_anything_is_resolved(
 async def test_listed_names_and_subdomains_of_wildcards_pass(name: str) -> None:
     async with host({"/": ok(PNG, IMAGE)}) as server:
         images = here(f"pictures.test:{server.port}", f"*.example.org:{server.port}")
-        assert await images.fetch(f"http://{name}:{server.port}/") == PNG
+        assert await fetched(images, f"http://{name}:{server.port}/") == PNG
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,19 @@ async def test_the_real_resolver_finds_loopback_and_refuses_it() -> None:
     assert server.requests == []
 
 
+async def test_look_ups_do_not_wait_behind_other_work() -> None:
+    """Threads that everything else shares are taken for longer than a fetch may last."""
+    busy = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(busy)
+    done = threading.Event()
+    busy.submit(done.wait, 30)
+    try:
+        images = RemoteImages(["localhost:1"], timeout_s=10.0)
+        assert "not public" in await refusal(images, "http://localhost:1/")
+    finally:
+        done.set()
+
+
 async def test_rebinding_gains_nothing() -> None:
     """The name answers with a public address once and with this machine ever after: only the first is connected to."""
     num_asked = 0
@@ -140,7 +159,7 @@ async def test_rebinding_gains_nothing() -> None:
 
     async with host({"/": ok(PNG, IMAGE)}) as server:
         images = here(f"pictures.test:{server.port}", resolve=rebinding)
-        assert await images.fetch(f"http://pictures.test:{server.port}/") == PNG
+        assert await fetched(images, f"http://pictures.test:{server.port}/") == PNG
         assert num_asked == 1
         assert "not public" in await refusal(images, f"http://pictures.test:{server.port}/")
     assert len(server.requests) == 1
@@ -149,7 +168,7 @@ async def test_rebinding_gains_nothing() -> None:
 async def test_redirects_are_followed_and_each_is_checked() -> None:
     async with host({"/a": redirect("/b"), "/b": redirect("//other.test/c"), "/d": redirect("/e"), "/e": ok(PNG)}) as s:
         images = here(f"pictures.test:{s.port}")
-        assert await images.fetch(f"http://pictures.test:{s.port}/d") == PNG
+        assert await fetched(images, f"http://pictures.test:{s.port}/d") == PNG
         assert "other.test:80' is not allowed" in await refusal(images, f"http://pictures.test:{s.port}/a")
     assert [request[":path"] for request in s.requests] == ["/d", "/e", "/a", "/b"]
 
@@ -193,10 +212,10 @@ async def test_the_byte_cap_holds_with_and_without_a_declared_length() -> None:
 
     answers = {"/big": ok(bytes(5000), IMAGE), "/fits": ok(bytes(4096), IMAGE), "/endless": endless}
     async with host(answers) as server:
-        images = here(f"pictures.test:{server.port}", max_bytes=4096)
-        assert len(await images.fetch(f"http://pictures.test:{server.port}/fits")) == 4096
-        assert "more than 4096 bytes" in await refusal(images, f"http://pictures.test:{server.port}/big")
-        assert "more than 4096 bytes" in await refusal(images, f"http://pictures.test:{server.port}/endless")
+        images, url = here(f"pictures.test:{server.port}"), f"http://pictures.test:{server.port}"
+        assert len(await fetched(images, f"{url}/fits", 4096)) == 4096
+        assert "more than 4096 bytes (max_image_bytes)" in await refusal(images, f"{url}/big", 4096)
+        assert "more than 4096 bytes (max_image_bytes)" in await refusal(images, f"{url}/endless", 4096)
     assert num_sent < 50 * 2**20
 
 
@@ -244,7 +263,7 @@ async def test_what_is_no_picture_is_refused_with_the_reason(answer: bytes, says
 @pytest.mark.parametrize("header", ["X-None: 1", "Content-Type: application/octet-stream", "Content-Type: IMAGE/webp"])
 async def test_unnamed_and_unknown_kinds_are_left_to_the_decoder(header: str) -> None:
     async with host({"/": ok(PNG, header)}) as server:
-        assert await here(f"pictures.test:{server.port}").fetch(f"http://pictures.test:{server.port}/") == PNG
+        assert await fetched(here(f"pictures.test:{server.port}"), f"http://pictures.test:{server.port}/") == PNG
 
 
 async def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
@@ -254,7 +273,7 @@ async def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
             resolve=resolver("127.0.0.9", "127.0.0.1"),
             may_connect=lambda address: address.startswith("127."),
         )
-        assert await images.fetch(f"http://pictures.test:{server.port}/") == PNG
+        assert await fetched(images, f"http://pictures.test:{server.port}/") == PNG
 
 
 async def test_tls_is_checked_against_the_name_and_not_the_address() -> None:
@@ -267,7 +286,7 @@ async def test_tls_is_checked_against_the_name_and_not_the_address() -> None:
     server_tls.sni_callback = lambda connection, name, context: names.append(name)
     async with host({"/": ok(PNG, IMAGE), "/down": redirect("http://pictures.test/")}, server_tls) as server:
         images = here(f"pictures.test:{server.port}", f"other.test:{server.port}", tls=client_tls)
-        assert await images.fetch(f"https://pictures.test:{server.port}/") == PNG
+        assert await fetched(images, f"https://pictures.test:{server.port}/") == PNG
         assert "could not be reached" in await refusal(images, f"https://other.test:{server.port}/")
         assert "from https to http" in await refusal(images, f"https://pictures.test:{server.port}/down")
         untrusting = here(f"pictures.test:{server.port}")
@@ -279,7 +298,7 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     async with host({"/": ok(PNG, IMAGE)}) as server:
-        assert await here(f"pictures.test:{server.port}").fetch(f"http://pictures.test:{server.port}/") == PNG
+        assert await fetched(here(f"pictures.test:{server.port}"), f"http://pictures.test:{server.port}/") == PNG
 
 
 @pytest.mark.parametrize("entry", ["", "*", "*.", "*.org", "http://pictures.test", "a b", "name:port", "näme.test"])

@@ -58,7 +58,7 @@ def test_an_empty_header_counts_as_absent_beside_a_good_one(visitor: httpx.Clien
     assert visitor.post("/v1/query", json=QUESTION, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/health", "/ready", "/version"])
+@pytest.mark.parametrize("path", ["/healthz", "/health", "/ready", "/readyz", "/version"])
 def test_health_needs_no_key(visitor: httpx.Client, path: str) -> None:
     assert visitor.get(path).status_code == 200
 

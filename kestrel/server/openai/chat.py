@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
+from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import read_object
 from kestrel.server.openai.engine_work import EngineWork
 from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
@@ -33,7 +34,7 @@ from kestrel.server.openai.parameters import (
 from kestrel.server.openai.parts import PartReader
 from kestrel.server.openai.stream import Piece
 from kestrel.server.openai.usage import PromptShare
-from kestrel.server.state import ServerState, state_of
+from kestrel.server.state import state_of
 from kestrel.skills.base import Tokenizer
 
 BOUNDS = (
@@ -47,17 +48,17 @@ async def chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state_of(request).require_serving()
     body = given(await read_object(request))
-    return await generation_response(request, await chat_generation(state_of(request), body))
+    return await generation_response(request, await chat_generation(accept(request), body))
 
 
-async def chat_generation(state: ServerState, body: Body) -> Generation:
-    engine = state.require_serving()
+async def chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
+    state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
     wish, num_choices = take_stream(body), take_choices(body)
     fields = sampling_fields(state, body, BOUNDS, None)
     num_top = _take_logprobs(body, fields)
     shows_thinking = _take_reasoning(body, fields)
-    parts = PartReader(state)
+    parts = PartReader(accepted)
     fields.values["messages"] = await skill_messages(body.get("messages"), parts)
     places = parts.image_places
     names = {**fields.names, "prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}

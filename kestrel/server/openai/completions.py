@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
+from kestrel.server.calls import accept
 from kestrel.server.json_body import read_object
 from kestrel.server.openai.engine_work import EngineWork
 from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
@@ -51,6 +52,7 @@ async def completion(request: Request) -> Response:
     """Continue prompts."""
     state_of(request).require_serving()
     body = given(await read_object(request))
+    accept(request)
     return await generation_response(request, completion_generation(state_of(request), body))
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel.errors import RequestError, shown
-from kestrel.server.calls import until_gone
+from kestrel.server.calls import accept, until_gone
 from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
@@ -29,15 +29,17 @@ async def embeddings(request: Request) -> Response:
     state = state_of(request)
     state.require_serving()
     body = given(await read_object(request))
+    accepted = accept(request)
     encoding = body.get("encoding_format", "float")
     if encoding not in ENCODINGS:
         raise RequestError("encoding_format", f"must be one of: {', '.join(ENCODINGS)} (got {shown(encoding)})")
     common = {name: body[name] for name in ("model", "adapter", "priority") if name in body}
     take_model(state, common)
-    fields = [{**common, **one} for one in await _inputs(body, PartReader(state))]
+    fields = [{**common, **one} for one in await _inputs(body, PartReader(accepted))]
     names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
     work = EngineWork("embed", fields, names, many="input")
-    results = await until_gone(request.receive, all_results(request, work))
+    with accepted.interruptible():
+        results = await until_gone(request.receive, all_results(request, work))
     vectors = [result.output["embedding"] for result in results]
     _require_dimensions(body, len(vectors[0]))
     num_tokens = sum(result.metrics.input_tokens for result in results)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import AdapterNotFound, RequestError
 from kestrel.server.auth import client_of
-from kestrel.server.calls import engine_call, request_info
+from kestrel.server.calls import accept, engine_call, request_info
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.state import RequestInfo, state_of
 
@@ -44,7 +44,7 @@ def answering_model(request: Request, work: EngineWork) -> str | None:
 
 async def all_results(request: Request, work: EngineWork) -> list[EngineResult]:
     """Every result, in order; the first failure ends the others. No more at once than the engine has rows for."""
-    window = asyncio.Semaphore(state_of(request).require_serving().max_batch_size)
+    window = asyncio.Semaphore(accept(request).engine.max_batch_size)
     info = _info(request, work, stream=False)
 
     async def one(fields: dict[str, Any]) -> EngineResult:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from kestrel import __version__
 from kestrel.engine import EngineResult
-from kestrel.server.calls import until_gone
+from kestrel.server.calls import accept, until_gone
 from kestrel.server.native import take_model
 from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
 from kestrel.server.openai.parameters import (
@@ -71,8 +71,10 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     }
     if asked.wish.stream:
         return stream_response(request, asked.work, envelope, shape, asked.wish, asked.share)
-    results = await until_gone(request.receive, all_results(request, asked.work))
-    choices = await asyncio.to_thread(_choices, shape, results) if shape.scores_prompts else _choices(shape, results)
+    with accept(request).interruptible():
+        results = await until_gone(request.receive, all_results(request, asked.work))
+        slow = shape.scores_prompts
+        choices = await asyncio.to_thread(_choices, shape, results) if slow else _choices(shape, results)
     return json_response({**envelope, "choices": choices, "usage": usage_of(results, asked.share)})
 
 

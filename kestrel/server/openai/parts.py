@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kestrel.errors import RequestError, shown
+from kestrel.server.calls import AcceptedRequest
 from kestrel.server.images import image_bytes
-from kestrel.server.state import ServerState
 
 MAX_IMAGES = 8
 """Pictures in one request."""
@@ -17,9 +17,9 @@ SHAPES = '{"type": "text", "text": …} or {"type": "image_url", "image_url": {"
 class PartReader:
     """Reads the parts of one request, and counts its pictures."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._fetcher = state.images
-        self._max_bytes = state.require_serving().config.max_image_bytes
+    def __init__(self, accepted: AcceptedRequest) -> None:
+        self._fetch = accepted.fetch
+        self._max_bytes = accepted.engine.config.max_image_bytes
         self.image_places: list[str] = []
 
     async def read(self, name: str, part: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class PartReader:
         if isinstance(value, Mapping):
             name, value = f"{name}.url", value.get("url")
         try:
-            return await image_bytes(value, self._max_bytes, self._fetcher, name)
+            return await image_bytes(value, self._max_bytes, self._fetch, name)
         except RequestError as error:
             if error.field == name:
                 raise
