@@ -67,6 +67,12 @@ class ServerConfig:
         default=None, metadata=_doc("Longest answer in tokens when a request names none. Default: the model's own.")
     )
     max_body_bytes: int = field(default=32 * 2**20, metadata=_doc("Largest request body in bytes."))
+    max_body_values: int = field(
+        default=2**20,
+        metadata=_doc(
+            "Most JSON values in a body of more than 256 KiB; keys, lists and objects count eight times."
+        ),
+    )
     max_header_bytes: int = field(default=64 * 2**10, metadata=_doc("Largest request line with headers, in bytes."))
     max_pending_body_bytes: int = field(
         default=2**30, metadata=_doc("Bodies of unanswered requests, in bytes, before new ones are refused.")
@@ -149,6 +155,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "port": (0, 65_535),
     "grpc_port": (0, 65_535),
     "max_body_bytes": (1024, 2**40),
+    "max_body_values": (2**16, 2**40),
     "max_header_bytes": (1024, 2**24),
     "max_pending_body_bytes": (1024, 2**50),
     "default_max_new_tokens": (1, 2**31 - 1),

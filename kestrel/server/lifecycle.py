@@ -56,6 +56,7 @@ def engine_lifespan(source: EngineSource) -> Callable[[Starlette], AbstractAsync
                 state.phase = Phase.DRAINING
             if state.engine is not None and not isinstance(source, InferenceEngine):
                 await state.engine.shutdown(timeout_s=state.config.drain_timeout_s)
+            state.close()
 
     return lifespan
 

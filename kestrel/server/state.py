@@ -18,6 +18,7 @@ from kestrel.errors import NotServing
 from kestrel.server.client_counts import ClientCounts
 from kestrel.server.config import ServerConfig
 from kestrel.server.images import ImageFetcher, NoRemoteImages
+from kestrel.threads import Threads
 
 logger = logging.getLogger("kestrel.server")
 
@@ -72,6 +73,10 @@ class ServerState:
     """When the server was made, in seconds since 1970."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the server is ready, or has failed to become so."""
+    body_threads: Threads = field(default_factory=lambda: Threads("body", 2))
+    """Where large bodies, and the pictures in them, are decoded."""
+    answer_threads: Threads = field(default_factory=lambda: Threads("answer", 2))
+    """Where large answers are written."""
     keys: ApiKeys = field(init=False)
     clients: ClientCounts = field(init=False)
 
@@ -107,6 +112,10 @@ class ServerState:
         if self.phase is Phase.DRAINING:
             raise NotServing("the server is shutting down; send the request to another one")
         raise NotServing("the server is still starting; retry when /ready answers 200")
+
+    def close(self) -> None:
+        self.body_threads.close()
+        self.answer_threads.close()
 
     def tell_started(self, request: RequestInfo) -> None:
         for observer in self.observers:
