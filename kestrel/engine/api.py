@@ -21,7 +21,7 @@ from kestrel.constraints import ResponseFormat
 from kestrel.engine.adapters import engine_adapters, given_key, has_adapter_source
 from kestrel.engine.compiling import FormatThreads
 from kestrel.engine.images import PicturePool
-from kestrel.engine.intake import num_characters, require_readable, take_route
+from kestrel.engine.intake import require_readable, size_of, take_route
 from kestrel.engine.laying_out import generation_request
 from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
@@ -35,6 +35,7 @@ from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry
+from kestrel.threads import Threads
 
 
 class InferenceEngine(SkillCalls):
@@ -57,6 +58,9 @@ class InferenceEngine(SkillCalls):
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
         self._formats = FormatThreads()
+        self._list_threads = Threads("lists", 2)
+        self.text_threads = Threads("text", 2)
+        """Where long texts are tokenised, and large requests laid out."""
         self._accepting = True
         limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
@@ -165,9 +169,9 @@ class InferenceEngine(SkillCalls):
         self._require_running()
         route = take_route(fields)
         skill = self.skills.get(skill_name)
+        size = size_of(fields, self.vocab_size, self.max_model_length)
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
-        num_chars = num_characters(fields)
-        require_readable(num_chars, self.max_model_length)
+        require_readable(size.num_characters, self.max_model_length)
         stream = self._open_stream(route.request_id, skill_name)
         self._unsent.add(stream)
         try:
@@ -177,7 +181,7 @@ class InferenceEngine(SkillCalls):
             if request.response_format is not None:
                 generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
             else:
-                generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
+                generation = await self.text_threads.run(*lay_out) if size.is_large else lay_out[0](*lay_out[1:])
             generation.tenant, generation.adapter = route.tenant, adapter
             generation.priority = route.priority
             generation.is_read_along = is_stream if route.read_along is None else route.read_along
@@ -208,7 +212,7 @@ class InferenceEngine(SkillCalls):
             raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
         if len(self._streams) >= self.config.max_queue_size + self._ready.runtime.limits.max_batch_size:
             raise QueueFull(f"{len(self._streams)} requests are unanswered (max_queue_size); retry later")
-        stream = EngineStream(request_id, skill, self.cancel)
+        stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream
         return stream
 
@@ -287,6 +291,8 @@ class InferenceEngine(SkillCalls):
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
         self._formats.close()
+        self._list_threads.close()
+        self.text_threads.close()
         await self._adapters.close()
 
     async def _join(self, timeout_s: float) -> bool:
@@ -307,7 +313,5 @@ class InferenceEngine(SkillCalls):
         await self.shutdown(drain=kind is None)
 
 
-LONG_TEXT = 4096
-"""Characters from which a text is tokenised off the event loop."""
 GRACE_AFTER_TIMEOUT_S = 2.0
 """How long a cancelled worker may take to end its current step."""

@@ -16,13 +16,14 @@ from kestrel.server.state import state_of
 
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are counted before they are parsed, and parsed off the event loop."""
-WEIGHTS = ((b",", 1), (b":", 8), (b"[", 8), (b"{", 8))
-"""What the signs of JSON cost to parse, compared with a number in a list; the parser holds the interpreter all along."""
+WEIGHTS = ((b",", 1), (b'"', 1), (b":", 8), (b"[", 16), (b"{", 16))
+"""What the signs of JSON cost to parse, in numbers of a list; the parser holds the interpreter meanwhile."""
 SLICE_BYTES = 2**20
 """What is counted at a time; in between other threads get their turn."""
 NAMED_BYTES = 2**22
 """Of larger bodies a key that is given twice is not named: looking for it holds the interpreter."""
 FEW = 64
+_NUMBERS = frozenset({int, float})
 
 
 async def read_object(request: Request) -> dict[str, object]:
@@ -62,7 +63,8 @@ def require_few_values(body: bytes, max_values: int) -> None:
         if cost > max_values:
             raise RequestError(
                 "body",
-                f"holds more than {max_values} values, keys, lists and objects eight times (max_body_values); send less",
+                f"holds more than {max_values} numbers, or texts, keys, lists and objects that count as several "
+                "(max_body_values); send less at once",
             )
 
 
@@ -79,7 +81,7 @@ def parse_json(body: bytes) -> object:
 
 
 def _num_colons(value: object) -> int:
-    """Those after keys and those within texts. A body has the same number, but for escapes, unless a key was dropped."""
+    """Those after keys and those within texts. A body has as many, but for escapes, unless a key was dropped."""
     pending, num_colons = [value], 0
     while pending:
         one = pending.pop()
@@ -89,7 +91,7 @@ def _num_colons(value: object) -> int:
             num_colons += len(one)
             pending += one
             pending += one.values()
-        elif isinstance(one, list):
+        elif isinstance(one, list) and not _NUMBERS.issuperset(map(type, one)):
             pending += one
     return num_colons
 

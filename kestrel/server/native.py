@@ -194,9 +194,7 @@ async def engine_fields(state: ServerState, skill: NativeSkill, body: Mapping[st
         fields = with_default_budget(fields, state.config)
     if "image_url" in fields:
         max_bytes = state.require_serving().config.max_image_bytes
-        fields["image"] = await image_bytes(
-            fields.pop("image_url"), max_bytes, state.images, state.body_threads
-        )
+        fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, state.images, state.body_threads)
     return fields
 
 
