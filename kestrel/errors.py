@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
+
+MAX_SHOWN = 200
+MAX_FIELD_NAME = 100
+MAX_MESSAGE = 1500
+
+
+class _Glimpse(reprlib.Repr):
+    """Looks at the beginning of a value only: reprlib sorts all keys of a mapping, and prints bytes as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        if not x or level <= 0:
+            return "{...}" if x else "{}"
+        entries = (f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict))
+        return f"{{{', '.join(entries)}{', ...' if len(x) > self.maxdict else ''}}}"
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x) if len(x) <= self.maxstring else f"{x[: self.maxstring]!r}..."
 
 
 def shown(value: object) -> str:
     """A short rendering of what a user gave, for messages; safe for values too large to print."""
     try:
-        return reprlib.repr(value)
+        return cut(_Glimpse().repr(value), MAX_SHOWN)
     except ValueError:  # integers of thousands of digits
         return f"a huge {type(value).__name__}"
+
+
+def cut(text: str, most: int) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -27,11 +54,11 @@ class KestrelError(Exception):
 
 
 class AboutField(ValueError):
-    """The part of an error that names one field that somebody gave."""
+    """The part of an error that names one field that somebody gave. Names may be a client's own: both are cut."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field = cut(field, MAX_FIELD_NAME)
+        super().__init__(f"{self.field}: {cut(message, MAX_MESSAGE)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_again, (type(self), self.args, self.__dict__)  # a pickle would call it with the joined text alone

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from kestrel.constraints.limits import MAX_FORMAT_BYTES, check_pattern, check_schema
 from kestrel.errors import RequestError, did_you_mean, shown
 
+MAX_CHOICES = MAX_FORMAT_BYTES // 2
+"""More cannot fit: each takes a character and a sign between."""
 ANY_OBJECT = '{"type": "object"}'
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 _REGEX_SIGNS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
@@ -63,10 +65,14 @@ def _regex(name: str, value: Mapping[str, Any]) -> ResponseFormat:
 
 def _choice(name: str, value: Mapping[str, Any]) -> ResponseFormat:
     choices, name = value.get("choices"), f"{name}.choices"
+    if isinstance(choices, (list, tuple)) and len(choices) > MAX_CHOICES:
+        raise RequestError(name, f"has {len(choices)} texts; give at most {MAX_CHOICES}")
     if not isinstance(choices, (list, tuple)) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise RequestError(name, f"must be a list of texts with at least one in it (got {shown(choices)})")
-    pattern = "|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in choices)
-    if len(pattern) > MAX_FORMAT_BYTES:
+    pattern = ""
+    if sum(map(len, choices)) <= MAX_FORMAT_BYTES:
+        pattern = "|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in choices)
+    if not 0 < len(pattern) <= MAX_FORMAT_BYTES:
         raise RequestError(name, f"hold more than {MAX_FORMAT_BYTES} characters together; give fewer or shorter ones")
     check_pattern(name, pattern)
     return ResponseFormat("regex", pattern)

@@ -21,7 +21,7 @@ from kestrel.constraints import ResponseFormat
 from kestrel.engine.adapters import engine_adapters, given_key, has_adapter_source
 from kestrel.engine.compiling import FormatThreads
 from kestrel.engine.images import PicturePool
-from kestrel.engine.intake import Route, num_characters, require_readable, take_route
+from kestrel.engine.intake import Route, require_readable, size_of, take_route
 from kestrel.engine.laying_out import generation_request
 from kestrel.engine.queue_room import QueueRoom
 from kestrel.engine.results import EngineResult
@@ -36,6 +36,7 @@ from kestrel.request import GenerationRequest, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry
+from kestrel.threads import Threads
 
 
 class InferenceEngine(SkillCalls):
@@ -58,6 +59,9 @@ class InferenceEngine(SkillCalls):
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
         self._formats = FormatThreads()
+        self._list_threads = Threads("lists", 2)
+        self.text_threads = Threads("text", 2)
+        """Where long texts are tokenised, and large requests laid out."""
         self._accepting = True
         self._fault: BaseException | None = None
         limits = ready.runtime.limits
@@ -182,9 +186,9 @@ class InferenceEngine(SkillCalls):
         self._require_running()
         route = take_route(fields)
         skill = self.skills.get(skill_name)
+        size = size_of(fields, self.vocab_size, self.max_model_length)
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
-        num_chars = num_characters(fields)
-        require_readable(num_chars, self.max_model_length)
+        require_readable(size.num_characters, self.max_model_length)
         stream = self._open_stream(route, skill_name)
         self._unsent.add(stream)
         try:
@@ -194,7 +198,7 @@ class InferenceEngine(SkillCalls):
             if request.response_format is not None:
                 generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
             else:
-                generation = await self._pictures.run(*lay_out) if num_chars > LONG_TEXT else lay_out[0](*lay_out[1:])
+                generation = await self.text_threads.run(*lay_out) if size.is_large else lay_out[0](*lay_out[1:])
             generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
             generation.priority = route.priority
             generation.is_read_along = is_stream if route.read_along is None else route.read_along
@@ -227,7 +231,7 @@ class InferenceEngine(SkillCalls):
         if request_id in self._streams:
             raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
         self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
-        stream = EngineStream(request_id, skill, self.cancel)
+        stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream
         return stream
 
@@ -320,6 +324,8 @@ class InferenceEngine(SkillCalls):
         self._fail_streams(EngineStopped("the engine was shut down before the request finished"))
         self._pictures.close()
         self._formats.close()
+        self._list_threads.close()
+        self.text_threads.close()
         await self._adapters.close()
 
     async def _join(self, timeout_s: float) -> bool:
@@ -340,7 +346,5 @@ class InferenceEngine(SkillCalls):
         await self.shutdown(drain=kind is None)
 
 
-LONG_TEXT = 4096
-"""Characters from which a text is tokenised off the event loop."""
 GRACE_AFTER_TIMEOUT_S = 2.0
 """How long a cancelled worker may take to end its current step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,13 @@ MAX_NAME_LENGTH = 256
 MAX_PRIORITY = 1_000_000
 MAX_CHARACTERS_PER_POSITION = 64
 """No tokenizer packs more text into one token; longer texts are refused before they are tokenised."""
+LONG_TEXT = 4096
+"""Characters from which a text is tokenised off the event loop."""
+LONG_LIST = 1024
+"""The same for entries of lists."""
+IDS = frozenset({"allowed_ids", "suppressed_ids"})
+CONTEXT_LISTS = {"prompt": 1, "token_ids": 1, "messages": 2, "spatial_refs": 3}
+"""Fields whose entries become a part of the context, and how many of them, nested ones included, go to a position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +55,60 @@ def take_route(fields: dict[str, Any]) -> Route:
     return Route(request_id, priority, tenant, client, read_along)
 
 
-def num_characters(fields: Mapping[str, Any]) -> int:
-    """Length of the texts among the fields, messages included; an answer format is no part of the context."""
-    prompts = (value for name, value in fields.items() if name != "response_format")
-    return sum(len(text) for value in prompts for text in _texts(value))
+@dataclass(slots=True)
+class RequestSize:
+    """How much of a request there is to lay out."""
+
+    num_characters: int = 0
+    """Of its texts, messages included; an answer format is no part of the context."""
+    num_entries: int = 0
+    """Of its lists."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether laying it out would hold up an event loop."""
+        return self.num_characters > LONG_TEXT or self.num_entries > LONG_LIST
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
-        for inner in value:
-            yield from _texts(inner)
+def size_of(fields: Mapping[str, Any], vocab_size: int, max_positions: int) -> RequestSize:
+    """Counts texts and lists, each list before it is walked. Raises for one that is longer than can be of use."""
+    size = RequestSize()
+    for name, value in fields.items():
+        if name == "settings" and isinstance(value, Mapping):
+            for setting, inner in value.items():
+                _measure(size, setting, inner, vocab_size, max_positions)
+        elif name != "response_format":
+            _measure(size, name, value, vocab_size, max_positions)
+    return size
+
+
+def _measure(size: RequestSize, name: str, value: Any, vocab_size: int, max_positions: int) -> None:
+    pending, num_nested = [value], 0
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, str):
+            size.num_characters += len(inner)
+        elif isinstance(inner, Mapping):
+            pending += inner.values()
+        elif isinstance(inner, (list, tuple)) and inner:
+            num_nested += len(inner)
+            _require_useful(name, num_nested, vocab_size, max_positions)
+            size.num_entries += len(inner)
+            if not isinstance(inner[0], (int, float)):
+                pending += inner
+
+
+def _require_useful(name: str, num_entries: int, vocab_size: int, max_positions: int) -> None:
+    """Lists of ids name each id once; what goes into the context takes a position, and has a few numbers or parts."""
+    if name in IDS and num_entries > vocab_size:
+        raise RequestError(name, f"has {num_entries} entries; the vocabulary has {vocab_size} ids: name each once")
+    most = max_positions * CONTEXT_LISTS.get(name, 0)
+    if name in CONTEXT_LISTS and num_entries > most:
+        raise ContextTooLong(
+            name,
+            f"has {num_entries} entries; at most {most} can fit. "
+            f"This model's maximum context length is {max_positions} tokens; shorten it",
+        )
 
 
 def require_readable(num_chars: int, max_positions: int) -> None:

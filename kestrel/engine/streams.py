@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from kestrel.engine.pace import listed
 from kestrel.engine.results import EngineResult, StreamChunk
 from kestrel.request import StreamUpdate
+from kestrel.threads import Threads
+
+T = TypeVar("T")
 
 
 class EngineStream:
@@ -19,12 +23,14 @@ class EngineStream:
     that waits here cancels the request.
     """
 
-    def __init__(self, request_id: str, skill: str, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, skill: str, cancel: Callable[[str], None], threads: Threads) -> None:
+        """`threads` make the lists of a result that take long."""
         self.request_id = request_id
         self.skill = skill
         self.num_prompt_tokens = 0  # positions of the laid-out prompt, set by the engine
         self.adapter: str | None = None  # set by the engine once it is loaded
         self._cancel = cancel
+        self._threads = threads
         self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         self._late: Mapping[str, Iterable[Any]] = {}
         self._making: asyncio.Task[dict[str, Any]] | None = None
@@ -50,9 +56,23 @@ class EngineStream:
         try:
             result = await asyncio.shield(self._result)
             if self._late:
-                self._making = self._making or asyncio.create_task(asyncio.to_thread(_listed_all, self._late))
+                self._making = self._making or asyncio.create_task(self._threads.run(_listed_all, self._late))
                 result.output.update(await asyncio.shield(self._making))
             return result
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def result_as(self, make: Callable[[EngineResult], T]) -> tuple[EngineResult, T]:
+        """The result without its output, and what `make` makes of the whole, in a thread.
+
+        For large outputs: few are in memory at once. `make` gets iterators in place of the lists that take long.
+        """
+        try:
+            result = await asyncio.shield(self._result)
+            late, self._late = self._late, {}
+            whole = replace(result, output={**result.output, **late})
+            return replace(result, output={}), await self._threads.run(make, whole)
         except asyncio.CancelledError:
             self.cancel()
             raise

@@ -11,7 +11,10 @@ from pathlib import Path
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
-from kestrel.errors import CheckpointError, RequestError
+from kestrel.errors import CheckpointError, RequestError, shown
+
+LONG_TEXT = 1024
+"""Characters or ids from which a batch of one is taken: alone, a text holds the interpreter while it is worked on."""
 
 
 class TextTokenizer:
@@ -47,12 +50,16 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:
+            if len(text) > LONG_TEXT:
+                return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError:
-            raise RequestError("text", f"is not valid Unicode (got {text!r}); remove lone surrogates") from None
+            raise RequestError("text", f"is not valid Unicode (got {shown(text)}); remove lone surrogates") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special ids, and ids that have no text, are left out."""
+        if len(ids) > LONG_TEXT:
+            return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)[0]
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -85,6 +85,19 @@ class ServerConfig:
         default=None, metadata=_doc("Longest answer in tokens when a request names none. Default: the model's own.")
     )
     max_body_bytes: int = field(default=32 * 2**20, metadata=_doc("Largest request body in bytes."))
+    max_body_values: int = field(
+        default=2**20,
+        metadata=_doc(
+            "Most numbers in a body of more than 256 KiB; a text counts as 3, a key as 10, a list or object as 16."
+        ),
+    )
+    max_logprobs: int = field(
+        default=2**20,
+        metadata=_doc(
+            "Most log-probabilities in one answer, over all its prompts and likely tokens. "
+            "One prompt of full length may always have them all."
+        ),
+    )
     max_header_bytes: int = field(default=64 * 2**10, metadata=_doc("Largest request line with headers, in bytes."))
     max_pending_body_bytes: int = field(
         default=2**30,
@@ -200,6 +213,8 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "port": (0, 65_535),
     "grpc_port": (0, 65_535),
     "max_body_bytes": (1024, 2**40),
+    "max_body_values": (2**16, 2**40),
+    "max_logprobs": (1024, 2**40),
     "max_header_bytes": (1024, 2**24),
     "max_pending_body_bytes": (1024, 2**50),
     "default_max_new_tokens": (1, 2**31 - 1),

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import (
+    MAX_MESSAGE,
     AdapterGone,
     AdapterNotFound,
     AdapterSourceBusy,
@@ -36,6 +37,7 @@ from kestrel.errors import (
     RequestError,
     TooManyRequests,
     Unauthorised,
+    cut,
 )
 from kestrel.server.records import RequestRecord
 
@@ -153,7 +155,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 def error_body(error: BaseException) -> dict[str, Any]:
     """{"error": {…}} as every client gets it, in a response or as an event of a stream."""
     kind = kind_of(error)
-    message = _OBJECT.sub("the data", kind.message or str(error))
+    message = _OBJECT.sub("the data", cut(kind.message or str(error), MAX_MESSAGE))
     param = error.field if isinstance(error, RequestError) else None
     return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}
 

@@ -58,6 +58,7 @@ def engine_lifespan(source: EngineSource) -> Callable[[Starlette], AbstractAsync
                 state.begin_drain()
             if state.engine is not None and not isinstance(source, InferenceEngine):
                 await state.engine.shutdown(timeout_s=state.drain_left_s)
+            state.close()
 
     return lifespan
 

@@ -195,8 +195,8 @@ async def engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Map
     if skill.counts_tokens:
         fields = with_default_budget(fields, accepted.state.config)
     if "image_url" in fields:
-        max_bytes = accepted.engine.config.max_image_bytes
-        fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, accepted.fetch)
+        max_bytes, threads = accepted.engine.config.max_image_bytes, accepted.state.body_threads
+        fields["image"] = await image_bytes(fields.pop("image_url"), max_bytes, accepted.fetch, threads)
     return fields
 
 

@@ -19,6 +19,7 @@ from kestrel.server.client_counts import ClientCounts
 from kestrel.server.config import ServerConfig
 from kestrel.server.images import ImageFetcher, NoRemoteImages
 from kestrel.server.interruption import Interruption
+from kestrel.threads import Threads
 
 logger = logging.getLogger("kestrel.server")
 
@@ -101,6 +102,10 @@ class ServerState:
     drains_until_s: float | None = None
     ends_by_s: float | None = None
     """When it will have ended, by the monotonic clock, once it is ending."""
+    body_threads: Threads = field(default_factory=lambda: Threads("body", 2))
+    """Where large bodies, and the pictures in them, are decoded."""
+    answer_threads: Threads = field(default_factory=lambda: Threads("answer", 2))
+    """Where large answers are written."""
     keys: ApiKeys = field(init=False)
     clients: ClientCounts = field(init=False)
 
@@ -158,6 +163,7 @@ class ServerState:
         """At the beginning of a drain: what is still on its way would be refused once it is here."""
         for waiting in list(self.arriving):
             waiting.interrupt(NotServing("the server is shutting down; send the request to another one"))
+
     def begin_drain(self) -> None:
         """From here on nobody is accepted."""
         if self.phase is not Phase.FAILED:
@@ -184,6 +190,10 @@ class ServerState:
     def end_all(self, reason: KestrelError) -> None:
         for accepted in list(self.accepted):
             accepted.end(reason)
+
+    def close(self) -> None:
+        self.body_threads.close()
+        self.answer_threads.close()
 
     def tell_started(self, request: RequestInfo) -> None:
         for observer in self.observers:

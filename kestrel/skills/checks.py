@@ -75,10 +75,9 @@ def some_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = token_ids(name, value)
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(name, f"has {len(ids)} ids; give at most {MAX_STOP_TOKEN_IDS}")
-    return ids
+    if isinstance(value, (list, tuple)) and len(value) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(name, f"has {len(value)} ids; give at most {MAX_STOP_TOKEN_IDS}")
+    return token_ids(name, value)
 
 
 def stop_strings(name: str, value: Any) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kestrel.errors import (
+    MAX_MESSAGE,
     AdapterNotFound,
     AdapterSourceBusy,
     AdapterSourceError,
@@ -23,6 +24,7 @@ from kestrel.errors import (
     RequestError,
     TooManyRequests,
     Unauthorised,
+    cut,
 )
 from kestrel.integrations.inference_protocol.inputs import INPUTS
 
@@ -87,7 +89,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 def message_of(error: BaseException) -> str:
     """What a client is told. A field is called by the input that carries it."""
-    text = _OBJECT.sub("the data", kind_of(error).message or str(error))
+    text = _OBJECT.sub("the data", cut(kind_of(error).message or str(error), MAX_MESSAGE))
     if isinstance(error, RequestError) and error.field in INPUT_OF_FIELD:
         return INPUT_OF_FIELD[error.field] + text.removeprefix(error.field)
     return text

@@ -14,7 +14,7 @@ from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import read_object
 from kestrel.server.openai.engine_work import EngineWork
 from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
-from kestrel.server.openai.logprobs import chat_logprobs
+from kestrel.server.openai.logprobs import LARGE_LOGPROBS, LogprobWish, chat_logprobs
 from kestrel.server.openai.messages import skill_messages
 from kestrel.server.openai.parameters import (
     MAX_TOKENS,
@@ -57,6 +57,8 @@ async def chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     wish, num_choices = take_stream(body), take_choices(body)
     fields = sampling_fields(state, body, BOUNDS, None)
     num_top = _take_logprobs(body, fields)
+    asked = LogprobWish(state, "top_logprobs", fields.values)
+    is_large = asked.require_few([()], num_choices) > LARGE_LOGPROBS
     shows_thinking = _take_reasoning(body, fields)
     parts = PartReader(accepted)
     fields.values["messages"] = await skill_messages(body.get("messages"), parts)
@@ -67,17 +69,17 @@ async def chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
         ChatShape(engine.profile.tokenizer, num_top, shows_thinking),
         wish,
         PromptShare(num_choices, len(places) * engine.num_image_positions),
+        is_large,
     )
 
 
 def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
     """How many likely tokens to show beside each; None for no log-probabilities."""
-    wants = take_flag(body, "logprobs")
+    wants, num_top = take_flag(body, "logprobs"), take_integer(body, "top_logprobs", TOP_LOGPROBS, 0)
     if not wants:
-        if body.get("top_logprobs"):
+        if num_top:
             raise RequestError("top_logprobs", "goes with logprobs only; set logprobs to true or leave it out")
         return None
-    num_top = take_integer(body, "top_logprobs", TOP_LOGPROBS, 0)
     fields.add("logprobs", "top_logprobs", num_top)
     return num_top
 
@@ -108,7 +110,6 @@ class ChatShape:
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    scores_prompts = False
 
     def __init__(self, tokenizer: Tokenizer, num_top: int | None, shows_thinking: bool) -> None:
         self._tokenizer = tokenizer

@@ -14,7 +14,7 @@ from kestrel.server.calls import accept
 from kestrel.server.json_body import read_object
 from kestrel.server.openai.engine_work import EngineWork
 from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
-from kestrel.server.openai.logprobs import Columns, add_prompt
+from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, LogprobWish, add_prompt
 from kestrel.server.openai.parameters import (
     MAX_TOKENS,
     REFUSED_IN_COMPLETIONS,
@@ -67,6 +67,8 @@ def completion_generation(state: ServerState, body: Body) -> Generation:
     _require_few(len(prompts), num_choices, wish.stream)
     fields = sampling_fields(state, body, BOUNDS, DEFAULT_MAX_TOKENS)
     has_logprobs = _take_logprobs(body, fields, echoes)
+    asked = LogprobWish(state, "logprobs", fields.values)
+    num_logprobs = asked.require_few(prompts if echoes else [()] * len(prompts), num_choices)
     if echoes and has_logprobs and wish.stream:
         raise RequestError("echo", "does not go with logprobs in a stream; leave out one of the three")
     each = [one for prompt in prompts for one in one_per_choice({**fields.values, "prompt": prompt}, num_choices)]
@@ -74,7 +76,8 @@ def completion_generation(state: ServerState, body: Body) -> Generation:
     shape = CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
     names = {**fields.names, "prompt_logprobs": "logprobs"}
     work = EngineWork("complete", each, names, many="prompt" if len(prompts) > 1 else "n")
-    return Generation(work, shape, wish, PromptShare(num_choices))
+    is_large = echoes or num_logprobs > LARGE_LOGPROBS
+    return Generation(work, shape, wish, PromptShare(num_choices), is_large)
 
 
 def take_prompts(body: Body) -> Sequence[Prompt]:
@@ -85,6 +88,7 @@ def take_prompts(body: Body) -> Sequence[Prompt]:
     if isinstance(value, list) and value:
         if isinstance(value[0], int):
             return [value]
+        _require_few(len(value), 1, False)
         for kind in (str, list):
             if all(isinstance(one, kind) for one in value):
                 return value
@@ -121,10 +125,6 @@ class CompletionShape:
         self._has_logprobs = has_logprobs
         self._echoed = echoed
         self._opened: set[int] = set()
-
-    @property
-    def scores_prompts(self) -> bool:
-        return self._has_logprobs and self._echoed is not None
 
     def choice(self, index: int, result: EngineResult) -> dict[str, Any]:
         prompt = self._prompt_text(index)

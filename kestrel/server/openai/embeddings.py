@@ -7,20 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import accept, until_gone
+from kestrel.server.json_answer import listed_response
 from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
-from kestrel.server.openai.generation import json_response
 from kestrel.server.openai.parameters import Body, given
 from kestrel.server.openai.parts import PartReader
 from kestrel.server.state import state_of
 
 MAX_INPUTS = 2048
+FEW_INPUTS = 16
+"""Vectors of so many inputs are written on the event loop."""
 ENCODINGS = ("float", "base64")
 
 
@@ -38,22 +42,20 @@ async def embeddings(request: Request) -> Response:
     fields = [{**common, **one} for one in await _inputs(body, PartReader(accepted))]
     names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
     work = EngineWork("embed", fields, names, many="input")
+
+    def written(index: int, result: EngineResult) -> bytes:
+        vector = result.output["embedding"]
+        _require_dimensions(body, len(vector))
+        return orjson.dumps({"object": "embedding", "index": index, "embedding": encoded(vector, encoding)})
+
+    is_large = len(fields) > FEW_INPUTS
     with accepted.interruptible():
-        results = await until_gone(request.receive, all_results(request, work))
-    vectors = [result.output["embedding"] for result in results]
-    _require_dimensions(body, len(vectors[0]))
-    num_tokens = sum(result.metrics.input_tokens for result in results)
-    return json_response(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": encoded(vector, encoding)}
-                for index, vector in enumerate(vectors)
-            ],
-            "model": answering_model(request, work),
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
-    )
+        finished = await until_gone(request.receive, all_results(request, work, written, is_large=is_large))
+    num_tokens = sum(result.metrics.input_tokens for result, _ in finished)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    after = {"model": answering_model(request, work), "usage": usage}
+    vectors = (vector for _, vector in finished)
+    return listed_response({"object": "list"}, "data", vectors, after, state.config.send_timeout_s)
 
 
 def encoded(vector: Sequence[float], encoding: str) -> Any:
@@ -84,7 +86,7 @@ async def _input(name: str, value: Any, parts: PartReader) -> dict[str, Any]:
         return {"token_ids": value}
     if not isinstance(value, list) or not value:
         raise RequestError(name, f"must be a text, a list of token ids or a list of parts (got {shown(value)})")
-    read = [await parts.read(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    read = await parts.read_all(name, value)
     images = [part["image"] for part in read if part["type"] == "image"]
     texts = [part["text"] for part in read if part["type"] == "text"]
     if len(images) > 1:

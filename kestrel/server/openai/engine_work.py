@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -16,6 +17,8 @@ from kestrel.server.auth import client_of
 from kestrel.server.calls import accept, engine_call, request_info
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.state import RequestInfo, state_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,30 @@ def answering_model(request: Request, work: EngineWork) -> str | None:
     return name if work.adapter is None else f"{name}/{work.adapter}"
 
 
-async def all_results(request: Request, work: EngineWork) -> list[EngineResult]:
-    """Every result, in order; the first failure ends the others. No more at once than the engine has rows for."""
+async def all_results(
+    request: Request, work: EngineWork, make: Callable[[int, EngineResult], T], *, is_large: bool
+) -> list[tuple[EngineResult, T]]:
+    """Every result with what `make` makes of it, in order; the first failure ends the others.
+
+    No more run at once than the engine has rows for. Large ones are made in a thread, and keep no output.
+    """
     window = asyncio.Semaphore(accept(request).engine.max_batch_size)
+    turns = asyncio.Lock()
     info = _info(request, work, stream=False)
 
-    async def one(fields: dict[str, Any]) -> EngineResult:
-        async with window, engine_call(request, info, fields) as stream:
-            return await stream.result()
+    async def one(index: int, fields: dict[str, Any]) -> tuple[EngineResult, T]:
+        async with window:
+            if len(work.fields) > 1:
+                async with turns:
+                    await asyncio.sleep(0)  # one begins in each turn of the event loop
+            async with engine_call(request, info, fields) as stream:
+                if is_large:
+                    return await stream.result_as(partial(make, index))
+                result = await stream.result()
+                return result, make(index, result)
 
     with _counted(request, work), client_names(work.names):
-        tasks = [asyncio.ensure_future(one(fields)) for fields in work.fields]
+        tasks = [asyncio.ensure_future(one(index, fields)) for index, fields in enumerate(work.fields)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -67,7 +83,12 @@ async def open_streams(request: Request, work: EngineWork) -> AsyncIterator[list
     info = _info(request, work, stream=True)
     with _counted(request, work), client_names(work.names):
         async with AsyncExitStack() as stack:
-            yield [await stack.enter_async_context(engine_call(request, info, fields)) for fields in work.fields]
+            streams: list[EngineStream] = []
+            for fields in work.fields:
+                if streams:
+                    await asyncio.sleep(0)  # one begins in each turn of the event loop
+                streams.append(await stack.enter_async_context(engine_call(request, info, fields)))
+            yield streams
 
 
 def _counted(request: Request, work: EngineWork) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from kestrel import __version__
 from kestrel.engine import EngineResult
 from kestrel.server.calls import accept, until_gone
+from kestrel.server.json_answer import listed_response
 from kestrel.server.native import take_model
 from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
 from kestrel.server.openai.parameters import (
@@ -30,7 +30,7 @@ from kestrel.server.openai.stream import ChoiceShape, stream_response
 from kestrel.server.openai.usage import PromptShare, usage_of
 from kestrel.server.records import RequestRecord
 from kestrel.server.request_ids import request_id_of
-from kestrel.server.state import ServerState
+from kestrel.server.state import ServerState, state_of
 from kestrel.server.tracing import SETTINGS
 
 
@@ -40,11 +40,6 @@ class Shape(ChoiceShape, Protocol):
     id_prefix: str
     object: str
     chunk_object: str
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether a choice shows its prompt's log-probabilities, which takes too long for the event loop."""
-        ...
 
     def choice(self, index: int, result: EngineResult) -> Mapping[str, Any]: ...
 
@@ -57,6 +52,8 @@ class Generation:
     shape: Shape
     wish: StreamWish
     share: PromptShare
+    is_large: bool
+    """Whether making the choices takes too long for the event loop."""
 
 
 async def generation_response(request: Request, asked: Generation) -> Response:
@@ -71,15 +68,16 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     }
     if asked.wish.stream:
         return stream_response(request, asked.work, envelope, shape, asked.wish, asked.share)
+
+    def written(index: int, result: EngineResult) -> bytes:
+        return orjson.dumps(shape.choice(index, result))
+
     with accept(request).interruptible():
-        results = await until_gone(request.receive, all_results(request, asked.work))
-        slow = shape.scores_prompts
-        choices = await asyncio.to_thread(_choices, shape, results) if slow else _choices(shape, results)
-    return json_response({**envelope, "choices": choices, "usage": usage_of(results, asked.share)})
-
-
-def _choices(shape: Shape, results: Sequence[EngineResult]) -> list[Mapping[str, Any]]:
-    return [shape.choice(index, result) for index, result in enumerate(results)]
+        results = all_results(request, asked.work, written, is_large=asked.is_large)
+        finished = await until_gone(request.receive, results)
+    usage = usage_of([result for result, _ in finished], asked.share)
+    timeout_s = state_of(request).config.send_timeout_s
+    return listed_response(envelope, "choices", (choice for _, choice in finished), {"usage": usage}, timeout_s)
 
 
 def _record_settings(fields: Mapping[str, Any]) -> None:
@@ -87,10 +85,6 @@ def _record_settings(fields: Mapping[str, Any]) -> None:
     record = RequestRecord.current()
     if record is not None:
         record.settings = {name: fields[name] for name in SETTINGS if name in fields}
-
-
-def json_response(body: Mapping[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
 
 
 def sampling_fields(

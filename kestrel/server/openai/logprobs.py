@@ -1,4 +1,5 @@
-"""Log-probabilities in the dialect's two shapes: a list of tokens (chat) and columns (completions)."""
+"""Log-probabilities: how many may be asked for, and the dialect's two shapes of them, a list of tokens (chat) and
+columns (completions)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,58 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel.engine.pace import Pace
+from kestrel.errors import RequestError
+from kestrel.prompt_outputs import MAX_LOGPROBS
+from kestrel.server.state import ServerState
 from kestrel.skills.base import Tokenizer
 from kestrel.skills.text_stream import TextStream
 
 Entry = Mapping[str, Any]
 """One token as `kestrel.skills.logprobs` describes it."""
+LARGE_LOGPROBS = 4096
+"""More than so many are written off the event loop."""
+
+
+# ---------------------------------------------------------------------- how many
+
+
+@dataclass(frozen=True)
+class LogprobWish:
+    """What one request asks for."""
+
+    state: ServerState
+    name: str
+    """What the client calls the number of likely tokens."""
+    fields: Mapping[str, Any]
+    """Of the engine."""
+
+    def require_few(self, prompts: Sequence[str | Sequence[int]], num_choices: int) -> int:
+        """The most that the answer can hold, of so many choices of each prompt. Raises when that is more than allowed.
+
+        An empty prompt stands for one that is not shown.
+        """
+        num_top = self.fields.get("logprobs")
+        if num_top is None:
+            return 0
+        engine = self.state.require_serving()
+        longest = engine.max_model_length
+        num_new = self.fields.get("max_tokens", engine.profile.defaults.max_new_tokens)
+        num_new = num_new if isinstance(num_new, int) else 0
+        num_positions = sum(min(_most_tokens(prompt) + num_new, longest) for prompt in prompts)
+        num_logprobs = num_positions * num_choices * (num_top + 1)
+        most = max(self.state.config.max_logprobs, longest * (MAX_LOGPROBS + 1))
+        if num_logprobs > most:
+            raise RequestError(
+                self.name,
+                f"asks for up to {num_logprobs} log-probabilities over all prompts and choices; at most {most} go in a "
+                "request (max_logprobs): send fewer prompts at once, or ask for fewer likely or new tokens",
+            )
+        return num_logprobs
+
+
+def _most_tokens(prompt: str | Sequence[int]) -> int:
+    """How many tokens a prompt may have; a character that is not ASCII may take one for each of its bytes."""
+    return len(prompt) if not isinstance(prompt, str) or prompt.isascii() else 4 * len(prompt)
 
 
 def shown_token(tokenizer: Tokenizer, token_id: int) -> str:
@@ -93,7 +141,7 @@ class Columns:
         return name
 
 
-def add_prompt(columns: Columns, ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
+def add_prompt(columns: Columns, ids: Sequence[int], entries: Iterable[Entry | None]) -> None:
     """For a thread of its own: a long prompt takes a while, and rests between its tokens."""
     text, pace = TextStream(columns.tokenizer), Pace()
     for token_id, entry in zip(ids, entries, strict=True):

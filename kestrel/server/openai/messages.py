@@ -17,8 +17,10 @@ MAX_MESSAGES = 1000
 
 async def skill_messages(value: Any, parts: PartReader) -> list[dict[str, Any]]:
     """Roles and contents; further fields of a message, such as `name`, are ignored."""
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+    if not isinstance(value, list) or not value:
         raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages (got {shown(value)})")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError("messages", f"has {len(value)} entries; give at most {MAX_MESSAGES}")
     return [await _message(f"messages[{index}]", raw, parts) for index, raw in enumerate(value)]
 
 
@@ -32,5 +34,5 @@ async def _message(name: str, raw: Any, parts: PartReader) -> dict[str, Any]:
         if raw.get(field):
             raise RequestError(f"{name}.{field}", f"is not supported: {NOT_TRAINED}")
     if isinstance(content, list):
-        content = [await parts.read(f"{name}.content[{index}]", part) for index, part in enumerate(content)]
+        content = await parts.read_all(f"{name}.content", content)
     return {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": content}

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import AcceptedRequest
 from kestrel.server.images import image_bytes
 
+MAX_PARTS = 4096
+"""Parts in one request, where the context has room for so many."""
 MAX_IMAGES = 8
 """Pictures in one request."""
 SHAPES = '{"type": "text", "text": …} or {"type": "image_url", "image_url": {"url": …}}'
 
 
 class PartReader:
-    """Reads the parts of one request, and counts its pictures."""
+    """Reads the parts of one request, and counts them and its pictures."""
 
     def __init__(self, accepted: AcceptedRequest) -> None:
         self._fetch = accepted.fetch
+        self._threads = accepted.state.body_threads
         self._max_bytes = accepted.engine.config.max_image_bytes
+        self._max_parts = min(MAX_PARTS, accepted.engine.max_model_length)
+        self._num_parts = 0
         self.image_places: list[str] = []
 
-    async def read(self, name: str, part: Any) -> dict[str, Any]:
+    async def read_all(self, name: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
+        self._num_parts += len(parts)
+        if self._num_parts > self._max_parts:
+            raise RequestError(name, f"brings the request to {self._num_parts} parts; give at most {self._max_parts}")
+        return [await self._read(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    async def _read(self, name: str, part: Any) -> dict[str, Any]:
         """A part as the chat skill takes it: {"type": "text", "text"} or {"type": "image", "image": bytes}."""
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
@@ -39,7 +50,7 @@ class PartReader:
         if isinstance(value, Mapping):
             name, value = f"{name}.url", value.get("url")
         try:
-            return await image_bytes(value, self._max_bytes, self._fetch, name)
+            return await image_bytes(value, self._max_bytes, self._fetch, self._threads, name)
         except RequestError as error:
             if error.field == name:
                 raise

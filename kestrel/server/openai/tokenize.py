@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel.engine import InferenceEngine
-from kestrel.engine.intake import require_readable
+from kestrel.engine.intake import MAX_CHARACTERS_PER_POSITION, require_readable
 from kestrel.errors import RequestError, shown
+from kestrel.server.json_answer import json_response
 from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
-from kestrel.server.openai.generation import json_response
 from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
 from kestrel.server.state import state_of
 from kestrel.skills.base import ModelProfile
@@ -31,10 +29,13 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("prompt", "is required: give some text")
     text = any_text("prompt", body["prompt"])
     require_readable(len(text), engine.max_model_length)
-    ids = await asyncio.to_thread(prompt_ids, engine.profile, text)
-    if take_flag(body, "add_special_tokens", default=True):
-        ids = [engine.profile.ids.bos, *ids]
-    return json_response({"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids})
+    opening = [engine.profile.ids.bos] if take_flag(body, "add_special_tokens", default=True) else []
+
+    def answer() -> Response:
+        ids = [*opening, *prompt_ids(engine.profile, text)]
+        return json_response({"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids})
+
+    return await engine.text_threads.run(answer)
 
 
 def prompt_ids(profile: ModelProfile, text: str) -> list[int]:
@@ -52,16 +53,19 @@ async def detokenize(request: Request) -> Response:
     take_model(state_of(request), body)
     if "tokens" not in body:
         raise RequestError("tokens", "is required: give a list of token ids")
-    ids = token_ids("tokens", body["tokens"])
-    _require_known(engine, ids)
-    return json_response({"prompt": await asyncio.to_thread(engine.profile.tokenizer.decode, ids)})
+    most = engine.max_model_length * MAX_CHARACTERS_PER_POSITION
+    if isinstance(body["tokens"], list) and len(body["tokens"]) > most:
+        raise RequestError("tokens", f"has {len(body['tokens'])} ids; give at most {most}")
+    return json_response({"prompt": await engine.text_threads.run(_text_of, engine, body["tokens"])})
 
 
-def _require_known(engine: InferenceEngine, ids: tuple[int, ...]) -> None:
+def _text_of(engine: InferenceEngine, tokens: object) -> str:
+    ids = token_ids("tokens", tokens)
     for token_id in ids:
         if token_id >= engine.vocab_size:
             last = engine.vocab_size - 1
             raise RequestError("tokens", f"holds {shown(token_id)}, which is no id; ids run from 0 to {last}")
+    return engine.profile.tokenizer.decode(ids)
 
 
 async def tokenizer_info(request: Request) -> Response:
