@@ -7,6 +7,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kestrel.api_keys import ApiKeys, offered_keys
+from kestrel.engine.intake import MAX_NAME_LENGTH
 from kestrel.errors import NotAllowed, shown
 from kestrel.server.config import ServerConfig
 from kestrel.server.paths import route_path
@@ -70,5 +71,6 @@ def tenant_of(connection: HTTPConnection) -> str | None:
 
 
 def _address(scope: Scope) -> str:
+    """What a proxy says may be empty, or longer than the engine takes for a name."""
     client = scope.get("client")
-    return "unknown" if client is None else str(client[0])
+    return "unknown" if client is None else str(client[0])[:MAX_NAME_LENGTH] or "unknown"
