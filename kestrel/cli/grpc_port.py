@@ -28,6 +28,8 @@ async def grpc_beside(state: ServerState) -> AsyncIterator[str | None]:
         port=config.grpc_port,
         max_message_bytes=config.max_body_bytes,
         max_metadata_bytes=config.max_header_bytes,
+        max_calls=config.max_grpc_calls,
+        idle_connection_s=config.keep_alive_timeout_s,
         tls_cert_file=config.tls_cert_file,
         tls_key_file=config.tls_key_file,
     )

@@ -137,6 +137,15 @@ class ServerConfig:
     ping_interval_s: float = field(
         default=15.0, metadata=_doc("Seconds of silence in a stream after which a comment keeps it open.")
     )
+    max_grpc_calls: int = field(
+        default=1024,
+        metadata=_doc(
+            "gRPC calls with a key, open streams among them, at once. One client may have a quarter of them."
+        ),
+    )
+    stream_idle_timeout_s: float = field(
+        default=600.0, metadata=_doc("Seconds a gRPC stream may wait for its next request while none of it runs.")
+    )
     max_requests_per_client: int | None = field(
         default=None,
         metadata=_doc(
@@ -222,6 +231,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "max_connections": (1, 10**6),
     "keep_alive_timeout_s": (1, 86_400),
     "max_image_fetches": (1, 1024),
+    "max_grpc_calls": (1, 10**6),
 }
 _OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client", "max_connections")
 _SECONDS = (
@@ -232,6 +242,7 @@ _SECONDS = (
     "step_timeout_s",
     "drain_timeout_s",
     "ping_interval_s",
+    "stream_idle_timeout_s",
 )
 _TEXTS = ("host", "root_path", "log_format", "compute_process")
 _OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")

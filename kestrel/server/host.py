@@ -16,6 +16,7 @@ from kestrel.errors import QueueFull, RequestError
 from kestrel.server.auth import KEY_CLIENT
 from kestrel.server.calls import AcceptedRequest, engine_request, is_taken
 from kestrel.server.errors import kind_of
+from kestrel.server.interruption import Interruption
 from kestrel.server.logs import access_log
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
 from kestrel.server.records import RequestRecord, recorded
@@ -50,6 +51,21 @@ class ServerHost:
     def max_image_bytes(self) -> int:
         return self._state.require_serving().config.max_image_bytes
 
+    @property
+    def receive_timeout_s(self) -> float:
+        return self._state.config.receive_timeout_s
+
+    @property
+    def request_timeout_s(self) -> float:
+        return self._state.config.request_timeout_s
+
+    @property
+    def stream_idle_timeout_s(self) -> float:
+        return self._state.config.stream_idle_timeout_s
+
+    def interruption(self, error: Exception) -> Interruption:
+        return Interruption(error)
+
     def admit(self, keys: Sequence[bytes], address: str) -> ServerVisitor:
         """A client with one of the keys. Raises Unauthorised."""
         name = self._state.keys.require(keys) if self._state.keys else None
@@ -68,15 +84,15 @@ class ServerVisitor:
 
     @contextmanager
     def request(self, route: str, num_bytes: int) -> Iterator[VisitorRequest]:
-        """One request of `num_bytes`, from its arrival to its answer: counted, bounded and logged."""
+        """One request from its arrival to its answer, counted and logged. Its `num_bytes` count until it runs."""
         record = RequestRecord(fresh_id(), self.protocol, route)
         with recorded(record, [access_log]):
             try:
                 self.state.require_serving()
-                with self.state.clients.counted(self.client), _held(self.state, num_bytes):
+                with self.state.clients.counted(self.client), _Body(self.state, num_bytes) as body:
                     accepted = AcceptedRequest(self.state)
                     try:
-                        yield VisitorRequest(self, record, accepted)
+                        yield VisitorRequest(self, record, accepted, body)
                     finally:
                         accepted.release()
                 record.status = 200
@@ -90,6 +106,7 @@ class VisitorRequest:
     visitor: ServerVisitor
     record: RequestRecord
     accepted: AcceptedRequest
+    body: _Body
 
     @asynccontextmanager
     async def run(self, skill: str, fields: Mapping[str, Any], *, stream: bool) -> AsyncIterator[EngineStream]:
@@ -111,15 +128,28 @@ class VisitorRequest:
             adapter=fields.get("adapter"),
         )
         async with engine_request(self.accepted, info, fields, self.visitor.tenant) as running:
+            fields.clear()
+            self.body.release()
             yield running
 
 
-@contextmanager
-def _held(state: ServerState, num_bytes: int) -> Iterator[None]:
-    if state.pending_body_bytes + num_bytes > state.config.max_pending_body_bytes:
-        raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
-    state.pending_body_bytes += num_bytes
-    try:
-        yield
-    finally:
-        state.pending_body_bytes -= num_bytes
+class _Body:
+    """The bytes that a request came in, counted with the bodies of HTTP until it has been read."""
+
+    def __init__(self, state: ServerState, num_bytes: int) -> None:
+        self._state = state
+        self._num_bytes = num_bytes
+
+    def __enter__(self) -> _Body:
+        if self._state.pending_body_bytes + self._num_bytes > self._state.config.max_pending_body_bytes:
+            self._num_bytes = 0
+            raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
+        self._state.pending_body_bytes += self._num_bytes
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self._state.pending_body_bytes -= self._num_bytes
+        self._num_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import TracebackType
 import grpc
 
 from kestrel.errors import ConfigError
+from kestrel.integrations.grpc.calls import OPEN_CALLS, Gate
 from kestrel.integrations.grpc.health import HealthService
 from kestrel.integrations.grpc.host import Host
 from kestrel.integrations.grpc.protocol import HEALTH, INFERENCE, Protocol
@@ -18,6 +20,16 @@ from kestrel.integrations.grpc.service import InferenceService
 
 KEEP_ALIVE_MS = 60_000
 """After so much silence a client is asked whether it is there; one that vanished without a word is noticed so."""
+CALLS_PER_CONNECTION = 128
+"""A client with more opens another connection, or waits."""
+SHARE_OF_FILES = 4
+"""Connections may take this part of the files that the process may have open."""
+IDENTITY_ALONE = 1
+"""No compression: gRPC unpacks a message before it looks at its size."""
+BACKSTOP = 4
+"""gRPC's own bound on calls lies so far above the gate's, which says what it refuses: it also counts what is over."""
+MOST = 2**31 - 1
+"""The largest value of an option."""
 GRACE_S = 5.0
 """What calls get to end once no request is running."""
 
@@ -29,6 +41,8 @@ class EndpointOptions:
     """0 takes a free one."""
     max_message_bytes: int
     max_metadata_bytes: int
+    max_calls: int
+    idle_connection_s: float
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
 
@@ -39,19 +53,19 @@ class GrpcEndpoint:
     def __init__(self, host: Host, options: EndpointOptions) -> None:
         self._options = options
         self._closing = asyncio.Event()
-        protocol = Protocol()
+        protocol, gate = Protocol(), Gate(host, options.max_calls)
+        services = {
+            INFERENCE: InferenceService(protocol, host, self._closing, options.max_calls).methods(),
+            HEALTH: HealthService(protocol, host, self._closing).methods(),
+        }
         self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", options.max_message_bytes),
-                ("grpc.max_metadata_size", options.max_metadata_bytes),
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
-            ]
+            options=_channel_options(options), maximum_concurrent_rpcs=BACKSTOP * (options.max_calls + OPEN_CALLS)
         )
-        inference = InferenceService(protocol, host, self._closing).behaviours()
-        health = HealthService(protocol, host, self._closing).behaviours()
         self._server.add_generic_rpc_handlers(
-            (protocol.handler(INFERENCE, inference), protocol.handler(HEALTH, health))
+            [
+                protocol.handler(service, {name: gate.behaviour(method) for name, method in methods.items()})
+                for service, methods in services.items()
+            ]
         )
         self.port = 0
 
@@ -98,6 +112,22 @@ class GrpcEndpoint:
             raise ConfigError(
                 "tls_cert_file", f"the certificate or its key cannot be used ({reason}); check both"
             ) from error
+
+
+def _channel_options(options: EndpointOptions) -> list[tuple[str, int]]:
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    values = [
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_metadata_size", options.max_metadata_bytes),
+        ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ALONE),
+        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+        ("grpc.max_allowed_incoming_connections", MOST if max_files < 0 else max_files // SHARE_OF_FILES),
+        ("grpc.max_connection_idle_ms", round(1000 * options.idle_connection_s)),
+        ("grpc.keepalive_time_ms", KEEP_ALIVE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.so_reuseport", 0),
+    ]
+    return [(name, min(value, MOST)) for name, value in values]
 
 
 def _in_brackets(address: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from types import TracebackType
 from typing import Any, Protocol
 
 from kestrel.engine import EngineStream
@@ -20,9 +21,26 @@ class HostedRequest(Protocol):
 class Visitor(Protocol):
     """A client that was let in."""
 
-    def request(self, route: str, num_bytes: int) -> AbstractContextManager[HostedRequest]:
-        """Raises when there is no room for it, or the server is not serving."""
+    @property
+    def client(self) -> str:
+        """Its name in counts and logs."""
         ...
+
+    def request(self, route: str, num_bytes: int) -> AbstractContextManager[HostedRequest]:
+        """Raises when there is no room for it, or the server is not serving. Its bytes count until it runs."""
+        ...
+
+
+class Interruption(Protocol):
+    """A block that `interrupt` ends with an error, from a callback."""
+
+    def __enter__(self) -> Interruption: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def interrupt(self) -> None: ...
 
 
 class Host(Protocol):
@@ -39,6 +57,17 @@ class Host(Protocol):
 
     @property
     def max_image_bytes(self) -> int: ...
+
+    @property
+    def receive_timeout_s(self) -> float: ...
+
+    @property
+    def request_timeout_s(self) -> float: ...
+
+    @property
+    def stream_idle_timeout_s(self) -> float: ...
+
+    def interruption(self, error: Exception) -> Interruption: ...
 
     def admit(self, keys: Sequence[bytes], address: str) -> Visitor:
         """Raises Unauthorised."""

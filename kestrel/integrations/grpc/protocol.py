@@ -6,7 +6,7 @@ protocol in the same process has messages of the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ HEALTH = "grpc.health.v1.Health"
 
 Message: TypeAlias = Any
 """A message whose type exists at run time only."""
-Behaviour: TypeAlias = Callable[[Any, grpc.aio.ServicerContext], Any]
+Behaviour: TypeAlias = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Any]
 
 
 class Protocol:
@@ -36,7 +36,7 @@ class Protocol:
         return GetMessageClass(self._pool.FindMessageTypeByName(name))
 
     def handler(self, service: str, behaviours: Mapping[str, Behaviour]) -> grpc.GenericRpcHandler:
-        """A service with a behaviour for each of its methods."""
+        """A service with a behaviour for each of its methods. All get their messages as an iterator of bytes."""
         methods = self._pool.FindServiceByName(service).methods
         return grpc.method_handlers_generic_handler(
             service, {method.name: _method_handler(method, behaviours[method.name]) for method in methods}
@@ -44,12 +44,7 @@ class Protocol:
 
 
 def _method_handler(method: Any, behaviour: Behaviour) -> grpc.RpcMethodHandler:
-    makers = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
-    return makers[method.client_streaming, method.server_streaming](
-        behaviour, request_deserializer=request.FromString, response_serializer=response.SerializeToString
-    )
+    """One message or many is the same to HTTP/2; gRPC reads those of a stream only when it is asked for them."""
+    streams = method.server_streaming
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+    return make(behaviour, response_serializer=GetMessageClass(method.output_type).SerializeToString)

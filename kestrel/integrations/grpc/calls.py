@@ -1,0 +1,227 @@
+"""One call from its metadata to its status: who makes it, what it may send, and when it must be over.
+
+A method is registered as one that streams, whatever it is to its clients: gRPC then reads no message by itself. So the
+key is checked first, and a message is waited for under a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kestrel.api_keys import offered_keys
+from kestrel.errors import DeadlineExceeded, RequestError
+from kestrel.integrations.grpc.connections import Connections, address_of
+from kestrel.integrations.grpc.host import Host, Visitor
+from kestrel.integrations.grpc.places import Places, Turns
+from kestrel.integrations.grpc.protocol import Message
+from kestrel.integrations.inference_protocol.errors import kind_of, message_of
+
+Context: TypeAlias = grpc.aio.ServicerContext
+OPEN_CALLS, OPEN_CALLS_PER_ADDRESS = 256, 64
+"""Calls that need no key; they take nothing from those that do."""
+OPEN_READS, OPEN_READS_PER_ADDRESS = 16, 4
+"""Messages that are read from callers without a key at once; the others wait. Each may be as large as any."""
+OPEN_RECEIVE_S = 5.0
+"""What such a message, a few bytes, gets to arrive."""
+READS_PER_CLIENT = 16
+"""Messages of one client with a key that are read at once."""
+SHARE_OF_CALLS = 4
+"""One client may have this part of max_grpc_calls."""
+GRACE_S = 1.0
+"""What a refusal at the deadline gets to leave."""
+
+logger = logging.getLogger("kestrel.grpc")
+
+
+class Received:
+    """A message as it came. Whoever takes it is the only one to hold it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.num_bytes = len(data)
+        self._data: bytes | None = data
+
+    def take(self) -> bytes:
+        data, self._data = self._data, None
+        assert data is not None
+        return data
+
+
+def parsed(message_type: Callable[..., Message], data: bytes) -> Message:
+    """The message. Raises RequestError for bytes that are none."""
+    try:
+        return message_type.FromString(data)  # type: ignore[attr-defined]
+    except DecodeError:
+        name = message_type.DESCRIPTOR.name  # type: ignore[attr-defined]
+        raise RequestError("message", f"these {len(data)} bytes are no {name}; send one, uncompressed") from None
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method answers a call: with its one response, or with None after it wrote them all."""
+
+    answer: Callable[[Call], Awaitable[Message | None]]
+    needs_key: bool = True
+
+
+class Call:
+    """What a method sees of one call."""
+
+    def __init__(self, gate: Gate, method: Method, requests: AsyncIterator[bytes], context: Context) -> None:
+        self.requests = requests
+        self.write = context.write
+        self.address = address_of(context.peer())
+        self.visitor: Visitor | None = None
+        self.must_leave_s: float | None = None
+        """When the answer must have left, on the loop's clock."""
+        self._gate = gate
+        if method.needs_key:
+            self.visitor = gate.host.admit(_keys_of(context), self.address)
+
+    @property
+    def admitted(self) -> Visitor:
+        assert self.visitor is not None
+        return self.visitor
+
+    async def receive(self) -> Received:
+        """The one message of a call that has one. Raises DeadlineExceeded, or RequestError when there is none."""
+        gate, seconds = self._gate, self._gate.host.receive_timeout_s
+        if self.visitor is not None:
+            with in_time(gate.host, seconds):
+                async with gate.reads.of(self.visitor.client):
+                    return await self._next()
+        seconds = min(seconds, OPEN_RECEIVE_S)
+        with in_time(gate.host, seconds):
+            async with gate.open_reads_of_one.of(self.address), gate.open_reads:
+                return await self._next()
+
+    async def _next(self) -> Received:
+        data = await anext(self.requests, None)
+        if data is None:
+            raise RequestError("message", "is missing; send one")
+        return Received(data)
+
+
+class Gate:
+    """Where every call enters and ends. It keeps count of them."""
+
+    def __init__(self, host: Host, max_calls: int) -> None:
+        self.host = host
+        self.reads = Turns(READS_PER_CLIENT)
+        self.open_reads_of_one = Turns(OPEN_READS_PER_ADDRESS)
+        self.open_reads = asyncio.Semaphore(OPEN_READS)
+        self._calls = Places(
+            "gRPC calls",
+            "end some, or raise --max-grpc-calls",
+            per_client=max(1, max_calls // SHARE_OF_CALLS),
+            in_all=max_calls,
+        )
+        self._open_calls = Places(
+            "gRPC calls without a key", "end some", per_client=OPEN_CALLS_PER_ADDRESS, in_all=OPEN_CALLS
+        )
+        self._connections = Connections()
+
+    def behaviour(self, method: Method) -> Callable[..., Awaitable[Message | None]]:
+        """The method as gRPC calls it."""
+
+        async def serve(requests: AsyncIterator[bytes], context: Context) -> Message | None:
+            end = _CallEnd(self._connections, context.peer())
+            try:
+                call = Call(self, method, requests, context)
+                client = call.address if call.visitor is None else call.visitor.client
+                end.take(self._open_calls if call.visitor is None else self._calls, client)
+                response = await method.answer(call)
+                end.leave_in(self._seconds_to_leave(call))
+                return response
+            except Exception as error:
+                log_fault(error)
+                end.is_stalled = isinstance(error, ReaderStalled)
+                end.leave_in(GRACE_S if end.is_stalled else self.host.receive_timeout_s)
+                await _refuse(context, error)
+
+        return serve
+
+    def _seconds_to_leave(self, call: Call) -> float:
+        if call.must_leave_s is None:
+            return self.host.receive_timeout_s
+        return max(call.must_leave_s - asyncio.get_running_loop().time(), GRACE_S)
+
+
+class ReaderStalled(DeadlineExceeded):
+    """A client did not read its answers until the deadline."""
+
+
+class _CallEnd:
+    """What happens when a call's task is over, and that it is over in time though its client does not read."""
+
+    def __init__(self, connections: Connections, peer: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._connections = connections
+        self._peer = peer
+        self._place: tuple[Places, str] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_stalled = False
+        connections.begin(peer)
+        task.add_done_callback(self._over)
+
+    def take(self, places: Places, client: str) -> None:
+        """A place for the call; it is given back at the end."""
+        places.take(client)
+        self._place = (places, client)
+
+    def leave_in(self, seconds: float) -> None:
+        """Everything is said: what has not left by then is given up."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._stall)
+
+    def _stall(self) -> None:
+        self.is_stalled = True
+        self._task.cancel()
+
+    def _over(self, _task: asyncio.Task[Any]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._place is not None:
+            places, client = self._place
+            places.give_back(client)
+        self._connections.end(self._peer, is_stalled=self.is_stalled)
+
+
+@contextmanager
+def in_time(host: Host, seconds: float) -> Iterator[None]:
+    """Raises DeadlineExceeded out of the block when it takes longer."""
+    late = DeadlineExceeded(f"the message did not pass within {seconds:g} s (receive_timeout_s); be faster")
+    with host.interruption(late) as waiting:
+        timer = asyncio.get_running_loop().call_later(seconds, waiting.interrupt)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+async def _refuse(context: Context, error: BaseException) -> None:
+    """Raises. A status that can no longer be sent, behind an answer that was given up, is no fault of the server."""
+    try:
+        await context.abort(grpc.StatusCode[kind_of(error).grpc], message_of(error))
+    except grpc.aio.AbortError:
+        raise
+    except Exception:
+        raise asyncio.CancelledError from None
+
+
+def log_fault(error: BaseException) -> None:
+    if kind_of(error).grpc == "INTERNAL":
+        logger.error("a request failed", exc_info=error)
+
+
+def _keys_of(context: Context) -> list[bytes]:
+    headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    return offered_keys(headers.get("authorization", ""), headers.get("x-moondream-auth", ""))
