@@ -52,6 +52,8 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
             if watchdog.has_fired and process is None:
                 os._exit(FAILED)  # the thread that hangs may hold what the interpreter waits for at its end
             raise
+        finally:
+            watchdog.stop()
         if process is not None and process.has_died:
             raise EngineStopped(process.ending())
 
@@ -119,6 +121,7 @@ class Watchdog:
         self._timeout_s = state.config.step_timeout_s
         self._nap_s = min(NAP_S, self._timeout_s / 20)
         self._fail: Callable[[EngineStopped], None] | None = None
+        self._stopped = threading.Event()
         self.has_fired = False
 
     def start(self) -> None:
@@ -126,10 +129,12 @@ class Watchdog:
         self._fail = _failing(self._state)
         threading.Thread(target=self._run, name="kestrel-watchdog", daemon=True).start()
 
+    def stop(self) -> None:
+        self._stopped.set()
+
     def _run(self) -> None:
         begun_s, waited_s = None, 0.0
-        while True:
-            time.sleep(self._nap_s)
+        while not self._stopped.wait(self._nap_s):
             engine, before_s = self._state.engine, begun_s
             begun_s = None if engine is None else engine.busy_since_s
             waited_s = waited_s + self._nap_s if begun_s is not None and begun_s == before_s else 0.0

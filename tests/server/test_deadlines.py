@@ -170,8 +170,12 @@ def test_the_other_protocol_has_the_same_deadline(hasty: RunningServer) -> None:
 
 def test_many_prompts_of_a_request_share_one_deadline(hasty: RunningServer) -> None:
     """Each takes a fraction of it, all take a multiple. `queue_timeout_s` holds until the first of them has begun."""
-    prompts = {"prompt": ["Who are you?"] * 200, "max_tokens": 60, "ignore_eos": True}
-    response = ask(hasty, "/v1/completions", prompts)
+    scheduler = hasty.engine._scheduler
+    step = scheduler.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "step", lambda: (time.sleep(0.01), step())[1])
+        prompts = {"prompt": ["Who are you?"] * 200, "max_tokens": 4, "ignore_eos": True}
+        response = ask(hasty, "/v1/completions", prompts)
     assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
 
 
