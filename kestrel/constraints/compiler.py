@@ -1,140 +1,109 @@
-"""Response formats compiled into matchers over one tokenizer's vocabulary (llguidance), the recent ones kept."""
+"""Response formats compiled over one tokenizer's vocabulary, the recent ones kept.
+
+A format is judged by its text, then compiled in a process with limits, and only then here: by that time it is known to
+be cheap.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLTokenizer
 
 from kestrel.constraints.formats import ResponseFormat
+from kestrel.constraints.limits import check_pattern, check_schema
+from kestrel.constraints.matchers import FIELD, Compiled, MatcherConstraint, compile_format, read_vocabulary
+from kestrel.constraints.trials import Trials
 from kestrel.constraints.vocabulary import without_control_names
-from kestrel.errors import RequestError
 
-FIELD = "response_format"
 CAPACITY = 64
-"""Compiled formats kept; each holds up to some ten megabytes when its expressions are intricate."""
-
-# Blanks as Python's json module writes them: a model left to choose can write blanks for ever, and a stream that breaks
-# at blanks keeps moving.
-_SPELLING = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "lenient": False,
-    "coerce_one_of": False,
-}
+"""Compiled formats kept."""
+CAPACITY_BYTES = 256 * 2**20
+"""What they may take together."""
 
 
-def _limits() -> LLParserLimits:
-    """Far above what ordinary schemas need; a hostile one is stopped after milliseconds a token, and megabytes."""
-    return LLParserLimits(
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=50_000,
-        step_max_items=10_000,
-        max_lexer_states=20_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
-
-
-@dataclass(slots=True)
-class _Compiled:
-    matcher: LLMatcher
-    first_mask: bytes
-
-
-class MatcherConstraint:
-    """One answer on its way through a compiled format (a `TokenConstraint`)."""
-
-    def __init__(self, matcher: LLMatcher, first_mask: bytes) -> None:
-        self._matcher = matcher
-        self._allowed = first_mask
-
-    @property
-    def allowed(self) -> bytes:
-        return self._allowed
-
-    def accept(self, token_id: int) -> None:
-        if self._matcher.consume_token(token_id):
-            self._allowed = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise RequestError(
-                FIELD, f"became too intricate while it was answered ({_reason(self._matcher)}); simplify it"
-            )
+class _Kept(NamedTuple):
+    compiled: Compiled
+    num_bytes: int
 
 
 class ConstraintCompiler:
     """For one tokenizer. Any thread may call it; compiling can take long and holds up nobody who finds theirs kept."""
 
-    def __init__(self, tokenizer_json: Callable[[], str], eos_id: int, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self, tokenizer_json: Callable[[], str], eos_id: int, capacity: int = CAPACITY, *, are_tried: bool = True
+    ) -> None:
+        """Without `are_tried` formats are compiled here at once: for those that come from nobody else."""
         self._tokenizer_json = tokenizer_json
         self._eos_id = eos_id
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[ResponseFormat, _Compiled] = OrderedDict()
+        self._is_reading = threading.Lock()
+        self._vocabulary_json: str | None = None
+        self._vocabulary: LLTokenizer | None = None
+        self._kept: OrderedDict[ResponseFormat, _Kept] = OrderedDict()
+        self._num_bytes = 0
+        self._trials = Trials(self._read_json, eos_id) if are_tried else None
 
     def __reduce__(self) -> tuple[type[ConstraintCompiler], tuple[Callable[[], str], int, int]]:
         return type(self), (self._tokenizer_json, self._eos_id, self._capacity)  # a copy keeps formats of its own
 
     @property
     def num_kept(self) -> int:
-        return len(self._compiled)
+        return len(self._kept)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._vocabulary is not None
 
     def is_kept(self, wanted: ResponseFormat) -> bool:
-        with self._lock:
-            return wanted in self._compiled
+        return wanted in self._kept
+
+    def prepare(self) -> None:
+        """Read the vocabulary now. It holds the interpreter for a while, so better before anybody is served."""
+        with self._is_reading:
+            if self._vocabulary is None:
+                self._vocabulary_json = without_control_names(self._tokenizer_json())
+                self._vocabulary = read_vocabulary(self._vocabulary_json, self._eos_id)
 
     def start(self, wanted: ResponseFormat) -> MatcherConstraint:
-        """A constraint for one answer. Raises RequestError when the format is invalid or not supported."""
+        """A constraint for one answer. Raises RequestError when the format is invalid, not supported or too costly."""
         with self._lock:
-            compiled = self._compiled.get(wanted)
-        if compiled is None:
-            compiled = self._compile(wanted)
+            kept = self._kept.get(wanted)
+        if kept is None:
+            kept = self._compile(wanted)
         with self._lock:
-            self._compiled[wanted] = compiled
-            self._compiled.move_to_end(wanted)
-            while len(self._compiled) > self._capacity:
-                self._compiled.popitem(last=False)
-            return MatcherConstraint(compiled.matcher.deep_copy(), compiled.first_mask)
+            self._keep(wanted, kept)
+        return MatcherConstraint(kept.compiled)
 
-    def _compile(self, wanted: ResponseFormat) -> _Compiled:
+    def close(self) -> None:
+        """End the process of trials; a format that is new would start it again."""
+        if self._trials is not None:
+            self._trials.close()
+
+    def _keep(self, wanted: ResponseFormat, kept: _Kept) -> None:
+        before = self._kept.pop(wanted, None)
+        self._kept[wanted] = kept
+        self._num_bytes += kept.num_bytes - (before.num_bytes if before is not None else 0)
+        while len(self._kept) > self._capacity or (self._num_bytes > CAPACITY_BYTES and len(self._kept) > 1):
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def _compile(self, wanted: ResponseFormat) -> _Kept:
         if wanted.kind == "regex":
-            grammar = LLMatcher.grammar_from_regex(wanted.text)
+            check_pattern(f"{FIELD}.regex", wanted.text)
         else:
-            try:
-                grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=_SPELLING)  # pyright: ignore[reportArgumentType]
-            except ValueError as error:
-                raise RequestError(FIELD, f"is no JSON schema ({error}); correct it") from None
-        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=_limits())
-        first_mask = b"" if matcher.is_error() else matcher.compute_bitmask()
-        # One step ahead: a format without an end, such as a reference to itself, shows here and not in the batch.
-        for one in (matcher, *_after_first_token(matcher, first_mask)):
-            if one.is_error():
-                raise RequestError(FIELD, f"cannot be answered ({_reason(one)}); simplify or correct it")
-        return _Compiled(matcher, first_mask)
+            check_schema(f"{FIELD}.json_schema.schema", json.loads(wanted.text))
+        num_bytes = self._trials.run(wanted) if self._trials is not None else 0
+        self.prepare()
+        assert self._vocabulary is not None
+        return _Kept(compile_format(self._vocabulary, wanted), num_bytes)
 
-    def _vocabulary(self) -> LLTokenizer:
-        with self._lock:
-            if self._tokenizer is None:
-                vocabulary = without_control_names(self._tokenizer_json())
-                self._tokenizer = LLTokenizer(vocabulary, eos_token=self._eos_id, slices=LLTokenizer.json_slices())
-            return self._tokenizer
-
-
-def _after_first_token(matcher: LLMatcher, mask: bytes) -> list[LLMatcher]:
-    first = next((8 * at + bit for at, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1), None)
-    if first is None:
-        return []
-    ahead = matcher.deep_copy()
-    ahead.consume_token(first)
-    return [ahead]
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """What the library says, without its notes in tags and on one short line."""
-    said = matcher.get_error().split("\n<", 1)[0]
-    return " ".join(said.split())[:200]
+    def _read_json(self) -> str:
+        self.prepare()
+        assert self._vocabulary_json is not None
+        return self._vocabulary_json

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kestrel.constraints.limits import MAX_FORMAT_BYTES, check_pattern, check_schema
+from kestrel.constraints.limits import MAX_FORMAT_BYTES, check_shape
 from kestrel.errors import RequestError, did_you_mean, shown
 
 MAX_CHOICES = MAX_FORMAT_BYTES // 2
@@ -27,7 +27,7 @@ class ResponseFormat:
 
 
 def response_format(name: str, value: Any) -> ResponseFormat | None:
-    """A checked format; None for {"type": "text"}. Whether a schema makes sense shows when it is compiled."""
+    """A format; None for {"type": "text"}. Whether it makes sense, and what it costs, shows when it is compiled."""
     if not isinstance(value, Mapping):
         raise RequestError(name, f'must be an object such as {{"type": "json_object"}} (got {shown(value)})')
     kind = value.get("type")
@@ -51,7 +51,7 @@ def _json_schema(name: str, value: Mapping[str, Any]) -> ResponseFormat:
     schema, name = given.get("schema"), f"{name}.schema"
     if not isinstance(schema, Mapping):
         raise RequestError(name, f"must be a JSON schema as an object (got {shown(schema)})")
-    check_schema(name, schema)
+    check_shape(name, schema)
     return ResponseFormat("json_schema", json.dumps(schema, allow_nan=False))
 
 
@@ -59,7 +59,8 @@ def _regex(name: str, value: Mapping[str, Any]) -> ResponseFormat:
     pattern, name = value.get("regex"), f"{name}.regex"
     if not isinstance(pattern, str) or not pattern:
         raise RequestError(name, f"must be a regular expression as text (got {shown(pattern)})")
-    check_pattern(name, pattern)
+    if len(pattern) > MAX_FORMAT_BYTES:
+        raise RequestError(name, f"is longer than {MAX_FORMAT_BYTES} characters; shorten it")
     return ResponseFormat("regex", pattern)
 
 
@@ -74,7 +75,6 @@ def _choice(name: str, value: Mapping[str, Any]) -> ResponseFormat:
         pattern = "|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in choices)
     if not 0 < len(pattern) <= MAX_FORMAT_BYTES:
         raise RequestError(name, f"hold more than {MAX_FORMAT_BYTES} characters together; give fewer or shorter ones")
-    check_pattern(name, pattern)
     return ResponseFormat("regex", pattern)
 
 

@@ -58,7 +58,7 @@ class InferenceEngine(SkillCalls):
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config)
-        self._formats = FormatThreads()
+        self._formats = FormatThreads(ready.profile.constraints)
         self._list_threads = Threads("lists", 2)
         self.text_threads = Threads("text", 2)
         """Where long texts are tokenised, and large requests laid out."""
@@ -212,6 +212,10 @@ class InferenceEngine(SkillCalls):
         finally:
             self._unsent.discard(stream)
         return stream
+
+    async def prepare_formats(self) -> None:
+        """Read the vocabulary for answer formats. The first format does it otherwise, while others wait for it."""
+        await self._formats.prepare()
 
     def _is_kept(self, wanted: ResponseFormat) -> bool:
         constraints = self.profile.constraints

@@ -1,7 +1,7 @@
-"""Threads of their own for laying out requests with an answer format, with a limit on their time.
+"""Threads of their own for laying out requests with an answer format.
 
-One compiles, and may be busy for seconds. Another serves the formats that are compiled already, so that these never
-wait behind one that is not.
+A few compile, each behind a trial that bounds its time. One more serves the formats that are compiled already, so that
+these never wait behind one that is not.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kestrel.errors import QueueFull, RequestError
+from kestrel.errors import QueueFull
+from kestrel.skills.base import ConstraintSource
 
-COMPILE_LIMIT_S = 5.0
+NUM_COMPILING = 2
+"""A format that takes all of its time holds up no other as long as it is alone."""
+MAX_WAITING = 64
+"""Requests with formats that are not compiled yet. What they wait is not counted against what their own may take."""
 STACK_BYTES = 64 * 2**20
 """The compiler calls itself once for every level of a schema; a thread's usual stack holds some hundred of them."""
 
@@ -24,51 +28,63 @@ T = TypeVar("T")
 class FormatThreads:
     """Where requests with an answer format are laid out."""
 
-    def __init__(self) -> None:
-        self._compiling = CompilePool()
-        self._starting = CompilePool()
+    def __init__(self, constraints: ConstraintSource | None) -> None:
+        self._constraints = constraints
+        self._compiling = DeepThreads("compile", NUM_COMPILING)
+        self._starting = DeepThreads("formats", 1)
+        self._num_waiting = 0
+
+    async def prepare(self) -> None:
+        """What every format needs, so that the first one finds it ready."""
+        if self._constraints is not None:
+            await self._starting.run(self._constraints.prepare)
 
     async def run(self, is_kept: bool, function: Callable[..., T], *arguments: Any) -> T:
         """`is_kept`: the format is compiled already. Should it be given up meanwhile, this compiles it as well."""
-        pool = self._starting if is_kept else self._compiling
-        return await pool.run(function, *arguments)
+        if is_kept:
+            return await self._starting.run(function, *arguments)
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFull(f"{self._num_waiting} answer formats are waiting to be compiled; retry later")
+        self._num_waiting += 1
+        try:
+            return await self._compiling.run(function, *arguments)
+        finally:
+            self._num_waiting -= 1
 
     def close(self) -> None:
+        """Nothing that was begun holds up the end of the process: trials are killed."""
         self._compiling.close()
         self._starting.close()
+        if self._constraints is not None:
+            self._constraints.close()
 
 
-class CompilePool:
-    """One thread, started on first use. Who waits longer than the limit is refused; what was begun ends by itself."""
+class DeepThreads:
+    """Threads with deep stacks, started on first use."""
 
-    def __init__(self, limit_s: float = COMPILE_LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self, name: str, number: int) -> None:
+        self._name = name
+        self._number = number
         self._pool: ThreadPoolExecutor | None = None
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """A caller that is cancelled leaves at once; what was begun ends by itself."""
         if self._pool is None:
-            self._pool = _with_deep_stack()
-        future = self._pool.submit(function, *arguments)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
-        except asyncio.TimeoutError:
-            if future.cancelled():
-                raise QueueFull("other answer formats are still being compiled; retry later") from None
-            raise RequestError(
-                "response_format", f"took longer than {self._limit_s:g} s to compile; simplify it"
-            ) from None
+            self._pool = self._started()
+        return await asyncio.wrap_future(self._pool.submit(function, *arguments))
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False)
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
-
-def _with_deep_stack() -> ThreadPoolExecutor:
-    """Threads take the stack size that is set while they start."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="kestrel-compile")
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        pool.submit(int)
-    finally:
-        threading.stack_size(before)
-    return pool
+    def _started(self) -> ThreadPoolExecutor:
+        """Threads take the stack size that is set while they start, so all of them start at once."""
+        pool = ThreadPoolExecutor(self._number, thread_name_prefix=f"kestrel-{self._name}")
+        all_started = threading.Barrier(self._number)
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for _ in range(self._number):
+                pool.submit(all_started.wait)
+        finally:
+            threading.stack_size(before)
+        return pool

@@ -1,4 +1,4 @@
-"""One real request per skill, before a server calls itself ready."""
+"""One real request per skill, and the vocabulary for answer formats, before a server calls itself ready."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ FIELDS = {
 async def warm_up(engine: InferenceEngine) -> float:
     """Run every skill that the model knows; the seconds it took."""
     began_s = time.monotonic()
+    await engine.prepare_formats()
     known = {name.split(".")[0] for name in engine.profile.templates}
     picture = _picture() if engine.profile.has_vision else None
     for skill, fields in FIELDS.items():

@@ -44,7 +44,15 @@ class ConstraintSource(Protocol):
         ...
 
     def is_kept(self, wanted: ResponseFormat) -> bool:
-        """Whether `start` would find it compiled."""
+        """Whether `start` would find it compiled. Never waits."""
+        ...
+
+    def prepare(self) -> None:
+        """What the first format would have to wait for; it may take a while and hold the interpreter."""
+        ...
+
+    def close(self) -> None:
+        """Stop compiling; who waits for it gets an error."""
         ...
 
 

@@ -68,7 +68,8 @@ def tokenizer(model: str = "md3") -> TextTokenizer:
 
 
 def compiler(**options: Any) -> ConstraintCompiler:
-    return ConstraintCompiler(tokenizer().to_json, EOS, **options)
+    """Without trials, which take a process."""
+    return ConstraintCompiler(tokenizer().to_json, EOS, **{"are_tried": False, **options})
 
 
 def allowed_ids(constraint: TokenConstraint) -> list[int]:

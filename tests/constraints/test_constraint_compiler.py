@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kestrel.constraints import compiler as compiling
+from kestrel.constraints import matchers
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.constraints.formats import ResponseFormat, response_format
 from kestrel.errors import RequestError
+from kestrel.request import TokenConstraint
 from tests.constraints.json_walks import EOS, SCHEMAS, allowed_ids, assert_valid, compiler, tokenizer, walk
 
 
@@ -125,7 +130,6 @@ def test_an_id_that_was_not_allowed_fails_the_answer() -> None:
         {"type": "integer", "minimum": 5, "maximum": 4},
         {"type": "object", "properties": {"a": {"type": "\ud800"}}},
         {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(8)]} for i in range(8)]},
-        {"allOf": [{"type": "string", "pattern": f"^.*{c}.{{{20 + i}}}$"} for i, c in enumerate("abcdefgh")]},
     ],
     ids=lambda schema: str(schema)[:60],
 )
@@ -183,7 +187,7 @@ def test_the_least_recently_used_format_is_forgotten() -> None:
     for one in formats:
         compiled.start(one)
     assert compiled.num_kept == 2
-    assert list(compiled._compiled) == [ResponseFormat("regex", "a"), ResponseFormat("regex", "c")]
+    assert list(compiled._kept) == [ResponseFormat("regex", "a"), ResponseFormat("regex", "c")]
 
 
 def test_answers_to_one_format_do_not_disturb_each_other() -> None:
@@ -223,3 +227,55 @@ def test_nothing_is_built_before_it_is_needed() -> None:
         raise AssertionError("built too early")
 
     ConstraintCompiler(fail, EOS)
+
+
+def test_what_is_kept_is_bounded_by_its_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "CAPACITY_BYTES", 25)
+    compiled = compiler()
+    monkeypatch.setattr(compiled, "_trials", SimpleNamespace(run=lambda wanted: 10 * len(wanted.text)))
+    for pattern in ("a", "b", "c", "a"):
+        compiled.start(ResponseFormat("regex", pattern))
+    assert [one.text for one in compiled._kept] == ["c", "a"]
+    compiled.start(ResponseFormat("regex", "more than all"))
+    assert [one.text for one in compiled._kept] == ["more than all"]
+
+
+def test_an_answer_that_takes_too_much_computing_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiler()
+    [letter] = tokenizer().encode("a")
+    cheap, costly = (compiled.start(ResponseFormat("regex", "[a-z]{0,3000}")) for _ in range(2))
+    _follow(cheap, letter, 200)
+    clock = itertools.count(0.0, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(matchers.time, "thread_time", lambda: next(clock))
+        with pytest.raises(RequestError, match=r"^response_format: took more than 2 s of computing"):
+            _follow(costly, letter, 10)
+    assert next(clock) == 5.0, "it ends with the fifth token of half a second each"
+    _follow(cheap, letter, 200)
+
+
+def _follow(constraint: TokenConstraint, token_id: int, number: int) -> None:
+    for _ in range(number):
+        constraint.accept(token_id)
+
+
+def test_asking_whether_a_format_is_kept_does_not_wait_for_the_vocabulary() -> None:
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def slowly() -> str:
+        is_reading.set()
+        may_go_on.wait(20)
+        return tokenizer().to_json()
+
+    compiled = ConstraintCompiler(slowly, EOS, are_tried=False)
+    reading = threading.Thread(target=compiled.prepare)
+    reading.start()
+    try:
+        assert is_reading.wait(20)
+        asking = threading.Thread(target=compiled.is_kept, args=(ResponseFormat("regex", "a"),))
+        asking.start()
+        asking.join(5)
+        assert not asking.is_alive()
+    finally:
+        may_go_on.set()
+        reading.join()

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from kestrel.constraints import ResponseFormat, response_format
-from kestrel.constraints.limits import MAX_DEPTH, most_repetitions
+from kestrel.constraints.limits import MAX_DEPTH, check_schema
+from kestrel.constraints.patterns import matched
+from kestrel.constraints.schemas import SchemaTree
 from kestrel.errors import RequestError
+from tests.constraints.json_walks import compiler, walk
 
 
 def of_schema(schema: Any, **more: Any) -> dict[str, Any]:
@@ -18,6 +21,12 @@ def of_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 def read(value: Any) -> ResponseFormat | None:
     return response_format("response_format", value)
+
+
+def judged(schema: dict[str, Any]) -> None:
+    """As a request is read, and its format compiled for the first time."""
+    read(of_schema(schema))
+    check_schema("response_format.json_schema.schema", schema)
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -86,6 +95,7 @@ def doubling(levels: int) -> dict[str, Any]:
     return schema
 
 
+ATTACK = {"allOf": [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{10 + i}}}"} for i in range(24)]}
 REFERENCES = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1200)}
 
 
@@ -111,20 +121,27 @@ REFERENCES = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}}
         {"const": {1, 2}},
         {"properties": {7: {}}},
         {"x-guidance": {"whitespace_pattern": "a"}},
+        {"patternProperties": {f"^k{i}": {} for i in range(100)}},
+        {"pattern": ".?" * 600},
+        {"pattern": "(.{0,99}x){0,99}(.{0,99}y){0,99}"},
+        ATTACK,
+        {"allOf": [{"type": "string", "pattern": f"^.*{c}.{{{20 + i}}}$"} for i, c in enumerate("abcdefgh")]},
+        {"properties": {"multipleOf": {"type": "integer", "multipleOf": 999_983}}},
+        {"x-parts": {"a": {"multipleOf": 999_983}}, "properties": {"b": {"$ref": "#/x-parts/a"}}},
     ],
     ids=lambda schema: str(list(schema))[:40],
 )
 def test_costly_or_foreign_schemas_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as refusal:
-        read(of_schema(schema))
+        judged(schema)
     assert refusal.value.field == "response_format.json_schema.schema"
     assert len(str(refusal.value)) < 300
 
 
 def test_what_is_just_within_the_limits_is_taken() -> None:
-    assert read(of_schema(nested(MAX_DEPTH - 1))) is not None
-    assert read(of_schema({"multipleOf": 0.01, "allOf": [{"multipleOf": 25}, {"multipleOf": 1e4}]})) is not None
-    assert read(of_schema({"pattern": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}$"})) is not None
+    judged(nested(MAX_DEPTH - 1))
+    judged({"multipleOf": 0.01, "allOf": [{"multipleOf": 25}, {"multipleOf": 1e4}]})
+    judged({"pattern": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}$"})
 
 
 @pytest.mark.parametrize(
@@ -146,4 +163,66 @@ def test_what_is_just_within_the_limits_is_taken() -> None:
     ],
 )
 def test_nested_counts_of_repetition_multiply(pattern: str, most: int) -> None:
-    assert most_repetitions(pattern) == most
+    assert matched(pattern).repeats == most
+
+
+KEYWORDS = ("multipleOf", "pattern", "patternProperties", "$ref", "allOf", "enum", "x-guidance", "properties", "format")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {name: {"type": "string"} for name in KEYWORDS}},
+        {"type": "object", "required": list(KEYWORDS), "additionalProperties": {"type": "integer"}},
+        {"$defs": {name: {"type": "string"} for name in KEYWORDS}, "$ref": "#/$defs/multipleOf"},
+        {"enum": [{"multipleOf": "three", "pattern": "b{99999}"}]},
+        {"const": {"multipleOf": -1}},
+        {"type": "string", "default": {"pattern": "b{99999}"}, "examples": [{"multipleOf": 0}]},
+    ],
+    ids=lambda schema: str(list(schema)),
+)
+def test_names_and_values_are_no_keywords(schema: dict[str, Any]) -> None:
+    judged(schema)
+    assert walk(compiler().start(ResponseFormat("json_schema", json.dumps(schema))), 1, most=20) != []
+
+
+def of_letter(letter: str, count: int = 30) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^.*{letter}.{{{count}}}$"}
+
+
+def all_of_named(keys: str, *, inner: str) -> dict[str, Any]:
+    """Objects that all hold, each with a pattern for its own property."""
+    return {"allOf": [{inner: {key: of_letter(key)}} for key in keys]}
+
+
+THREE, FOUR = ({f"l{c}": {"$anchor": f"at-{c}", **of_letter(c)} for c in letters} for letters in ("abc", "abcd"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "num_met"),
+    [
+        ({"allOf": [of_letter(c) for c in "abc"]}, 3),
+        ({"anyOf": [of_letter(c) for c in "abcdef"]}, 1),
+        ({"properties": {c: of_letter(c) for c in "abcdef"}}, 1),
+        ({"items": of_letter("a"), "allOf": [{"items": of_letter("b")}]}, 2),
+        (all_of_named("abc", inner="properties"), 1),
+        ({"allOf": [{"properties": {"k": of_letter(c)}} for c in "abc"]}, 3),
+        ({"allOf": [{"additionalProperties": of_letter("a")}, {"properties": {"k": of_letter("b")}}]}, 2),
+        ({"properties": {"k": of_letter("a")}, "patternProperties": {"^k": of_letter("b")}}, 2),
+        ({"$ref": "#/$defs/la", "allOf": [{"$ref": "#/$defs/lb"}, {"$ref": "#/%24defs/lc"}], "$defs": THREE}, 3),
+        ({"$ref": "#at-a", "allOf": [{"$ref": "#at-b"}], "$defs": THREE}, 2),
+        ({"allOf": [{"anyOf": [of_letter("a"), of_letter("b")]}, of_letter("c")]}, 2),
+        ({**of_letter("a"), "format": "email"}, 2),
+        (
+            {
+                "$defs": {"t": {"properties": {"n": {"allOf": [{"$ref": "#/$defs/t"}, of_letter("a")]}}}},
+                "$ref": "#/$defs/t",
+            },
+            1,
+        ),
+        ({"properties": {"k": {"$id": "x", "$ref": "#/$defs/y"}}, "$defs": FOUR}, 4),
+        ({"properties": {"k": {"$ref": "other.json"}}, "$defs": {"a": of_letter("a")}}, 1),
+    ],
+)
+def test_patterns_that_one_value_has_to_match_are_counted_together(schema: dict[str, Any], num_met: int) -> None:
+    assert SchemaTree(schema).most_met().num_patterns == num_met

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kestrel.config import RuntimeConfig
+from kestrel.constraints import compiler
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.constraints.formats import ResponseFormat
-from kestrel.engine import InferenceEngine
-from kestrel.engine.compiling import CompilePool
-from kestrel.errors import QueueFull, RequestCancelled, RequestError
+from kestrel.engine import InferenceEngine, compiling
+from kestrel.engine.compiling import FormatThreads
+from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
 from tests.constraints.json_walks import SCHEMAS, assert_valid
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
@@ -240,18 +241,93 @@ async def test_skills_that_write_no_free_text_refuse_a_format() -> None:
         await engine.shutdown(drain=False)
 
 
-async def test_a_compilation_past_its_time_is_refused_and_does_not_hold_the_loop() -> None:
-    pool = CompilePool(limit_s=0.1)
-    slow = asyncio.create_task(pool.run(time.sleep, 0.4))
+async def test_formats_wait_for_each_other_in_a_queue_that_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MAX_WAITING", 6)
+    threads, may_go_on = FormatThreads(None), threading.Event()
+    waiting = [asyncio.create_task(threads.run(False, may_go_on.wait, 20)) for _ in range(6)]
     await asyncio.sleep(0.05)
-    queued = asyncio.create_task(pool.run(time.sleep, 0.0))
-    with pytest.raises(RequestError, match="response_format: took longer"):
-        await slow
-    with pytest.raises(QueueFull):
-        await queued
-    await asyncio.sleep(0.4)
-    assert await pool.run(int, "7") == 7
-    pool.close()
+    with pytest.raises(QueueFull, match="6 answer formats are waiting"):
+        await threads.run(False, int, "7")
+    assert await threads.run(True, int, "7") == 7
+    waiting.pop().cancel()
+    await asyncio.sleep(0)
+    late = asyncio.create_task(threads.run(False, int, "8"))
+    may_go_on.set()
+    assert await asyncio.gather(*waiting) == [True] * 5
+    assert await late == 8
+    threads.close()
+
+
+async def test_reading_the_vocabulary_does_not_hold_the_loop() -> None:
+    engine = fake_engine()
+    constraints = engine.profile.constraints
+    assert isinstance(constraints, ConstraintCompiler)
+    read, is_reading, may_go_on = constraints._tokenizer_json, threading.Event(), threading.Event()
+    went_on: list[bool] = []
+
+    def slowly() -> str:
+        is_reading.set()
+        went_on.append(may_go_on.wait(5))
+        return read()
+
+    constraints._tokenizer_json = slowly
+    try:
+        how = {**QUESTION, "max_tokens": 3}
+        asked = [
+            asyncio.create_task(engine.run("query", **how, response_format=of_schema(SCHEMAS[name])))
+            for name in ("person", "choice")
+        ]
+        while not is_reading.is_set():
+            await asyncio.sleep(0.01)
+        asked.append(asyncio.create_task(engine.run("query", **how, response_format=of_schema(SCHEMAS["number"]))))
+        await asyncio.sleep(0.05)
+        may_go_on.set()
+        assert all(result.output["answer"] for result in await asyncio.gather(*asked))
+        assert went_on == [True]
+    finally:
+        await engine.shutdown(drain=False)
+
+
+async def test_a_slow_format_holds_up_neither_the_loop_nor_another_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    compile_it, may_go_on = ConstraintCompiler._compile, threading.Event()
+
+    def slowly(self: ConstraintCompiler, wanted: ResponseFormat) -> Any:
+        if "friends" in wanted.text:
+            may_go_on.wait(60)
+        return compile_it(self, wanted)
+
+    monkeypatch.setattr(ConstraintCompiler, "_compile", slowly)
+    try:
+        how = {**QUESTION, "max_tokens": 3}
+        slow = asyncio.create_task(engine.run("query", **how, response_format=of_schema(SCHEMAS["nested"])))
+        await asyncio.sleep(0.05)
+        for name in ("person", "choice", "number"):
+            assert (await engine.run("query", **how, response_format=of_schema(SCHEMAS[name]))).output["answer"]
+        assert not slow.done()
+        may_go_on.set()
+        assert (await slow).output["answer"]
+    finally:
+        may_go_on.set()
+        await engine.shutdown(drain=False)
+
+
+async def test_a_shutdown_ends_a_format_that_is_being_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "check_schema", lambda name, schema: None)
+    engine = fake_engine()
+    endless = {"allOf": [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{10 + i}}}"} for i in range(24)]}
+    await engine.run("query", **QUESTION, max_tokens=3, response_format=of_schema(SCHEMAS["person"]))
+    constraints = engine.profile.constraints
+    assert isinstance(constraints, ConstraintCompiler)
+    assert constraints._trials is not None
+    running = constraints._trials.pid
+    asked = asyncio.create_task(engine.run("query", **QUESTION, response_format=of_schema(endless)))
+    await asyncio.sleep(0.1)
+    await engine.shutdown(drain=False, timeout_s=0.1)
+    with pytest.raises((EngineStopped, RequestError)):
+        await asked
+    assert running is not None
+    assert not Path(f"/proc/{running}").exists()
 
 
 async def test_a_format_that_is_kept_does_not_wait_for_one_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
