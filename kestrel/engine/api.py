@@ -55,7 +55,7 @@ class InferenceEngine(SkillCalls):
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
-        self._pictures = PicturePool(config)
+        self._pictures = PicturePool(config, ready.picture_form)
         self._formats = FormatThreads()
         self._accepting = True
         limits = ready.runtime.limits
