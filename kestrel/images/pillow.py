@@ -31,6 +31,18 @@ _TURNS: dict[object, Turn] = {
 
 
 _LOADING = threading.Lock()
+MAX_READS = 2**19
+"""Of a file, by Pillow's own parsers: each takes microseconds, and a file can be cut into millions of pieces."""
+
+
+class _CountedFile(io.BytesIO):
+    num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.num_reads += 1
+        if self.num_reads > MAX_READS:
+            raise RequestError("image", f"this file is cut into more than {MAX_READS} pieces; save it anew")
+        return super().read(size)
 
 
 class EncodedPicture:
@@ -52,7 +64,7 @@ class EncodedPicture:
 
     def _open(self) -> ImageFile:
         with reading(f"{self.format.name} file"):
-            image = self.format.open(io.BytesIO(self._data))
+            image = self.format.open(_CountedFile(self._data))
             self._limits.check_size(image.height, image.width)
             return image
 

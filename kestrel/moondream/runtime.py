@@ -42,7 +42,7 @@ from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.memory import MemoryPlan
+from kestrel.runtime.memory import MemoryPlan, picture_bytes
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.working_memory import WorkingMemory, measure_working_memory
@@ -232,8 +232,10 @@ class MoondreamRuntime(Executor):
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
         super().__init__(decoder, limits, slots, num_crops, graphs, ops, path.kv_dtype, scales)
         self.prepare()
-        self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, decoder.device, working_bytes)
+        pictures = picture_bytes(config, decoder.device, decoder.dtype)
+        self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, decoder.device, working_bytes, pictures)
         logger.info("%s", self.memory_plan)
+        self.memory_plan.warn_if_short()
 
     @torch.inference_mode()
     def prepare(self) -> None:

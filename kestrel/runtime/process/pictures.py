@@ -11,7 +11,7 @@ from kestrel.tokens import ImageSpan
 
 MAX_PICTURES = 8
 """Held at a time; the oldest is let go, and sent again if it is named again."""
-MAX_BYTES = 2**28
+MAX_BYTES = 2**27
 """Likewise, of all but the newest: whoever asked about one may have left before it was prefilled."""
 
 
