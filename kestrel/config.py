@@ -144,14 +144,25 @@ class RuntimeConfig:
     max_image_bytes: int = field(default=64 * 2**20, metadata=_doc("Largest encoded picture in bytes."))
     max_pending_image_bytes: int = field(
         default=4 * 2**30,
-        metadata=_doc("Decoded pictures of unanswered requests, in bytes, before new ones are refused."),
+        metadata=_doc("Pictures of unanswered requests, in bytes as they are kept, before new ones are refused."),
+    )
+    image_work_bytes: int = field(
+        default=2 * 2**30,
+        metadata=_doc(
+            "Memory for decoding and resizing pictures, in bytes, reckoned from their headers: a picture waits until "
+            "there is room for it."
+        ),
     )
     recent_image_bytes: int = field(
         default=64 * 2**20,
         metadata=_doc("Memory for decoded picture files, in bytes, so that a file sent again is not decoded again."),
     )
     image_threads: int | None = field(
-        default=None, metadata=_doc("Threads that decode pictures. Default: half as many as cores, from 2 to 8.")
+        default=None,
+        metadata=_doc(
+            "Threads that decode pictures; those above 16.8 megapixels have a few of their own. Default: half as many "
+            "as cores, from 2 to 8."
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -44,6 +44,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_image_pixels": (1, 2**31),
     "max_image_bytes": (1, 2**40),
     "max_pending_image_bytes": (1, 2**50),
+    "image_work_bytes": (2**20, 2**50),
     "recent_image_bytes": (0, 2**50),
     "image_threads": (1, 256),
     "max_seq_length": (2, 2**20),

@@ -16,6 +16,7 @@ from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
+from kestrel.images.shrink import PictureForm
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
 from kestrel.models.hub import fetch_file, fetch_weights
@@ -25,7 +26,7 @@ from kestrel.models.weight_files import find_weights, open_checkpoint
 from kestrel.moondream.fast_path import Abilities, choose_fast_path
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.refiner import load_outline_refiner
+from kestrel.moondream.refiner import OUTLINE_SIDE_PX, load_outline_refiner
 from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
 from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
 from kestrel.runtime.contract import Runtime
@@ -49,6 +50,8 @@ class ReadyModel:
     """What an adapter of it must fit."""
     memory_plan: MemoryPlan | None = None
     """What the memory of its device is for."""
+    picture_form: PictureForm | None = None
+    """What of a picture is handed to the runtime; all its pixels where it is not given."""
     refiner: OutlineRefiner | None = None
     """Sharpens the outlines of `segment`, when its weights were given."""
 
@@ -81,6 +84,7 @@ def ready_from(
                 num_image_positions=runtime.decoder.shape.num_image_positions,
                 adapter_shape=runtime.adapter_shape,
                 memory_plan=runtime.memory_plan,
+                picture_form=runtime.decoder.picture_form(None if config.refiner_file is None else OUTLINE_SIDE_PX),
                 refiner=None
                 if config.refiner_file is None
                 else load_outline_refiner(config.refiner_file, loaded.model),

@@ -98,7 +98,8 @@ class ProfilePlan:
 async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, plan: ProfilePlan) -> Profile:
     clock = clock_for(choose_device(config))
     ready = ready_from(loaded, config, make_decoder=timed_decoder(clock))
-    ready = replace(ready, runtime=TimedRuntime(ready.runtime, clock))
+    # Without a form, the model resizes every picture itself: where it is timed.
+    ready = replace(ready, runtime=TimedRuntime(ready.runtime, clock), picture_form=None)
     pictures = chart_pictures(plan.warm_up + plan.requests, plan.picture_folder)
     async with InferenceEngine.start(config, ready) as engine:
         asking = _Asking(engine, ready, clock, config, plan.tokens)

@@ -57,9 +57,10 @@ async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[s
             raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
     pool = PicturePool(config)
     try:
-        pictures = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])
+        found = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])
     finally:
         pool.close()
+    pictures = [picture for picture in found if isinstance(picture, RgbImage)]  # all: there is no model to reduce for
     return dict(zip(names, pictures, strict=True))
 
 

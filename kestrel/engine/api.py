@@ -57,7 +57,7 @@ class InferenceEngine(SkillCalls):
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
-        self._pictures = PicturePool(config)
+        self._pictures = PicturePool(config, ready.picture_form)
         self._formats = FormatThreads(ready.profile.constraints)
         self._list_threads = Threads("lists", 2)
         self.text_threads = Threads("text", 2)

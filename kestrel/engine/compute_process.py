@@ -23,6 +23,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine.adapters import given_key, has_adapter_source
 from kestrel.errors import EngineStopped
 from kestrel.families import ReadyModel, ready_model
+from kestrel.images.shrink import PictureForm
 from kestrel.models.progress import Progress, no_progress
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.device import choose_device
@@ -52,6 +53,7 @@ class ModelDescription:
     num_image_positions: int
     adapter_shape: AdapterShape
     memory_plan: MemoryPlan | None
+    picture_form: PictureForm | None
     has_refiner: bool
 
     @classmethod
@@ -63,6 +65,7 @@ class ModelDescription:
             num_image_positions=ready.num_image_positions,
             adapter_shape=ready.adapter_shape,
             memory_plan=ready.memory_plan,
+            picture_form=ready.picture_form,
             has_refiner=ready.refiner is not None,
         )
 
@@ -75,6 +78,7 @@ class ModelDescription:
             num_image_positions=self.num_image_positions,
             adapter_shape=self.adapter_shape,
             memory_plan=self.memory_plan,
+            picture_form=self.picture_form,
             refiner=ProcessRefiner(connection, self.limits) if self.has_refiner else None,
         )
 

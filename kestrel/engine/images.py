@@ -1,75 +1,155 @@
-"""Decoding pictures in a pool, so that neither the event loop nor the accelerator's thread waits for it."""
+"""Decoding pictures in pools, so that neither the event loop nor the accelerator's thread waits for it.
+
+Small pictures never wait behind large ones, which have threads of their own. What decoding takes is reckoned from a
+picture's header and counted before it begins. What is kept of a picture afterwards is what the model needs of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
-from kestrel.errors import QueueFull
-from kestrel.images.decode import decode_image, known_images
+from kestrel.errors import EngineStopped, QueueFull, RequestError
+from kestrel.images.decode import OpenedImage, decode_opened, find_or_open, known_images
 from kestrel.images.limits import ImageLimits
-from kestrel.images.recent import RecentPictures
-from kestrel.images.rgb import RgbImage
+from kestrel.images.recent import Picture, RecentPictures
+from kestrel.images.shrink import PictureForm
+from kestrel.threads import Threads
 
 T = TypeVar("T")
+TOO_LATE = "the engine was shut down before the request was read"
+
+
+class WorkRoom:
+    """The memory that pictures may take while they are decoded and resized, shared by threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+
+    def require_possible(self, opened: OpenedImage) -> None:
+        if opened.work_bytes > self._max_bytes:
+            raise RequestError(
+                "image",
+                f"decoding {opened.width}x{opened.height} pixels takes up to {opened.work_bytes} bytes, the limit is "
+                f"{self._max_bytes}; send a smaller picture or raise image_work_bytes",
+            )
+
+    def try_take(self, num_bytes: int) -> bool:
+        with self._changed:
+            has_room = self._num_bytes + num_bytes <= self._max_bytes
+            self._num_bytes += num_bytes if has_room else 0
+            return has_room
+
+    @contextmanager
+    def waited_for(self, num_bytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_bytes + num_bytes <= self._max_bytes)
+            self._num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.give_back(num_bytes)
+
+    def give_back(self, num_bytes: int) -> None:
+        with self._changed:
+            self._num_bytes -= num_bytes
+            self._changed.notify_all()
 
 
 class PicturePool:
     """Decodes pictures, and keeps account of the memory that pictures of unanswered requests take."""
 
-    def __init__(self, config: RuntimeConfig) -> None:
+    def __init__(self, config: RuntimeConfig, form: PictureForm | None = None) -> None:
+        """`form`: what the model takes of a picture; all pixels where it is not given."""
         self._limits = ImageLimits(
             max_pixels=config.max_image_pixels,
             max_bytes=config.max_image_bytes,
             honour_exif=config.honour_exif_orientation,
         )
+        self._form = form
         self._max_pending_bytes = config.max_pending_image_bytes
         self._recent = RecentPictures(config.recent_image_bytes)
-        self._held: dict[str, list[RgbImage]] = {}
-        self._by_digest: dict[str, RgbImage] = {}
+        self._room = WorkRoom(config.image_work_bytes)
+        self._held: dict[str, list[Picture]] = {}
+        self._by_digest: dict[str, Picture] = {}
         self._num_holders: Counter[str] = Counter()
         self._num_bytes = 0
         num_threads = config.image_threads or min(8, max(2, (os.cpu_count() or 1) // 2))
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kestrel-image")
+        self._threads = Threads("image", num_threads)
+        self._large = Threads("large-image", max(1, num_threads // 4))
+        self._is_closed = False
 
-    async def decode(self, request_id: str, sources: Sequence[Any]) -> list[RgbImage]:
+    async def decode(self, request_id: str, sources: Sequence[Any]) -> list[Picture]:
         """The pictures of a request; they count until `release`. Equal ones of several requests are one in memory."""
         decoded = await self._decoded(sources)
         fresh = {image.digest: image for image in decoded if image.digest not in self._by_digest}
-        num_bytes = sum(image.pixels.nbytes for image in fresh.values())
+        num_bytes = sum(image.num_bytes for image in fresh.values())
         if fresh and self._num_bytes + num_bytes > self._max_pending_bytes:
-            raise QueueFull(
-                "decoded pictures of unanswered requests fill max_pending_image_bytes; retry later or raise it"
-            )
+            raise QueueFull("pictures of unanswered requests fill max_pending_image_bytes; retry later or raise it")
         self._by_digest |= fresh
         self._num_bytes += num_bytes
         self._num_holders.update(image.digest for image in decoded)
         self._held[request_id] = [self._by_digest[image.digest] for image in decoded]
         return self._held[request_id]
 
-    async def _decoded(self, sources: Sequence[Any]) -> list[RgbImage]:
+    async def _decoded(self, sources: Sequence[Any]) -> list[Picture]:
         known = known_images(sources, self._limits, self._recent)
         if known is not None:
             return known
-        calls = [self.run(decode_image, source, self._limits, self._recent) for source in sources]
-        return await asyncio.gather(*calls)
+        return await asyncio.gather(*map(self._decoded_alone, sources))
+
+    async def _decoded_alone(self, source: Any) -> Picture:
+        found = await self.run(self._decode_if_small, source)
+        return await self._run(self._large, self._decode_in_turn, found) if isinstance(found, OpenedImage) else found
+
+    def _decode_if_small(self, source: Any) -> Picture | OpenedImage:
+        """The picture, unless it is large or there is no room for it now."""
+        found = find_or_open(source, self._limits, self._recent)
+        if not isinstance(found, OpenedImage):
+            return found
+        self._room.require_possible(found)
+        if found.is_large or not self._room.try_take(found.work_bytes):
+            return found
+        try:
+            return decode_opened(found, self._recent, self._form)
+        finally:
+            self._room.give_back(found.work_bytes)
+
+    def _decode_in_turn(self, opened: OpenedImage) -> Picture:
+        with self._room.waited_for(opened.work_bytes):
+            return decode_opened(opened, self._recent, self._form)
 
     def release(self, request_id: str) -> None:
         for image in self._held.pop(request_id, ()):
             self._num_holders[image.digest] -= 1
             if not self._num_holders[image.digest]:
                 del self._num_holders[image.digest], self._by_digest[image.digest]
-                self._num_bytes -= image.pixels.nbytes
+                self._num_bytes -= image.num_bytes
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Something slow, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        return await self._run(self._threads, function, *arguments)
+
+    async def _run(self, threads: Threads, function: Callable[..., T], *arguments: Any) -> T:
+        if self._is_closed:
+            raise EngineStopped(TOO_LATE)
+        try:
+            return await threads.run(function, *arguments)
+        except asyncio.CancelledError:
+            if self._is_closed:  # what waits for a thread then is dropped
+                raise EngineStopped(TOO_LATE) from None
+            raise
 
     def close(self) -> None:
         """Let what was begun end by itself; its callers find the engine stopped."""
-        self._pool.shutdown(wait=False)
+        self._is_closed = True
+        self._threads.close()
+        self._large.close()

@@ -7,22 +7,22 @@ from typing import Any
 from kestrel.engine.intake import require_runnable
 from kestrel.engine.refinement import RefinedSegment
 from kestrel.families import ReadyModel
-from kestrel.images.rgb import RgbImage
+from kestrel.images.recent import Picture
 from kestrel.request import GenerationRequest, TokenConsumer
 from kestrel.skills.base import SkillRequest, SkillSpec
 from kestrel.tokens import ImageSpan
 
 
 def generation_request(
-    ready: ReadyModel, skill: SkillSpec[Any], request: SkillRequest, images: list[RgbImage], request_id: str
+    ready: ReadyModel, skill: SkillSpec[Any], request: SkillRequest, images: list[Picture], request_id: str
 ) -> GenerationRequest:
     """The skill lays out its prompt; what it asks for is checked before it can reach the device."""
     spans = [ImageSpan(image.digest, ready.num_image_positions) for image in images]
     prompt = skill.prompt(request, spans, ready.profile)
     require_runnable(prompt, spans, ready.vocab_size)
     consumer: TokenConsumer = skill.start(request, ready.profile)
-    if skill.yields_outline and ready.refiner is not None and images:
-        consumer = RefinedSegment(consumer, ready.refiner, images[0])
+    if skill.yields_outline and ready.refiner is not None and images and images[0].outline is not None:
+        consumer = RefinedSegment(consumer, ready.refiner, images[0].outline)
     return GenerationRequest(
         request_id=request_id,
         items=prompt.items,

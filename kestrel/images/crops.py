@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kestrel.images.resize import resize_by_taps, resize_lanczos
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import ShrunkImage
 from kestrel.images.tiling import TilingPlan
 from kestrel.kernels.ops import Ops
 
 
 def image_tensor(image: RgbImage, device: torch.device | str = "cpu") -> torch.Tensor:
     """[height, width, 3] uint8 with memory of its own. A GPU fetches it while the host goes on."""
+    return _uploaded(image.pixels, device)
+
+
+def shrunk_tensors(image: ShrunkImage, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the global crop and the local ones are cut from, likewise."""
+    return _uploaded(image.whole, device), None if image.tiled is None else _uploaded(image.tiled, device)
+
+
+def _uploaded(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
     on_gpu = torch.device(device).type == "cuda"
-    pixels = torch.empty(image.pixels.shape, dtype=torch.uint8, pin_memory=on_gpu)
-    pixels.numpy()[...] = image.pixels
+    pixels = torch.empty(array.shape, dtype=torch.uint8, pin_memory=on_gpu)
+    pixels.numpy()[...] = array
     return pixels.to(device, non_blocking=on_gpu)
 
 
@@ -28,25 +39,41 @@ def make_crops(image: RgbImage | torch.Tensor, plan: TilingPlan) -> torch.Tensor
     if pixels.shape != (plan.height, plan.width, 3):
         raise ValueError(f"the plan is for {plan.height}x{plan.width} pixels, the image is {tuple(pixels.shape)}")
     size = plan.params.crop_size
-    crops = pixels.new_empty(plan.num_crops, size, size, 3)
-    crops[0] = resize_lanczos(pixels, size, size)
-    if plan.has_distinct_locals:
-        resized = resize_lanczos(pixels, plan.resized_height, plan.resized_width)
-        windows = resized.unfold(0, size, plan.params.window_px).unfold(1, size, plan.params.window_px)
+    tiled = resize_lanczos(pixels, plan.resized_height, plan.resized_width) if plan.has_distinct_locals else None
+    return cut_crops(resize_lanczos(pixels, size, size), tiled, plan)
+
+
+def cut_crops(whole_HWC: torch.Tensor, tiled_HWC: torch.Tensor | None, plan: TilingPlan) -> torch.Tensor:
+    """`make_crops` of a picture that is resized already."""
+    size = plan.params.crop_size
+    crops = whole_HWC.new_empty(plan.num_crops, size, size, 3)
+    crops[0] = whole_HWC
+    if tiled_HWC is not None:
+        windows = tiled_HWC.unfold(0, size, plan.params.window_px).unfold(1, size, plan.params.window_px)
         crops[1:].unflatten(0, (plan.rows, plan.cols)).copy_(windows.permute(0, 1, 3, 4, 2))
     return crops
 
 
 def cut_patches(pixels_HWC: torch.Tensor, plan: TilingPlan, dtype: torch.dtype, ops: Ops) -> torch.Tensor:
     """`normalise_and_patchify` of `make_crops` in few operations, with zeros behind each patch (see `ops.patchify`)."""
+    size = plan.params.crop_size
+    whole = resize_by_taps(pixels_HWC, size, size, ops.resample)
+    tiled = None
+    if plan.has_distinct_locals:
+        tiled = resize_by_taps(pixels_HWC, plan.resized_height, plan.resized_width, ops.resample)
+    return cut_resized(whole, tiled, plan, dtype, ops)
+
+
+def cut_resized(
+    whole_HWC: torch.Tensor, tiled_HWC: torch.Tensor | None, plan: TilingPlan, dtype: torch.dtype, ops: Ops
+) -> torch.Tensor:
+    """`cut_patches` of a picture that is resized already."""
     params = plan.params
     size, patch = params.crop_size, params.patch_size
-    whole = resize_by_taps(pixels_HWC, size, size, ops.resample)
-    patches_1PC = ops.patchify(whole, (1, 1), params.window_px, size, patch, dtype)
-    if not plan.has_distinct_locals:
+    patches_1PC = ops.patchify(whole_HWC, (1, 1), params.window_px, size, patch, dtype)
+    if tiled_HWC is None:
         return patches_1PC
-    resized = resize_by_taps(pixels_HWC, plan.resized_height, plan.resized_width, ops.resample)
-    locals_NPC = ops.patchify(resized, (plan.rows, plan.cols), params.window_px, size, patch, dtype)
+    locals_NPC = ops.patchify(tiled_HWC, (plan.rows, plan.cols), params.window_px, size, patch, dtype)
     return torch.cat((patches_1PC, locals_NPC))
 
 

@@ -22,6 +22,8 @@ class ImageFormat:
     name: str
     signatures: tuple[bytes, ...]
     open: Callable[[io.BytesIO], ImageFile]
+    bytes_per_pixel: int
+    """The most that decoding takes, with the decoder's own buffers."""
     marker: bytes = b""
     """Bytes at offset 8 that must match as well."""
     early_size: Callable[[bytes], Size | None] = lambda data: None
@@ -54,12 +56,12 @@ def _webp_size(data: bytes) -> Size | None:
 
 # The classes are called directly because PIL.Image.open would add its own size warning and error.
 FORMATS = (
-    ImageFormat("JPEG", (b"\xff\xd8\xff",), JpegImagePlugin.JpegImageFile),
-    ImageFormat("PNG", (b"\x89PNG\r\n\x1a\n",), PngImagePlugin.PngImageFile),
-    ImageFormat("WebP", (b"RIFF",), WebPImagePlugin.WebPImageFile, marker=b"WEBP", early_size=_webp_size),
-    ImageFormat("GIF", (b"GIF87a", b"GIF89a"), GifImagePlugin.GifImageFile, early_size=_gif_size),
-    ImageFormat("BMP", (b"BM",), BmpImagePlugin.BmpImageFile),
-    ImageFormat("TIFF", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), TiffImagePlugin.TiffImageFile),
+    ImageFormat("JPEG", (b"\xff\xd8\xff",), JpegImagePlugin.JpegImageFile, 10),
+    ImageFormat("PNG", (b"\x89PNG\r\n\x1a\n",), PngImagePlugin.PngImageFile, 5),
+    ImageFormat("WebP", (b"RIFF",), WebPImagePlugin.WebPImageFile, 19, marker=b"WEBP", early_size=_webp_size),
+    ImageFormat("GIF", (b"GIF87a", b"GIF89a"), GifImagePlugin.GifImageFile, 5, early_size=_gif_size),
+    ImageFormat("BMP", (b"BM",), BmpImagePlugin.BmpImageFile, 5),
+    ImageFormat("TIFF", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), TiffImagePlugin.TiffImageFile, 12),
 )
 SUPPORTED = ", ".join(image_format.name for image_format in FORMATS)
 

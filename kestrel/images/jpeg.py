@@ -5,6 +5,19 @@ from __future__ import annotations
 import numpy as np
 import simplejpeg
 
+from kestrel.errors import RequestError
+
+MAX_SCANS = 256
+"""Each pass of a progressive file goes over the whole picture and may take forty bytes; usual are about ten."""
+
+
+def require_few_scans(data: bytes) -> None:
+    num_scans = data.count(b"\xff\xda")
+    if num_scans > MAX_SCANS:
+        raise RequestError(
+            "image", f"this JPEG file has {num_scans} scans, at most {MAX_SCANS} are read; save it anew with fewer"
+        )
+
 
 def jpeg_pixels(data: bytes) -> np.ndarray | None:
     """[height, width, 3] RGB of a JPEG in the usual colours; None for what is better left to Pillow.

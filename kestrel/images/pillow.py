@@ -1,4 +1,4 @@
-"""Encoded pictures and Pillow images -> RGB pixels. Header first, limits next, pixels last."""
+"""Encoded pictures and Pillow images -> their pixels. Header first, limits next, pixels last."""
 
 from __future__ import annotations
 
@@ -12,71 +12,88 @@ from PIL import ExifTags, Image
 from PIL.ImageFile import ImageFile
 
 from kestrel.errors import RequestError
-from kestrel.images.arrays import repeat_grey
-from kestrel.images.formats import identify
-from kestrel.images.jpeg import jpeg_pixels
+from kestrel.images.canvas import UPRIGHT, Canvas, Turn
+from kestrel.images.formats import ImageFormat, identify
+from kestrel.images.jpeg import jpeg_pixels, require_few_scans
 from kestrel.images.limits import ImageLimits
-from kestrel.images.quiet import PILLOW_QUIET
+from kestrel.images.quiet import PILLOW_QUIET, silence_libtiff
 
-# EXIF orientation -> (swap rows and columns first, then flip rows, flip columns).
-_UPRIGHT: dict[object, tuple[bool, bool, bool]] = {
-    2: (False, False, True),
-    3: (False, True, True),
-    4: (False, True, False),
-    5: (True, False, False),
-    6: (True, False, True),
-    7: (True, True, True),
-    8: (True, True, False),
+# By EXIF orientation.
+_TURNS: dict[object, Turn] = {
+    2: Turn(False, False, True),
+    3: Turn(False, True, True),
+    4: Turn(False, True, False),
+    5: Turn(True, False, False),
+    6: Turn(True, False, True),
+    7: Turn(True, True, True),
+    8: Turn(True, True, False),
 }
 
 
 _LOADING = threading.Lock()
+MAX_READS = 2**19
+"""Of a file, by Pillow's own parsers: each takes microseconds, and a file can be cut into millions of pieces."""
 
 
-def pixels_from_encoded(data: bytes, limits: ImageLimits) -> np.ndarray:
-    """Decode the first frame of a file. Its orientation tag is followed when `limits.honour_exif` says so.
+class _CountedFile(io.BytesIO):
+    num_reads = 0
 
-    The orientation of a TIFF is part of that format and is always followed.
-    """
-    limits.check_bytes(len(data))
-    image_format = identify(data)
-    early_size = image_format.early_size(data)
-    if early_size is not None:
-        limits.check_size(*early_size)
-    with _reading(f"{image_format.name} file"):
-        image = image_format.open(io.BytesIO(data))
-        limits.check_size(image.height, image.width)
-        pixels = jpeg_pixels(data) if image_format.name == "JPEG" and image.mode == "RGB" else None
-        if pixels is None:
-            pixels = _rgb_pixels(image)
-        if limits.honour_exif and image_format.name != "TIFF":
-            pixels = _turn_upright(pixels, _orientation(image))
-    return pixels
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.num_reads += 1
+        if self.num_reads > MAX_READS:
+            raise RequestError("image", f"this file is cut into more than {MAX_READS} pieces; save it anew")
+        return super().read(size)
 
 
-def pixels_from_pillow(image: Image.Image, limits: ImageLimits) -> np.ndarray:
-    """The pixels of a Pillow image as they are: an orientation tag it may carry is the caller's business."""
-    limits.check_size(image.height, image.width)
-    with _reading("Pillow image"):
-        with _LOADING:  # a picture opened lazily reads its file here, and two threads may have got the same one
-            image.load()
-        return _rgb_pixels(image)
+class EncodedPicture:
+    """A file whose header has been read and checked, and whose pixels have not been decoded."""
+
+    def __init__(self, data: bytes, limits: ImageLimits) -> None:
+        limits.check_bytes(len(data))
+        self._data = data
+        self._limits = limits
+        self.format: ImageFormat = identify(data)
+        size = self.format.early_size(data)
+        self._image: ImageFile | None = None
+        if size is not None:
+            limits.check_size(*size)
+        else:
+            self._image = self._open()
+            size = self._image.height, self._image.width
+        self.height, self.width = size
+
+    def _open(self) -> ImageFile:
+        with reading(f"{self.format.name} file"):
+            image = self.format.open(_CountedFile(self._data))
+            self._limits.check_size(image.height, image.width)
+            return image
+
+    def load(self) -> Canvas:
+        """Decode the first frame. Its orientation tag is followed when `limits.honour_exif` says so; that of a TIFF is
+        part of the format and is always followed."""
+        image = self._open() if self._image is None else self._image
+        with reading(f"{self.format.name} file"):
+            pixels = None
+            if self.format.name == "JPEG":
+                require_few_scans(self._data)
+                pixels = jpeg_pixels(self._data) if image.mode == "RGB" else None
+            stored = _loaded(image) if pixels is None else pixels
+            honour_exif = self._limits.honour_exif and self.format.name != "TIFF"
+            return Canvas(stored, _TURNS.get(_orientation(image), UPRIGHT) if honour_exif else UPRIGHT)
 
 
-def _rgb_pixels(image: Image.Image) -> np.ndarray:
-    if image.mode == "RGB":
-        return np.asarray(image)
-    if image.mode.startswith("I;16"):
-        return repeat_grey((np.asarray(image) >> 8).astype(np.uint8))
+def canvas_from_pillow(image: Image.Image) -> Canvas:
+    """A Pillow image as it is: an orientation tag it may carry is the caller's business."""
+    with reading("Pillow image"), _LOADING:  # one opened lazily reads its file here, and two threads may have got it
+        return Canvas(_loaded(image))
+
+
+def _loaded(image: Image.Image) -> Image.Image:
+    image.load()
     # Some Pillow versions open a 16-bit grey PNG as 32-bit integers.
     if image.mode == "I" and image.format == "PNG":
-        return repeat_grey((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        kind = "32-bit integer" if image.mode == "I" else "floating point"
-        raise RequestError("image", f"{kind} pixels have no fixed range; convert the picture to 8-bit RGB first")
-    if image.mode in ("RGBa", "La"):
-        image = image.convert("RGBA" if image.mode == "RGBa" else "LA")
-    return np.asarray(image.convert("RGB"))
+        return Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
+    return image
 
 
 def _orientation(image: ImageFile) -> object:
@@ -87,17 +104,11 @@ def _orientation(image: ImageFile) -> object:
         return 1
 
 
-def _turn_upright(pixels: np.ndarray, orientation: object) -> np.ndarray:
-    swap, flip_rows, flip_columns = _UPRIGHT.get(orientation, (False, False, False))
-    if swap:
-        pixels = pixels.swapaxes(0, 1)
-    return pixels[:: -1 if flip_rows else 1, :: -1 if flip_columns else 1]
-
-
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def reading(what: str) -> Iterator[None]:
     """Damaged input makes Pillow raise almost any exception; each becomes one RequestError."""
     try:
+        silence_libtiff()
         with PILLOW_QUIET:
             yield
     except (RequestError, MemoryError):

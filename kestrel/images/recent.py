@@ -6,8 +6,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeAlias
 
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import ShrunkImage
+
+Picture: TypeAlias = RgbImage | ShrunkImage
+"""As an engine keeps it: with all its pixels, or reduced to what the model needs."""
 
 
 class RecentPictures:
@@ -16,12 +21,12 @@ class RecentPictures:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._pictures: OrderedDict[str, Future[RgbImage]] = OrderedDict()
+        self._pictures: OrderedDict[str, Future[Picture]] = OrderedDict()
         self._num_bytes = 0
 
-    def get(self, digest: str, decode: Callable[[], RgbImage]) -> RgbImage:
+    def get(self, digest: str, decode: Callable[[], Picture]) -> Picture:
         """The picture with this digest; `decode` makes it. A failure is everyone's who waited, and is not kept."""
-        own: Future[RgbImage] = Future()
+        own: Future[Picture] = Future()
         with self._lock:
             found = self._pictures.setdefault(digest, own)
             self._pictures.move_to_end(digest)
@@ -35,11 +40,11 @@ class RecentPictures:
             own.set_exception(error)
             raise
         with self._lock:
-            self._make_room(digest, picture.pixels.nbytes)
+            self._make_room(digest, picture.num_bytes)
         own.set_result(picture)
         return picture
 
-    def find(self, digest: str) -> RgbImage | None:
+    def find(self, digest: str) -> Picture | None:
         """The picture with this digest if it is here by now; never waits."""
         with self._lock:
             found = self._pictures.get(digest)
@@ -57,4 +62,4 @@ class RecentPictures:
         for other in [other for other, future in self._pictures.items() if future.done()]:
             if self._num_bytes <= self._max_bytes:
                 return
-            self._num_bytes -= self._pictures.pop(other).result().pixels.nbytes
+            self._num_bytes -= self._pictures.pop(other).result().num_bytes

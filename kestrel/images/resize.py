@@ -16,6 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from kestrel.images.shrink import columns_first
+
 Resample: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """The contract of `kestrel.kernels.resample`."""
 
@@ -60,7 +62,7 @@ def resize_lanczos(image: torch.Tensor, out_height: int, out_width: int) -> torc
     height, width, channels = image.shape
     if height == out_height and width == out_width:
         return image.clone()
-    if _columns_first(height, width, out_height, out_width):
+    if columns_first(height, width, out_height, out_width):
         resized_HR = _resize_columns(image.reshape(height, width * channels), out_height)
         resized_HCW = _resize_rows(resized_HR.view(out_height, width, channels), out_width)
     else:
@@ -73,7 +75,7 @@ def resize_lanczos(image: torch.Tensor, out_height: int, out_width: int) -> torc
 def resize_by_taps(image_HWC: torch.Tensor, out_height: int, out_width: int, resample: Resample) -> torch.Tensor:
     """`resize_lanczos` in two passes of a kernel."""
     height, width = image_HWC.shape[:2]
-    if _columns_first(height, width, out_height, out_width):
+    if columns_first(height, width, out_height, out_width):
         image_HWC = _resample_columns(image_HWC, out_height, resample)
     if width != out_width:
         image_HWC = resample(image_HWC, *lanczos_taps(width, out_width, image_HWC.device))
@@ -93,12 +95,6 @@ def lanczos_taps(in_size: int, out_size: int, device: torch.device) -> tuple[tor
     """First input of each output, and the weights of the inputs from there on."""
     first_O, weights_OK = _lanczos_weights(in_size, out_size)
     return torch.from_numpy(first_O).to(device), torch.from_numpy(np.ascontiguousarray(weights_OK)).to(device)
-
-
-def _columns_first(height: int, width: int, out_height: int, out_width: int) -> bool:
-    """Pillow 13's order: columns first when the height loses more than twice as many pixels as the width."""
-    lost_rows = height - out_height
-    return lost_rows > 0 and lost_rows > 2 * (width - out_width)
 
 
 def _resize_rows(image_HWC: torch.Tensor, out_width: int) -> torch.Tensor:

@@ -29,6 +29,15 @@ class RgbImage:
         return cls(pixels=_owned(pixels, copy=False), digest=digest)
 
     @property
+    def num_bytes(self) -> int:
+        return self.pixels.nbytes
+
+    @property
+    def outline(self) -> RgbImage:
+        """What outlines are refined on."""
+        return self
+
+    @property
     def height(self) -> int:
         return self.pixels.shape[0]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import ShrunkImage
 from kestrel.kernels.low_rank import SlotFactors
 
 
@@ -131,7 +132,7 @@ class DecoderModel(Protocol):
 
     def embed_sizes(self, values_N2: Tensor) -> Tensor: ...
 
-    def prepare_image(self, image: RgbImage) -> PreparedImage:
+    def prepare_image(self, image: RgbImage | ShrunkImage) -> PreparedImage:
         """Cut into crops and patches, on the device."""
         ...
 

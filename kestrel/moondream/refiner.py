@@ -15,9 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 from kestrel.errors import CheckpointError, RequestError
+from kestrel.images.canvas import Canvas
 from kestrel.images.crops import normalise_and_patchify
 from kestrel.images.masks import Mask, box_values, clean_mask, rasterise_path, trace_mask
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import at_most
 from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead, load_refiner
@@ -30,7 +32,7 @@ NUM_ITERATIONS = 5
 MARGIN = 0.25
 """Share of the box's width and height added on each side before cropping."""
 THRESHOLD = 0.5
-MAX_SIDE_PX = 1024
+OUTLINE_SIDE_PX = 1024
 """Masks are drawn, cleaned and traced at this size at most: the head itself sees 378 pixels."""
 
 Pixels = NDArray[np.uint8]
@@ -87,18 +89,9 @@ class MoondreamOutlineRefiner:
             box_values(bbox)
         except RequestError:
             return None
-        refined = self._refiner.refine(_at_most(image.pixels, MAX_SIDE_PX), svg_path, bbox)
+        shrunk = at_most(Canvas(image.pixels), OUTLINE_SIDE_PX, image.digest)
+        refined = self._refiner.refine(shrunk.pixels, svg_path, bbox)
         return None if refined is None else (refined.svg_path, refined.bbox)
-
-
-def _at_most(pixels_HWC: Pixels, side_px: int) -> Pixels:
-    """The picture shrunk to a longest side; outlines are relative to it, so they mean the same."""
-    height, width = pixels_HWC.shape[:2]
-    scale = side_px / max(height, width)
-    if scale >= 1.0:
-        return pixels_HWC
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    return np.asarray(Image.fromarray(pixels_HWC).resize(size, Image.Resampling.BILINEAR))
 
 
 def load_outline_refiner(path: str | Path, model: MoondreamModel) -> MoondreamOutlineRefiner:

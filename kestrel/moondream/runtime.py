@@ -11,8 +11,18 @@ from torch import Tensor
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.images.crops import cut_patches, image_tensor, make_crops, normalise_and_patchify
+from kestrel.images.crops import (
+    cut_crops,
+    cut_patches,
+    cut_resized,
+    image_tensor,
+    make_crops,
+    normalise_and_patchify,
+    shrunk_tensors,
+)
+from kestrel.images.decode import LARGE_PIXELS
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, SlotDeltas, StepAttention
@@ -32,7 +42,7 @@ from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.memory import MemoryPlan
+from kestrel.runtime.memory import MemoryPlan, picture_bytes
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.working_memory import WorkingMemory, measure_working_memory
@@ -89,10 +99,24 @@ class MoondreamDecoder:
     def embed_sizes(self, values_N2: Tensor) -> Tensor:
         return self._model.region.encode_size(values_N2)
 
-    def prepare_image(self, image: RgbImage) -> PreparedImage:
+    def picture_form(self, outline_side: int | None) -> PictureForm:
+        """A GPU resizes all but large pictures in a few ms, on a CPU that is for threads outside of the steps."""
+        on_gpu = self.device.type == "cuda"
+        return PictureForm(self._tiling, outline_side, LARGE_PIXELS if on_gpu else 0)
+
+    def prepare_image(self, image: RgbImage | ShrunkImage) -> PreparedImage:
         plan = plan_tiling(image.height, image.width, self._tiling)
-        patches_NPC = self.cut_patches(self.upload_image(image), plan)
+        if isinstance(image, ShrunkImage):
+            patches_NPC = self._cut_shrunk(image, plan)
+        else:
+            patches_NPC = self.cut_patches(self.upload_image(image), plan)
         return PreparedImage(patches_NPC, (plan.rows, plan.cols))
+
+    def _cut_shrunk(self, image: ShrunkImage, plan: TilingPlan) -> Tensor:
+        whole, tiled = shrunk_tensors(image, self.device)
+        if self._ops is not None:
+            return cut_resized(whole, tiled, plan, self.dtype, self._ops)
+        return normalise_and_patchify(cut_crops(whole, tiled, plan), self._tiling.patch_size, self.dtype)
 
     def upload_image(self, image: RgbImage) -> Tensor:
         """[height, width, 3] uint8 on the model's device."""
@@ -208,8 +232,10 @@ class MoondreamRuntime(Executor):
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
         super().__init__(decoder, limits, slots, num_crops, graphs, ops, path.kv_dtype, scales)
         self.prepare()
-        self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, decoder.device, working_bytes)
+        pictures = picture_bytes(config, decoder.device, decoder.dtype)
+        self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, decoder.device, working_bytes, pictures)
         logger.info("%s", self.memory_plan)
+        self.memory_plan.warn_if_short()
 
     @torch.inference_mode()
     def prepare(self) -> None:

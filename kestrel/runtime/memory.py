@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.kv_cache import bytes_per_page
+from kestrel.runtime.pictures_ahead import MAX_NUMBERS
+from kestrel.runtime.process.pictures import MAX_BYTES
 
 MIN_TEXT_POSITIONS = 64
 DEFAULT_FRACTION = {"cuda": 0.8, "cpu": 0.25}
 GIB = 2**30
+logger = logging.getLogger("kestrel.runtime")
 CACHED_CONTEXTS_PER_ROW = 4
 """Planned pages beyond what running sequences can use, kept for the prefix cache: this many contexts per row."""
 
@@ -115,31 +119,59 @@ class MemoryPlan:
     """Of weights and buffers; known of a GPU."""
     working_bytes: int = 0
     """The most for graphs and activations; known of a GPU."""
+    picture_bytes: int = 0
+    """The most of the host's memory that pictures take, from their decoding to the answer."""
 
     @classmethod
     def of(
-        cls, shape: DecoderShape, limits: RuntimeLimits, kv_dtype: torch.dtype, device: torch.device, working_bytes: int
+        cls,
+        shape: DecoderShape,
+        limits: RuntimeLimits,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        working_bytes: int,
+        picture_bytes: int = 0,
     ) -> MemoryPlan:
         """Once everything that stays is in place."""
         kv_bytes = limits.num_pages * bytes_per_page(shape, limits.page_size, kv_dtype)
         dtype = str(kv_dtype).removeprefix("torch.")
         words = f"{limits.num_pages} pages of {limits.page_size} positions, {dtype}"
         if device.type != "cuda":
-            return cls(device, kv_bytes, words)
-        return cls(device, kv_bytes, words, torch.cuda.memory_allocated(device) - kv_bytes, working_bytes)
+            return cls(device, kv_bytes, words, picture_bytes=picture_bytes)
+        other_bytes = torch.cuda.memory_allocated(device) - kv_bytes
+        return cls(device, kv_bytes, words, other_bytes, working_bytes, picture_bytes)
 
     @property
     def total_bytes(self) -> int:
         return self.kv_bytes + self.other_bytes + self.working_bytes
 
+    def warn_if_short(self) -> None:
+        """Memory of the host is taken as it is used, so too little of it shows late."""
+        needed = self.picture_bytes + (self.kv_bytes if self.device.type == "cpu" else 0)
+        free = free_memory_bytes(torch.device("cpu"))
+        if needed > free:
+            logger.warning(
+                "%.1f GiB of memory are free, and pictures and KV cache may take %.1f GiB; lower "
+                "max_pending_image_bytes, image_work_bytes or kv_cache_pages",
+                *(free / GIB, needed / GIB),
+            )
+
     def __str__(self) -> str:
         kv = f"KV cache {self.kv_bytes / GIB:.2f} GiB ({self.kv_words})"
+        pictures = f"pictures up to {self.picture_bytes / GIB:.2f} GiB"
         if self.device.type != "cuda":
-            return f"memory: {kv}, taken as it is used"
+            return f"memory: {kv}, {pictures}, taken as they are used"
         return (
             f"memory of {self.device}: {kv}, weights and buffers {self.other_bytes / GIB:.2f} GiB, graphs and "
-            f"activations up to {self.working_bytes / GIB:.2f} GiB: {self.total_bytes / GIB:.2f} GiB in all"
+            f"activations up to {self.working_bytes / GIB:.2f} GiB: {self.total_bytes / GIB:.2f} GiB in all; "
+            f"{pictures} of the host's"
         )
+
+
+def picture_bytes(config: RuntimeConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """What pictures take of the host's memory at most; `WorkingMemory` has what they take of a GPU's."""
+    waiting = config.max_pending_image_bytes + config.image_work_bytes + config.recent_image_bytes
+    return waiting + (MAX_BYTES + MAX_NUMBERS * dtype.itemsize if device.type == "cpu" else 0)
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -17,6 +17,8 @@ from kestrel.runtime.contract import PictureSlice
 
 MAX_PICTURES = 8
 """Kept; the oldest is forgotten, and encoded anew if it is asked for after all."""
+MAX_NUMBERS = 2**27
+"""Likewise, of patches and features together. A step works on two pictures at most: both fit, however large."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,11 @@ class PictureAhead:
     @property
     def num_encoded(self) -> int:
         return sum(map(len, self.features))
+
+    @property
+    def num_numbers(self) -> int:
+        patches = 0 if self.prepared is None else self.prepared.patches_NPC.numel()
+        return patches + sum(part.numel() for part in self.features)
 
 
 class PicturesAhead:
@@ -47,6 +54,7 @@ class PicturesAhead:
                 known = PictureAhead(self._model.prepare_image(slice_.image))
                 self._keep(slice_.digest, known)
             self._encode(known, slice_.max_crops)
+            self._make_room(slice_.digest)
         except Exception:
             has_failed = True
         else:
@@ -70,8 +78,18 @@ class PicturesAhead:
 
     def _keep(self, digest: str, picture: PictureAhead) -> None:
         self._pictures[digest] = picture
-        while len(self._pictures) > MAX_PICTURES:
-            self._pictures.popitem(last=False)
+        self._make_room(digest)
+
+    def _make_room(self, newest: str) -> None:
+        while len(self._pictures) > MAX_PICTURES or self._num_numbers > MAX_NUMBERS:
+            oldest = next(digest for digest in (*self._pictures, None) if digest != newest)
+            if oldest is None:
+                return
+            del self._pictures[oldest]
+
+    @property
+    def _num_numbers(self) -> int:
+        return sum(picture.num_numbers for picture in self._pictures.values())
 
     def _encode(self, picture: PictureAhead, max_crops: int) -> None:
         if picture.prepared is None:

@@ -10,6 +10,7 @@ from struct import Struct
 from typing import Any, TypeAlias
 
 from kestrel.errors import EngineStopped, KestrelError
+from kestrel.images.recent import Picture
 from kestrel.images.rgb import RgbImage
 from kestrel.runtime.contract import StepOutput, StepPlan
 from kestrel.runtime.process.packing import Packed, pack, portable, unpack
@@ -20,7 +21,7 @@ from kestrel.runtime.process.packing import Packed, pack, portable, unpack
 @dataclass(frozen=True, slots=True)
 class RunStep:
     plan: StepPlan
-    pictures: tuple[RgbImage, ...]
+    pictures: tuple[Picture, ...]
     """Those the plan names and the other side does not hold: packing leaves them out of the plan itself."""
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kestrel.images.rgb import RgbImage
+from kestrel.images.recent import Picture
 from kestrel.runtime.contract import PrefillChunk, StepPlan
 from kestrel.tokens import ImageSpan
 
 MAX_PICTURES = 8
 """Held at a time; the oldest is let go, and sent again if it is named again."""
-MAX_BYTES = 2**28
+MAX_BYTES = 2**27
 """Likewise, of all but the newest: whoever asked about one may have left before it was prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     num_bytes: int
-    image: RgbImage | None
+    image: Picture | None
     """None on the side that sent it."""
 
 
@@ -32,16 +32,16 @@ class HeldPictures:
         """Their digests."""
         return iter(self._held)
 
-    def missing(self, plan: StepPlan) -> tuple[RgbImage, ...]:
+    def missing(self, plan: StepPlan) -> tuple[Picture, ...]:
         """What has to be sent with a plan; from then on it counts as sent."""
         named = _pictures_of(plan)
         missing = tuple(picture for digest, picture in named.items() if digest not in self._held)
-        self._follow(plan, {picture.digest: Held(picture.pixels.nbytes, None) for picture in missing})
+        self._follow(plan, {picture.digest: Held(picture.num_bytes, None) for picture in missing})
         return missing
 
-    def complete(self, plan: StepPlan, sent: tuple[RgbImage, ...]) -> None:
+    def complete(self, plan: StepPlan, sent: tuple[Picture, ...]) -> None:
         """Puts the pictures back into a plan that came with `sent`."""
-        arrived = {picture.digest: Held(picture.pixels.nbytes, picture) for picture in sent}
+        arrived = {picture.digest: Held(picture.num_bytes, picture) for picture in sent}
         known = {digest: held.image for digest, held in {**self._held, **arrived}.items()}
         plan.prefill = [_with_picture(chunk, known) for chunk in plan.prefill]
         plan.picture_slices = [replace(slice_, image=known.get(slice_.digest)) for slice_ in plan.picture_slices]
@@ -60,7 +60,7 @@ class HeldPictures:
         return sum(held.num_bytes for held in self._held.values())
 
 
-def _pictures_of(plan: StepPlan) -> dict[str, RgbImage]:
+def _pictures_of(plan: StepPlan) -> dict[str, Picture]:
     named = {slice_.digest: slice_.image for slice_ in plan.picture_slices}
     for chunk in plan.prefill:
         digest = _digest_of(chunk)
@@ -69,7 +69,7 @@ def _pictures_of(plan: StepPlan) -> dict[str, RgbImage]:
     return {digest: picture for digest, picture in named.items() if picture is not None}
 
 
-def _with_picture(chunk: PrefillChunk, known: Mapping[str, RgbImage | None]) -> PrefillChunk:
+def _with_picture(chunk: PrefillChunk, known: Mapping[str, Picture | None]) -> PrefillChunk:
     digest = _digest_of(chunk)
     picture = None if digest is None else known.get(digest)
     return chunk if picture is None else replace(chunk, images={digest: picture})
