@@ -129,6 +129,7 @@ class AcceptedRequest:
             timer.cancel()
         self.state.pending_body_bytes -= self._num_held
         self._num_held = 0
+        self._receive = None  # it leads back to the scope that this is kept in
         self.state.accepted.discard(self)
 
     async def fetch(self, url: str) -> bytes:

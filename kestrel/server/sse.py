@@ -18,7 +18,7 @@ from kestrel.errors import DeadlineExceeded
 from kestrel.server.calls import disconnected, unless
 from kestrel.server.config import ServerConfig
 from kestrel.server.connections import hang_up
-from kestrel.server.errors import ClientGone, error_body, kind_of
+from kestrel.server.errors import ClientGone, error_body, forget_frames, kind_of
 from kestrel.server.records import RequestRecord
 
 logger = logging.getLogger("kestrel.server")
@@ -84,7 +84,9 @@ class EventStream(Response, Generic[T]):
             _record_failure(error)
             if kind_of(error).status == 500:
                 logger.exception("a stream failed")
-            await out.write(self._events_of_failure(error))
+            event_of_failure = self._events_of_failure(error)
+            forget_frames(error)
+            await out.write(event_of_failure)
         await out.end()
 
     async def _send_all(self, events: AsyncIterator[bytes], out: _Out) -> None:
