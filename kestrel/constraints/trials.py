@@ -30,7 +30,7 @@ from llguidance import LLTokenizer
 
 from kestrel.constraints.formats import ANY_OBJECT, ResponseFormat
 from kestrel.constraints.matchers import FIELD, compile_format, read_vocabulary
-from kestrel.errors import CapacityError, EngineStopped, RequestError
+from kestrel.errors import CapacityError, RequestError
 
 COMPUTING_S = 2.0
 """Of the processor, for one trial. Ordinary formats take milliseconds."""
@@ -143,14 +143,12 @@ class Trials:
         self._process, self._control = process, ours
         self._ending = weakref.finalize(self, _end_process, process, ours)
 
-    def _gone(self) -> Exception:
-        """For whoever gets no verdict."""
-        if (process := self._process) is None:
-            return EngineStopped("the engine was shut down while a format was compiled")
+    def _gone(self) -> CapacityError:
+        """For whoever gets no verdict: it was closed, or ended by itself."""
+        process = self._process
         self.close()
-        return CapacityError(
-            f"the process that compiles formats has ended (exit code {process.returncode}); retry later"
-        )
+        how = "" if process is None else f" (exit code {process.returncode})"
+        return CapacityError(f"the process that compiles formats has ended{how}; retry later")
 
 
 def _end_process(process: subprocess.Popen[bytes], control: socket.socket) -> None:

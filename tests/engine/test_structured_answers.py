@@ -19,7 +19,7 @@ from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.constraints.formats import ResponseFormat
 from kestrel.engine import InferenceEngine, compiling
 from kestrel.engine.compiling import FormatThreads
-from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
+from kestrel.errors import CapacityError, EngineStopped, QueueFull, RequestCancelled, RequestError
 from tests.constraints.json_walks import SCHEMAS, assert_valid
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
@@ -324,7 +324,7 @@ async def test_a_shutdown_ends_a_format_that_is_being_tried(monkeypatch: pytest.
     asked = asyncio.create_task(engine.run("query", **QUESTION, response_format=of_schema(endless)))
     await asyncio.sleep(0.1)
     await engine.shutdown(drain=False, timeout_s=0.1)
-    with pytest.raises((EngineStopped, RequestError)):
+    with pytest.raises((EngineStopped, CapacityError)):
         await asked
     assert running is not None
     assert not Path(f"/proc/{running}").exists()
