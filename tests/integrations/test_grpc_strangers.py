@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 from tritonclient.grpc import service_pb2
 
+from kestrel.integrations.grpc.connections import Connections
 from kestrel.integrations.grpc.health import WATCHES_PER_ADDRESS
 from tests.integrations.endpoints import Endpoint, start_native
 from tests.integrations.raw_http2 import RawConnection
@@ -111,7 +113,7 @@ def test_a_message_that_does_not_arrive_ends_the_call(
         assert words in connection.end_of(1)
 
 
-def test_compressed_messages_are_refused_before_they_are_unpacked(endpoint: Endpoint) -> None:
+def test_compressed_messages_are_refused_as_over_http(endpoint: Endpoint) -> None:
     code, words = refusal(lambda: ask(endpoint, INFER, QUICK, READER, compression=grpc.Compression.Gzip))
     assert (code, "gzip" in words) == ("UNIMPLEMENTED", True)
 
@@ -175,3 +177,27 @@ def test_watches_are_few_and_take_nothing_from_other_calls(endpoint: Endpoint) -
         assert (code, "call Check" in words) == ("RESOURCE_EXHAUSTED", True)
         assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status
         assert is_answered(endpoint, OTHER)
+
+
+# ---------------------------------------------------------------------- connections
+
+
+def test_a_connection_ends_after_the_last_call_on_it_and_only_when_one_was_not_read() -> None:
+    connections = Connections()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for is_stalled in (False, True):
+            with socket.create_connection(listening.getsockname(), timeout=30) as client:
+                accepted, address = listening.accept()
+                with accepted:
+                    peer = f"ipv4:{address[0]}:{address[1]}"
+                    connections.begin(peer)
+                    connections.begin(peer)
+                    connections.end(peer, is_stalled=is_stalled)
+                    accepted.sendall(b"the other call")
+                    assert client.recv(64) == b"the other call"
+                    connections.end(peer, is_stalled=False)
+                    if is_stalled:
+                        assert client.recv(64) == b""
+                    else:
+                        accepted.sendall(b"the next call")
+                        assert client.recv(64) == b"the next call"

@@ -60,7 +60,7 @@ def parsed(message_type: Callable[..., Message], data: bytes) -> Message:
         return message_type.FromString(data)  # type: ignore[attr-defined]
     except DecodeError:
         name = message_type.DESCRIPTOR.name  # type: ignore[attr-defined]
-        raise RequestError("message", f"these {len(data)} bytes are no {name}; send one, uncompressed") from None
+        raise RequestError("message", f"these {len(data)} bytes are no {name}; send one") from None
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,15 @@ class Method:
 class Call:
     """What a method sees of one call."""
 
-    def __init__(self, gate: Gate, method: Method, requests: AsyncIterator[bytes], context: Context) -> None:
+    def __init__(self, gate: Gate, requests: AsyncIterator[bytes], context: Context, peer: str) -> None:
         self.requests = requests
         self.write = context.write
-        self.address = address_of(context.peer())
+        self._read = context.read
+        self.address = address_of(peer)
         self.visitor: Visitor | None = None
         self.must_leave_s: float | None = None
         """When the answer must have left, on the loop's clock."""
         self._gate = gate
-        if method.needs_key:
-            self.visitor = gate.host.admit(_keys_of(context), self.address)
 
     @property
     def admitted(self) -> Visitor:
@@ -94,17 +93,17 @@ class Call:
         """The one message of a call that has one. Raises DeadlineExceeded, or RequestError when there is none."""
         gate, seconds = self._gate, self._gate.host.receive_timeout_s
         if self.visitor is not None:
-            with in_time(gate.host, seconds):
+            with in_time(gate.host, seconds, _late(seconds)):
                 async with gate.reads.of(self.visitor.client):
                     return await self._next()
         seconds = min(seconds, OPEN_RECEIVE_S)
-        with in_time(gate.host, seconds):
+        with in_time(gate.host, seconds, _late(seconds)):
             async with gate.open_reads_of_one.of(self.address), gate.open_reads:
                 return await self._next()
 
     async def _next(self) -> Received:
-        data = await anext(self.requests, None)
-        if data is None:
+        data = await self._read()
+        if not isinstance(data, bytes):  # the end, which typing does not know
             raise RequestError("message", "is missing; send one")
         return Received(data)
 
@@ -132,11 +131,15 @@ class Gate:
         """The method as gRPC calls it."""
 
         async def serve(requests: AsyncIterator[bytes], context: Context) -> Message | None:
-            end = _CallEnd(self._connections, context.peer())
+            peer = context.peer()
+            end = _CallEnd(self._connections, peer)
             try:
-                call = Call(self, method, requests, context)
-                client = call.address if call.visitor is None else call.visitor.client
-                end.take(self._open_calls if call.visitor is None else self._calls, client)
+                call = Call(self, requests, context, peer)
+                if method.needs_key:
+                    call.visitor = self.host.admit(_keys_of(context), call.address)
+                    end.take(self._calls, call.visitor.client)
+                else:
+                    end.take(self._open_calls, call.address)
                 response = await method.answer(call)
                 end.leave_in(self._seconds_to_leave(call))
                 return response
@@ -196,15 +199,18 @@ class _CallEnd:
 
 
 @contextmanager
-def in_time(host: Host, seconds: float) -> Iterator[None]:
-    """Raises DeadlineExceeded out of the block when it takes longer."""
-    late = DeadlineExceeded(f"the message did not pass within {seconds:g} s (receive_timeout_s); be faster")
+def in_time(host: Host, seconds: float, late: Exception) -> Iterator[None]:
+    """Raises `late` out of the block when it takes longer."""
     with host.interruption(late) as waiting:
         timer = asyncio.get_running_loop().call_later(seconds, waiting.interrupt)
         try:
             yield
         finally:
             timer.cancel()
+
+
+def _late(seconds: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the message did not arrive within {seconds:g} s (receive_timeout_s); send it faster")
 
 
 async def _refuse(context: Context, error: BaseException) -> None:

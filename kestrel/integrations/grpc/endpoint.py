@@ -24,10 +24,10 @@ CALLS_PER_CONNECTION = 128
 """A client with more opens another connection, or waits."""
 SHARE_OF_FILES = 4
 """Connections may take this part of the files that the process may have open."""
-IDENTITY_ALONE = 1
-"""No compression: gRPC unpacks a message before it looks at its size."""
 BACKSTOP = 4
 """gRPC's own bound on calls lies so far above the gate's, which says what it refuses: it also counts what is over."""
+IDENTITY_ALONE = 1
+"""No compression, as over HTTP: not every release of gRPC bounds what a message unpacks to."""
 MOST = 2**31 - 1
 """The largest value of an option."""
 GRACE_S = 5.0

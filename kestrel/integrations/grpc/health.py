@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kestrel.errors import ModelNotFound, shown
-from kestrel.integrations.grpc.calls import Call, Method, in_time, parsed
+from kestrel.integrations.grpc.calls import Call, Method, ReaderStalled, in_time, parsed
 from kestrel.integrations.grpc.host import Host
 from kestrel.integrations.grpc.places import Places
 from kestrel.integrations.grpc.protocol import INFERENCE, Message, Protocol
@@ -45,12 +45,17 @@ class HealthService:
                 status = self._status(request.service)
                 if status != told:
                     told = status
-                    with in_time(self._host, self._host.receive_timeout_s):
-                        await call.write(self._response(status=status))
+                    await self._write(call, status)
                 else:
                     await self._next_change()
         finally:
             self._watches.give_back(call.address)
+
+    async def _write(self, call: Call, status: int) -> None:
+        seconds = self._host.receive_timeout_s
+        unread = ReaderStalled(f"the status was not read within {seconds:g} s (receive_timeout_s); read it")
+        with in_time(self._host, seconds, unread):
+            await call.write(self._response(status=status))
 
     async def _next_change(self) -> None:
         if self._looking is None or self._looking.done():
