@@ -89,6 +89,13 @@ class RuntimeConfig:
         default=None,
         metadata=_doc("Where downloaded adapters are kept. Default: kestrel/adapters in the user's cache folder."),
     )
+    adapter_cache_bytes: int = field(
+        default=20 * 2**30,
+        metadata=_doc(
+            "Downloaded adapters kept on disk, in bytes, those being downloaded included; the least recently used make "
+            "way."
+        ),
+    )
     max_adapters: int = field(default=4, metadata=_doc("Adapters that are on the device at the same time."))
     max_adapter_rank: int = field(default=64, metadata=_doc("Largest rank of an adapter; its memory is set aside."))
     adapter_memory_bytes: int = field(

@@ -36,6 +36,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_adapters": (1, 1024),
     "max_adapter_rank": (1, 4096),
     "adapter_memory_bytes": (1, 2**50),
+    "adapter_cache_bytes": (1, 2**50),
     "max_prefill_tokens": (1, 2**20),
     "streaming_prefill_tokens": (0, 2**20),
     "max_queue_size": (1, 10**7),

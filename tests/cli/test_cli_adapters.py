@@ -156,9 +156,10 @@ def test_adapters_of_the_folder_and_of_the_cache_are_listed(
     folder.mkdir()
     (folder / "cats@5.pt").write_bytes(bytes(2048))
     (folder / "not an id.pt").write_bytes(b"")
-    with cache.partial_file() as partial:
-        partial.write_bytes(b"content")
-        cache.keep("01J5@7", partial, "0" * 64, ".pt")
+    partial = cache.partial_file()
+    partial.start(7)
+    cache.keep("01J5@7", partial.path, partial.finish(b"content"), ".pt")
+    partial.discard()
     told = kestrel("adapters", "list", "--adapter-dir", folder, "--adapter-cache-dir", tmp_path / "cache", "--json")
     found = {row["id"]: row for row in json.loads(told.out)}
     assert found.keys() == {"cats@5", "not an id", "01J5@7"}
