@@ -121,7 +121,7 @@ def test_an_adapter_that_fits_several_models_gets_no_base_by_guessing(kestrel: K
         (("convert", VARIANT, HOSTED), 2, "exists already"),
         (("convert", VARIANT, "new.safetensors"), 3, "fits none of kestrel-tiny"),
         (("convert", VARIANT, "new.safetensors", "--model", "moondream2"), 3, "does not fit"),
-        (("list", "--adapter-dir", "/no/such/folder"), 2, "adapter_dir"),
+        (("list", "--adapter-dir", "/no/such/folder"), 2, "--adapter-dir: "),
     ],
 )
 def test_mistakes_end_in_one_line_and_a_fitting_code(

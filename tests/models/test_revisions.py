@@ -141,7 +141,7 @@ def test_revision_reaches_the_hub_and_an_unknown_one_is_named(hub: Hub) -> None:
         families.resolve(RuntimeConfig(model="moondream3.1-9B-A2B", revision="v3"))
 
 
-def test_registered_models_are_fetched_by_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_models_are_fetched_by_commit(hub: Hub, tmp_path: Path) -> None:
     sources = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
     movable = [name for name, source in sources.items() if not source.weights.is_pinned]
     assert movable == ["moondream3.1-9B-A2B"]
@@ -149,6 +149,9 @@ def test_registered_models_are_fetched_by_commit(hub: Hub, monkeypatch: pytest.M
     config = RuntimeConfig(model="moondream3.1-9B-A2B", tokenizer_path=__file__)
     assert families.resolve(config).weights.read_text() == OLD
     hub.names["main"] = NEW
+    reference = tmp_path / "models--moondream--moondream3.1-9B-A2B" / "refs" / "main"
+    reference.parent.mkdir(exist_ok=True)
+    reference.write_text(NEW)  # as another program that follows the branch does
     assert families.resolve(config).weights.read_text() == OLD
     fetched = [path for path in hub.asked if "/resolve/" in path]
     assert fetched
