@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kestrel.config_checks import check_device, check_numbers, check_url_template
+from kestrel.config_checks import check_device, check_numbers, check_revision, check_url_template
 from kestrel.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,6 +27,13 @@ class RuntimeConfig:
 
     model: str | None = field(
         default=None, metadata=_doc("Registered model name; fetched from the hub unless model_path is given.")
+    )
+    revision: str | None = field(
+        default=None,
+        metadata=_doc(
+            "Commit, tag or branch of the named model's weights on the hub. Default: the commit that `kestrel models` "
+            "shows."
+        ),
     )
     model_path: str | os.PathLike[str] | None = field(
         default=None, metadata=_doc("A model folder, or a single weights file.", flags=("--model-path", "--weights"))
@@ -88,6 +95,13 @@ class RuntimeConfig:
     adapter_cache_dir: str | os.PathLike[str] | None = field(
         default=None,
         metadata=_doc("Where downloaded adapters are kept. Default: kestrel/adapters in the user's cache folder."),
+    )
+    adapter_cache_bytes: int = field(
+        default=20 * 2**30,
+        metadata=_doc(
+            "Downloaded adapters kept on disk, in bytes, those being downloaded included; the least recently used make "
+            "way."
+        ),
     )
     max_adapters: int = field(default=4, metadata=_doc("Adapters that are on the device at the same time."))
     max_adapter_rank: int = field(default=64, metadata=_doc("Largest rank of an adapter; its memory is set aside."))
@@ -266,5 +280,8 @@ def _check_sources(config: RuntimeConfig) -> None:
         value = getattr(config, name)
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(name, f"must be a path (got {shown(value)})")
+    check_revision(config.revision)
+    if config.revision is not None and config.weights is not None:
+        raise ConfigError("revision", "is for models of the hub, and model_path names files; leave one of the two out")
     if config.model is not None and (not isinstance(config.model, str) or not config.model.strip()):
         raise ConfigError("model", f"must be a registered model name (got {shown(config.model)}); see `kestrel models`")

@@ -30,12 +30,23 @@ def check_url_template(template: Any) -> None:
         raise ConfigError("adapter_url_template", f"must not have placeholders in its host; {form}")
 
 
+def check_revision(revision: Any) -> None:
+    if revision is None:
+        return
+    is_sound = isinstance(revision, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}", revision) is not None
+    if not is_sound or ".." in revision:
+        raise ConfigError(
+            "revision", f"must be a commit, tag or branch (got {shown(revision)}), as the page of the model lists them"
+        )
+
+
 RANGES: dict[str, tuple[float, float]] = {
     "max_batch_size": (1, 4096),
     "page_size": (1, 1024),
     "max_adapters": (1, 1024),
     "max_adapter_rank": (1, 4096),
     "adapter_memory_bytes": (1, 2**50),
+    "adapter_cache_bytes": (1, 2**50),
     "max_prefill_tokens": (1, 2**20),
     "streaming_prefill_tokens": (0, 2**20),
     "max_queue_size": (1, 10**7),

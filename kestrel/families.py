@@ -19,7 +19,7 @@ from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.images.shrink import PictureForm
 from kestrel.models.contract import OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
-from kestrel.models.hub import fetch_file, fetch_weights
+from kestrel.models.hub import fetch_file, fetch_weights, resolved, settled
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
@@ -147,12 +147,17 @@ def resolve(config: RuntimeConfig) -> LocatedModel:
     the embedded model.
     """
     if config.weights is None and config.model in (None, default_model.NAME):
+        if config.revision is not None:
+            raise ConfigError(
+                "revision",
+                f"{default_model.NAME} comes with the package; name a model of the hub as model, or leave revision out",
+            )
         return replace(_on_disk(default_model.FOLDER, None, config.tokenizer_file), name=default_model.NAME)
     spec = None if config.model is None else find_model(config.model)
     if config.weights is not None:
         return _on_disk(config.weights, spec, config.tokenizer_file)
     assert spec is not None
-    return _on_hub(spec, config.tokenizer_file)
+    return _on_hub(spec, config.revision, config.tokenizer_file)
 
 
 def load(
@@ -192,10 +197,11 @@ def _require_same_shape(folder: Path, config: Mapping[str, Any], spec: ModelSpec
                 )
 
 
-def _on_hub(spec: ModelSpec, tokenizer: Path | None) -> LocatedModel:
+def _on_hub(spec: ModelSpec, revision: str | None, tokenizer: Path | None) -> LocatedModel:
     if spec.source is None:
         raise CheckpointError(f"{spec.name} cannot be fetched. {spec.source_note}")
-    weights = fetch_weights(spec.source.weights)
+    published = spec.source.weights
+    weights = fetch_weights(settled(published) if revision is None else resolved(replace(published, revision=revision)))
     tokenizer = fetch_file(spec.source.tokenizer) if tokenizer is None else find_tokenizer(weights, tokenizer)
     return LocatedModel(spec.name, spec.family, spec.config, weights, tokenizer)
 

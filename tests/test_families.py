@@ -71,8 +71,10 @@ def test_the_table_has_the_four_published_models() -> None:
 def test_sources_are_pinned_as_published_and_share_the_starmie_tokenizer() -> None:
     sources = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
     assert {name: source.weights for name, source in sources.items()} == {
-        "moondream2": HubFile("vikhyatk/moondream2", "2025-06-21", "model.safetensors"),
-        "moondream3-preview": HubFile("moondream/moondream3-preview", "main", "model.safetensors.index.json"),
+        "moondream2": HubFile("vikhyatk/moondream2", "9a7d4024050840e001defacec2b00727e89149e6", "model.safetensors"),
+        "moondream3-preview": HubFile(
+            "moondream/moondream3-preview", "5112966d1a723413b1c9a1e8bea272b72e647b35", "model.safetensors.index.json"
+        ),
         "moondream3.1-9B-A2B": HubFile("moondream/moondream3.1-9B-A2B", "main", "model.safetensors"),
     }
     starmie = HubFile("moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json")

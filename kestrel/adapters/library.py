@@ -6,7 +6,6 @@ request gets the new adapter, and running ones keep theirs.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -18,6 +17,7 @@ from kestrel.adapters.ids import AdapterId
 from kestrel.adapters.loading import load_adapter
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, AdapterSource
 from kestrel.errors import AdapterUnusable, CheckpointError
+from kestrel.threads import Threads
 
 MAX_LOADS_AT_ONCE = 2
 REFUSED_FOR_S = 5.0
@@ -73,7 +73,7 @@ class AdapterLibrary:
         self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._refusals: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._loads: Flights[LoadedAdapter | None] = Flights()
-        self._turns = asyncio.Semaphore(MAX_LOADS_AT_ONCE)
+        self._threads = Threads("adapter-loading", MAX_LOADS_AT_ONCE)
         self._loads_total = 0
         self._failures_total = 0
         self._evictions_total = 0
@@ -114,16 +114,16 @@ class AdapterLibrary:
     async def close(self) -> None:
         await self._loads.close()
         await self._source.close()
+        self._threads.close()
         self._kept.clear()
 
     async def _load(self, adapter_id: AdapterId, key: str, copy: AdapterCopy, started_s: float) -> LoadedAdapter | None:
         """None when the file changed meanwhile, so that what was read may be neither the old nor the new one."""
-        async with self._turns:
-            try:
-                adapter = await asyncio.to_thread(load_adapter, copy.path, self._shape)
-                problem = self._misfit(adapter)
-            except CheckpointError as error:
-                adapter, problem = None, _without_path(str(error), copy)
+        try:
+            adapter = await self._threads.run(load_adapter, copy.path, self._shape)
+            problem = self._misfit(adapter)
+        except CheckpointError as error:
+            adapter, problem = None, _without_path(str(error), copy)
         if not copy.is_current:
             return None
         if adapter is None or problem is not None:

@@ -16,10 +16,11 @@ from kestrel.adapters.loading import fitted_adapter
 from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
 from kestrel.adapters.sources.folder import FolderSource
 from kestrel.cli.adapter_report import listing_as_json, listing_table, summary_as_json, summary_table
+from kestrel.cli.config_flags import name_givers
 from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.event_loop import run_to_end
 from kestrel.config import RuntimeConfig
-from kestrel.errors import CheckpointError, ConfigError
+from kestrel.errors import CheckpointError, ConfigError, KestrelError
 from kestrel.families import adapter_shape, find_model, known_models, resolve
 from kestrel.models.family import ModelSpec
 from kestrel.models.locate import LocatedModel
@@ -46,6 +47,7 @@ def _adapters(context: typer.Context) -> None:
 
 
 def list_adapters(
+    context: typer.Context,
     adapter_dir: Annotated[
         Path | None, typer.Option("--adapter-dir", envvar="KESTREL_ADAPTER_DIR", help="A folder of adapters.")
     ] = None,
@@ -61,7 +63,11 @@ def list_adapters(
     config = RuntimeConfig(adapter_dir=adapter_dir, adapter_cache_dir=adapter_cache_dir)
     listings = []
     if config.adapter_folder is not None:
-        listings += run_to_end(FolderSource(config.adapter_folder).list())
+        try:
+            listings += run_to_end(FolderSource(config.adapter_folder).list())
+        except KestrelError as error:
+            name_givers(error, (RuntimeConfig,), context)
+            raise
     listings += downloaded_adapters(config.adapter_cache_folder or default_cache_folder(), "downloaded")
     if as_json:
         write(json.dumps([listing_as_json(listing) for listing in listings], indent=2, ensure_ascii=False) + "\n")

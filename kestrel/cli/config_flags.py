@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -23,7 +24,7 @@ import typer
 from kestrel.cli.environment import variable_of
 from kestrel.config import RuntimeConfig
 from kestrel.environment import environment_names, flag_names
-from kestrel.errors import ConfigError
+from kestrel.errors import AboutField, KestrelError
 from kestrel.server.config import ServerConfig
 
 WITH_ENVIRONMENT = (RuntimeConfig, ServerConfig)
@@ -49,9 +50,10 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     def with_grouped_values(context: typer.Context, **values: Any) -> None:
         try:
             grouped = {name: _taken_from(values, group) for name, group in groups.items()}
-        except ConfigError as error:
-            raise naming_variable(error, groups.values(), context) from error
-        verb(**values, **grouped)
+            verb(**values, **grouped)
+        except KestrelError as error:
+            name_givers(error, groups.values(), context)
+            raise
 
     parameters.insert(0, inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     # Typer reads both: the order from the signature, the types from the annotations.
@@ -60,13 +62,26 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
     return with_grouped_values
 
 
-def naming_variable(error: ConfigError, groups: Iterable[type], context: typer.Context) -> ConfigError:
-    """The same refusal, with the environment variable that its value came from, if it came from one."""
-    named = [field for group in groups for field in fields(group) if field.name == error.field]
-    variable = variable_of(context, named[0].name, environment_names(named[0])) if named else None
-    if variable is None:
-        return error
-    return ConfigError(f"{variable} ({error.field})", str(error).removeprefix(f"{error.field}: "))
+def name_givers(error: KestrelError, groups: Iterable[type], context: typer.Context) -> None:
+    """Lets a refusal name settings by what gave them: a flag, an environment variable, or a key of the YAML file."""
+    known = {field.name: field for group in groups for field in fields(group) if flag_names(field)}
+    text, head = str(error), error.field if isinstance(error, AboutField) else ""
+    if head in known:
+        text = text.removeprefix(f"{head}: ")
+    # Other settings, where a word can be nothing else: fields of one word are words of the language too.
+    others = re.compile(rf"(?<![\w/.-])({'|'.join(name for name in known if '_' in name)})(?![\w/-]|\.\w)")
+    text = others.sub(lambda found: _giver(known[found[1]], context, with_field=False), text)
+    error.args = (f"{_giver(known[head], context, with_field=True)}: {text}" if head in known else text,)
+
+
+def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> str:
+    source = context.get_parameter_source(field.name)
+    if source is not None and source.name == "DEFAULT_MAP":
+        return f"{context.params['config_file']}: {field.name}" if with_field else field.name
+    variable = variable_of(context, field.name, environment_names(field))
+    if variable is not None:
+        return f"{variable} ({field.name})" if with_field else variable
+    return flag_names(field)[0]
 
 
 def takes_config(verb: Callable[..., None]) -> bool:

@@ -36,10 +36,10 @@ EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (USAGE_ERROR, MISUSED),
     (ConfigError, MISUSED),
     (RequestError, MISUSED),
+    (AdapterNotFound, MISUSED),
     (CheckpointError, BAD_CHECKPOINT),
     (AdapterUnusable, BAD_CHECKPOINT),
     (CapacityError, NO_CAPACITY),
-    (AdapterNotFound, NO_CAPACITY),
     (KestrelError, FAILED),
     (Exception, FAILED),
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel.adapters import AdapterId
 from kestrel.cli.console import note
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.event_loop import run_to_end
@@ -15,6 +16,8 @@ from kestrel.cli.pictures import read_picture
 from kestrel.cli.printing import note_limit, note_metrics, printer_for
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream
+from kestrel.engine.adapters import API_KEY_VARIABLE, given_key, has_adapter_source
+from kestrel.errors import RequestError
 from kestrel.images.rgb import RgbImage
 
 
@@ -34,7 +37,18 @@ class SkillCall:
 
 def run_skill(call: SkillCall) -> None:
     check_settings(call.skill, call.settings, call.output)
+    _check_adapter(call)
     run_to_end(_answer(call))
+
+
+def _check_adapter(call: SkillCall) -> None:
+    """Before a model is loaded: without a source of adapters there is none to be found."""
+    if call.settings.adapter is not None and not has_adapter_source(call.config, given_key()):
+        raise RequestError(
+            "adapter",
+            f"'{AdapterId.parse(call.settings.adapter)}' has nowhere to come from; add --adapter-dir or "
+            f"--adapter-url-template, or set {API_KEY_VARIABLE}",
+        )
 
 
 async def _answer(call: SkillCall) -> None:

@@ -28,7 +28,11 @@ FAMILY = "moondream"
 
 # The tokenizer.json inside vikhyatk/moondream2 belongs to releases before 2025-06 and does not fit later weights.
 _STARMIE = HubFile("moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json")
-_BRANCH_NOTE = "No commit is pinned: the weights are those of the branch main when they were first fetched."
+_MOONDREAM2 = HubFile("vikhyatk/moondream2", "9a7d4024050840e001defacec2b00727e89149e6", "model.safetensors")
+_MOONDREAM3_PREVIEW = HubFile(
+    "moondream/moondream3-preview", "5112966d1a723413b1c9a1e8bea272b72e647b35", "model.safetensors.index.json"
+)
+_BRANCH_NOTE = "The commit is that of the branch main when it was first fetched; it is recorded and stays."
 
 MODELS = (
     ModelSpec(
@@ -38,8 +42,8 @@ MODELS = (
         num_parameters=1_927_237_104,
         licence="Apache-2.0",
         config=MOONDREAM2.to_dict(),
-        source=HubSource(HubFile("vikhyatk/moondream2", "2025-06-21", "model.safetensors"), _STARMIE),
-        source_note="Pinned by the release tag, not by a commit.",
+        source=HubSource(_MOONDREAM2, _STARMIE),
+        source_note="The commit of the tag 2025-06-21.",
     ),
     ModelSpec(
         name="moondream-0.5b",
@@ -61,8 +65,7 @@ MODELS = (
         num_parameters=9_268_622_832,
         licence="BSL 1.1 (no third-party service)",
         config=MOONDREAM3.to_dict(),
-        source=HubSource(HubFile("moondream/moondream3-preview", "main", "model.safetensors.index.json"), _STARMIE),
-        source_note=_BRANCH_NOTE,
+        source=HubSource(_MOONDREAM3_PREVIEW, _STARMIE),
     ),
     ModelSpec(
         name="moondream3.1-9B-A2B",

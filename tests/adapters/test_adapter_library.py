@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.adapters import Adapter, AdapterLibrary, load_adapter, save_adapter
+from kestrel.adapters import Adapter, AdapterLibrary, AdapterShape, load_adapter, save_adapter
 from kestrel.adapters import library as library_module
 from kestrel.adapters.sources import FolderSource, SourceChain, UrlTemplateSource
 from kestrel.errors import AdapterGone, AdapterNotFound, AdapterSourceError, AdapterUnusable, RequestError
@@ -211,18 +211,46 @@ async def test_without_sources_the_message_says_how_to_have_one() -> None:
 
 
 async def test_a_failing_source_ends_the_search_and_a_removed_adapter_does_not(tmp_path: Path) -> None:
-    put(tmp_path, "cats")
-    async with host() as server:
-        remote = UrlTemplateSource(server.url + "/{id}", tmp_path / "cache")
-        chain = SourceChain([remote, FolderSource(tmp_path)])
-        library = AdapterLibrary(chain, MD2, (), max_rank=64, max_bytes=10**9)
-        server.answers["/cats"] = answer(500)
+    async with host() as first, host() as second:
+        chain = SourceChain([UrlTemplateSource(server.url + "/{id}", tmp_path) for server in (first, second)])
+        library = AdapterLibrary(chain, MD3, (), max_rank=64, max_bytes=10**9)
+        second.answers["/cats"] = answer(200, HOSTED.read_bytes())
+        first.answers["/cats"] = answer(500)
         with pytest.raises(AdapterSourceError):
             await library.get("cats")
-        server.answers["/cats"] = server.answers["/dogs"] = answer(410)
-        assert (await library.get("cats")).adapter.rank == 4
+        first.answers["/cats"] = first.answers["/dogs"] = answer(410)
+        assert (await library.get("cats")).adapter.format == "hosted-finetune"
         with pytest.raises(AdapterGone):
             await library.get("dogs")
+        await library.close()
+
+
+async def test_what_lies_on_disk_is_served_though_an_earlier_source_fails(tmp_path: Path) -> None:
+    put(tmp_path, "cats")
+    async with host() as server:
+        server.answers["/cats"] = answer(500)
+        remote = UrlTemplateSource(server.url + "/{id}", tmp_path / "cache")
+        library = AdapterLibrary(SourceChain([remote, FolderSource(tmp_path)]), MD2, (), max_rank=64, max_bytes=10**9)
+        assert (await library.get("cats")).adapter.rank == 4
+        assert server.requests == []
+        await library.close()
+
+
+async def test_an_adapter_that_makes_way_between_download_and_loading_is_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with host() as server:
+        server.answers["/cats"] = answer(200, HOSTED.read_bytes())
+
+        def load_what_is_gone(path: Path, shape: AdapterShape) -> Adapter:
+            monkeypatch.undo()
+            shutil.rmtree(path.parent)
+            return load_adapter(path, shape)
+
+        monkeypatch.setattr(library_module, "load_adapter", load_what_is_gone)
+        library = AdapterLibrary(UrlTemplateSource(server.url + "/{id}", tmp_path), MD3, (), max_rank=64, max_bytes=1)
+        assert (await library.get("cats")).adapter.format == "hosted-finetune"
+        assert server.count("/cats") == 2
         await library.close()
 
 

@@ -165,11 +165,27 @@ def test_a_server_that_cannot_start_says_nothing_of_the_demonstration_model(kest
         taken.listen()
         outcome = kestrel("serve", "--port", str(taken.getsockname()[1]))
     assert outcome.code == 2
-    assert outcome.err.startswith("error: port: cannot listen")
+    assert outcome.err.startswith("error: --port: cannot listen")
 
 
 def test_a_process_of_its_own_is_refused_where_there_is_none(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kestrel.cli.serving.can_compute_apart", lambda config: False)
     outcome = kestrel("serve", "--port", "0", "--compute-process", "own")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: compute_process: 'own' works on a CPU under Linux only; use auto")
+    assert outcome.err.startswith("error: --compute-process: 'own' works on a CPU under Linux only; use auto")
+
+
+def test_a_refusal_names_the_flag_the_variable_or_the_key_that_gave_the_value(
+    kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("adapter_url_template: nonsense\n")
+    assert kestrel("serve", "--config", file).err.startswith(f"error: {file}: adapter_url_template: must be a URL")
+    monkeypatch.setenv("KESTREL_ADAPTER_URL_TEMPLATE", "nonsense")
+    told = kestrel("serve", "--config", file).err
+    assert told.startswith("error: KESTREL_ADAPTER_URL_TEMPLATE (adapter_url_template): must be a URL")
+    told = kestrel("serve", "--config", file, "--adapter-url-template", "nonsense").err
+    assert told.startswith("error: --adapter-url-template: must be a URL")
+    monkeypatch.setenv("KESTREL_ADAPTER_URL_TEMPLATE", "https://example.org/{id}")
+    told = kestrel("serve", "--quantization", "fp8").err
+    assert told.startswith("error: --quantization: 'fp8' cannot be combined with KESTREL_ADAPTER_URL_TEMPLATE:")

@@ -243,11 +243,14 @@ def test_a_terminal_gets_a_bar_with_the_figures(tmp_path: Path) -> None:
         (("--courses", "reading=much"), "--courses: 'reading=much' is not NAME=SHARE; write it as in everything=2"),
         (("--courses", "reading=0"), "share: of a course must be above 0 (got 0.0)"),
         (("--courses", "reading,reading=2"), "--courses: 'reading' is given twice; give it once, with its share"),
-        (("--batch-size", "0"), "batch_size: must be from 1 to 65536 (got 0)"),
-        (("--ema-decay", "1"), "ema_decay: must be from 0 to 0.999999 (got 1)"),
-        (("--max-seconds", "0"), "max_seconds: must be above 0 (got 0); leave it out for no limit"),
-        (("--device", "tpu"), "device: 'tpu' is not supported; use auto, cpu, cuda or cuda:N"),
-        (("--length", "1319", "--workers", "0"), "length: must be 1318 or less to fit the model's context (got 1319)"),
+        (("--batch-size", "0"), "--batch-size: must be from 1 to 65536 (got 0)"),
+        (("--ema-decay", "1"), "--ema-decay: must be from 0 to 0.999999 (got 1)"),
+        (("--max-seconds", "0"), "--max-seconds: must be above 0 (got 0); leave it out for no limit"),
+        (("--device", "tpu"), "--device: 'tpu' is not supported; use auto, cpu, cuda or cuda:N"),
+        (
+            ("--length", "1319", "--workers", "0"),
+            "--length: must be 1318 or less to fit the model's context (got 1319)",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_remedy(

@@ -95,22 +95,25 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
     ("flags", "message"),
     [
         (("--skill", "chat"), "skill: there is no 'chat' to train; use query, caption, point, detect, segment"),
-        (("--rank", "0"), "rank: must be from 1 to 512 (got 0)"),
-        (("--rank", "7"), "rank: must be a multiple of 3: a token's 3 experts share it (got 7)"),
-        (("--targets", "qkv,router"), "targets: there is no 'router'; known are: qkv, proj, fc1, fc2"),
-        (("--targets", "qkv,qkv"), "targets: must name matrices, each once: qkv, proj, fc1, fc2 (got 'qkv,qkv')"),
-        (("--alpha", "0"), "alpha: must be from 1e-06 to 1e+06 (got 0)"),
-        (("--steps", "5", "--epochs", "1"), "steps: is given together with epochs; give one of them"),
-        (("--resume", "--overwrite"), "overwrite: is given together with resume; give one of them"),
-        (("--val-share", "0.95"), "val_share: must be from 0 to 0.9 (got 0.95)"),
-        (("--max-seconds", "0"), "max_seconds: must be above 0 (got 0); leave it out for no limit"),
-        (("--device", "tpu"), "device: 'tpu' is not supported; use auto, cpu, cuda or cuda:N"),
-        (("--dtype", "int4"), "dtype: 'int4' is not supported; use one of: auto, float32, bfloat16, float16"),
-        (("--dtype", "float16"), "dtype: float16 is too narrow for gradients; use bfloat16 or float32"),
-        (("--length", "880"), "length: must be 879 or less to fit the model's context (got 880)"),
-        (("--output", "x.pt"), "output: x.pt must end in .safetensors"),
-        (("--output", "none/x.safetensors"), "output: none is not a folder; create it first"),
-        (("--data", "none"), "data: none is not a folder; name the folder that holds train.jsonl or annotations.json"),
+        (("--rank", "0"), "--rank: must be from 1 to 512 (got 0)"),
+        (("--rank", "7"), "--rank: must be a multiple of 3: a token's 3 experts share it (got 7)"),
+        (("--targets", "qkv,router"), "--targets: there is no 'router'; known are: qkv, proj, fc1, fc2"),
+        (("--targets", "qkv,qkv"), "--targets: must name matrices, each once: qkv, proj, fc1, fc2 (got 'qkv,qkv')"),
+        (("--alpha", "0"), "--alpha: must be from 1e-06 to 1e+06 (got 0)"),
+        (("--steps", "5", "--epochs", "1"), "--steps: is given together with epochs; give one of them"),
+        (("--resume", "--overwrite"), "--overwrite: is given together with resume; give one of them"),
+        (("--val-share", "0.95"), "--val-share: must be from 0 to 0.9 (got 0.95)"),
+        (("--max-seconds", "0"), "--max-seconds: must be above 0 (got 0); leave it out for no limit"),
+        (("--device", "tpu"), "--device: 'tpu' is not supported; use auto, cpu, cuda or cuda:N"),
+        (("--dtype", "int4"), "--dtype: 'int4' is not supported; use one of: auto, float32, bfloat16, float16"),
+        (("--dtype", "float16"), "--dtype: float16 is too narrow for gradients; use bfloat16 or float32"),
+        (("--length", "880"), "--length: must be 879 or less to fit the model's context (got 880)"),
+        (("--output", "x.pt"), "--output: x.pt must end in .safetensors"),
+        (("--output", "none/x.safetensors"), "--output: none is not a folder; create it first"),
+        (
+            ("--data", "none"),
+            "--data: none is not a folder; name the folder that holds train.jsonl or annotations.json",
+        ),
     ],
 )
 def test_flags_that_cannot_work_are_refused_with_a_remedy(
@@ -129,7 +132,7 @@ def test_mistakes_in_data_are_told_together_before_anything_is_trained(kestrel: 
     outcome = kestrel("train", "adapter", "--data", folder, "--output", tmp_path / "x.safetensors", *base())
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith(
-        "error: data: 2 mistakes, nothing was trained: train.jsonl line 17: points[0]: (30, 40)"
+        "error: --data: 2 mistakes, nothing was trained: train.jsonl line 17: points[0]: (30, 40)"
     )
     assert "; train.jsonl line 18: image: 'gone.png': no file at" in outcome.err
     assert not (tmp_path / "x.training").exists()

@@ -109,4 +109,4 @@ def test_help_shows_the_words_and_default_of_each_field(kestrel: Kestrel) -> Non
 def test_an_impossible_value_names_its_field(kestrel: Kestrel) -> None:
     outcome = kestrel("query", "hi", *MD3, "--page-size", "0")
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("error: page_size: must be an integer from 1 to 1024 (got 0)")
+    assert outcome.err.startswith("error: --page-size: must be an integer from 1 to 1024 (got 0)")

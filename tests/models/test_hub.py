@@ -75,10 +75,10 @@ def test_a_file_is_fetched_once_and_then_taken_from_the_cache(fake_hub: Callable
 def test_an_index_brings_its_shards_of_the_same_commit(fake_hub: Callable[..., FakeHub]) -> None:
     index = json.dumps({"weight_map": {"a": "s1.safetensors", "b": "s2.safetensors", "c": "s1.safetensors"}})
     fake = fake_hub({INDEX_NAME: index, "s1.safetensors": "1", "s2.safetensors": "2"})
-    path = fetch_weights(HubFile("someone/model", "main", INDEX_NAME))
+    path = fetch_weights(HubFile("someone/model", COMMIT, INDEX_NAME))
     assert path == fake.snapshot / INDEX_NAME
     assert fake.fetched == [
-        ("someone/model", INDEX_NAME, "main"),
+        ("someone/model", INDEX_NAME, COMMIT),
         ("someone/model", "s1.safetensors", COMMIT),
         ("someone/model", "s2.safetensors", COMMIT),
     ]
@@ -89,7 +89,7 @@ def test_an_index_brings_its_shards_of_the_same_commit(fake_hub: Callable[..., F
     [
         (hub_error(GatedRepoError), r"request it at https://huggingface\.co/someone/model.*HF_TOKEN"),
         (hub_error(RepositoryNotFoundError), "does not exist or is private.*HF_TOKEN"),
-        (hub_error(RevisionNotFoundError), "no revision v1.*--model-path"),
+        (hub_error(RevisionNotFoundError), "no revision v1.*--revision.*--model-path"),
         (EntryNotFoundError("404"), "no such file.*--model-path"),
         (LocalEntryNotFoundError("no connection"), "cannot be reached; check the network.*--model-path"),
         (ConnectionError("name or service not known"), "name or service not known; check the network"),

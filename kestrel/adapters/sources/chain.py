@@ -1,4 +1,4 @@
-"""Several sources as one: the first that knows an id gives the adapter."""
+"""Several sources as one: the first that has an adapter on this machine gives it, else the first that knows the id."""
 
 from __future__ import annotations
 
@@ -22,9 +22,24 @@ class SourceChain:
     def title(self) -> str:
         return " and ".join(source.title for source in self._sources) or "no source"
 
+    @property
+    def downloads(self) -> bool:
+        return any(source.downloads for source in self._sources)
+
+    async def stored(self, adapter_id: AdapterId) -> AdapterCopy | None:
+        for source in self._sources:
+            if (copy := await source.stored(adapter_id)) is not None:
+                return copy
+        return None
+
     async def fetch(self, adapter_id: AdapterId) -> AdapterCopy:
+        copy = await self.stored(adapter_id)
+        if copy is not None:
+            return copy
         gone: AdapterGone | None = None
         for source in self._sources:
+            if not source.downloads:
+                continue
             try:
                 return await source.fetch(adapter_id)
             except AdapterGone as error:

@@ -1,7 +1,7 @@
 """Downloaded adapters on disk, with a checksum that is verified before a file of an earlier process is used.
 
 One folder per adapter, named after a digest, so that no id is part of a path. In it the contents, named after their own
-SHA-256, and `checksum.json`, whose replacement makes a download count.
+SHA-256, and `checksum.json`, whose replacement makes a download count. Its time is that of the last use.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import json
 import logging
 import os
 import re
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from kestrel.adapters.sources.cache_folder import CHECKSUM_FILE, DEFAULT_MAX_BYTES, CacheFolder, PartialFile
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, FileStamp, stamped_copy
 
 logger = logging.getLogger("kestrel.adapters")
 
-CHECKSUM_FILE = "checksum.json"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SUFFIXES = (".safetensors", ".pt")
 
@@ -60,9 +58,9 @@ class _Checksum:
 class AdapterDiskCache:
     """Blocking: call it from a thread. Several processes may share one folder."""
 
-    def __init__(self, folder: Path, namespace: str) -> None:
+    def __init__(self, folder: Path, namespace: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """`namespace` tells sources apart, which may know different adapters by the same id."""
-        self._folder = folder
+        self._folder = CacheFolder(folder, max_bytes)
         # A digest: the namespace may hold a URL with a secret in it.
         self._namespace = hashlib.sha256(namespace.encode()).hexdigest()
 
@@ -72,41 +70,43 @@ class AdapterDiskCache:
         checksum = _Checksum.read(folder)
         if checksum is None:
             return None
+        self.touch(adapter)
         try:
             copy = stamped_copy(folder / checksum.file_name)
         except OSError:
             copy = None
         if copy is not None and copy.digest == checksum.sha256:
             return copy
-        logger.warning("the cached file of adapter %s is damaged; it is downloaded again", adapter)
-        (folder / CHECKSUM_FILE).unlink(missing_ok=True)
-        (folder / checksum.file_name).unlink(missing_ok=True)
+        with self._folder.locked():
+            if _Checksum.read(folder) == checksum:  # else another process has removed or replaced it meanwhile
+                logger.warning("the cached file of adapter %s is damaged; it is downloaded again", adapter)
+                (folder / CHECKSUM_FILE).unlink(missing_ok=True)
+                (folder / checksum.file_name).unlink(missing_ok=True)
         return None
 
-    @contextmanager
-    def partial_file(self) -> Iterator[Path]:
-        """A place to write a download to; whatever is still there at the end is removed."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".download-", dir=self._folder)
-        os.close(handle)
-        try:
-            yield Path(name)
-        finally:
-            Path(name).unlink(missing_ok=True)
+    def touch(self, adapter: str) -> None:
+        """The most recently used ones are kept longest."""
+        with suppress(OSError):  # just removed, or not ours to change
+            os.utime(self._folder_of(adapter) / CHECKSUM_FILE)
+
+    def partial_file(self) -> PartialFile:
+        """A place to write a download to."""
+        return PartialFile(self._folder)
 
     def keep(self, adapter: str, partial: Path, sha256: str, suffix: str) -> AdapterCopy:
         """Takes a complete download over. A reader sees the old files or the new ones, never a part."""
         folder = self._folder_of(adapter)
-        folder.mkdir(parents=True, exist_ok=True)
         checksum = _Checksum(adapter, self._namespace, sha256, partial.stat().st_size, suffix)
         path = folder / checksum.file_name
-        os.replace(partial, path)
-        with self.partial_file() as written:
+        with self._folder.locked():
+            folder.mkdir(exist_ok=True)
+            os.replace(partial, path)
+            written = folder / f"{CHECKSUM_FILE}.new"
             written.write_text(json.dumps(asdict(checksum), indent=2) + "\n")
             os.replace(written, folder / CHECKSUM_FILE)
-        for other in folder.iterdir():
-            if other.name not in (CHECKSUM_FILE, path.name):
-                other.unlink(missing_ok=True)
+            for other in folder.iterdir():
+                if other.name not in (CHECKSUM_FILE, path.name):
+                    other.unlink(missing_ok=True)
         stamp = FileStamp.of(path)
         if stamp is None:
             raise FileNotFoundError(path)
@@ -114,10 +114,10 @@ class AdapterDiskCache:
 
     def list(self, source: str) -> list[AdapterListing]:
         """What was downloaded for this namespace."""
-        return downloaded_adapters(self._folder, source, self._namespace)
+        return downloaded_adapters(self._folder.path, source, self._namespace)
 
     def _folder_of(self, adapter: str) -> Path:
-        return self._folder / hashlib.sha256(f"{self._namespace}\n{adapter}".encode()).hexdigest()[:40]
+        return self._folder.path / hashlib.sha256(f"{self._namespace}\n{adapter}".encode()).hexdigest()[:40]
 
 
 def downloaded_adapters(folder: Path, source: str, namespace: str | None = None) -> list[AdapterListing]:

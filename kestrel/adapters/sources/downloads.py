@@ -6,21 +6,18 @@ Proxies of the environment are honoured; cookies and .netrc files are not.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import ipaddress
 import json
-import os
 import ssl
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import httpx
 
+from kestrel.adapters.sources.cache_folder import NoRoom, PartialFile
 from kestrel.errors import (
     AdapterGone,
     AdapterNotFound,
@@ -29,7 +26,9 @@ from kestrel.errors import (
     AdapterSourceError,
     AdapterSourceTimeout,
 )
+from kestrel.threads import Threads
 
+MAX_DOWNLOADS_AT_ONCE = 4
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MAX_REDIRECTS = 3
 MAX_JSON_BYTES = 2**16
@@ -56,6 +55,8 @@ class Downloader:
         self._limits = limits
         self._timeout = httpx.Timeout(limits.read_timeout_s, connect=limits.connect_timeout_s)
         self._tls: ssl.SSLContext | None = None
+        self.threads = Threads("adapter-downloads", MAX_DOWNLOADS_AT_ONCE)
+        """For what downloads write; whoever looks for files that are there must not wait behind it."""
 
     async def json(self, url: httpx.URL, headers: Mapping[str, str], adapter: str) -> Any:
         """A small JSON document. Redirects are refused: the headers may hold a key."""
@@ -73,7 +74,7 @@ class Downloader:
         except (ValueError, RecursionError):
             raise self.failure(adapter, "answered with something that is not JSON") from None
 
-    async def file(self, url: httpx.URL, target: Path, adapter: str) -> str:
+    async def file(self, url: httpx.URL, target: PartialFile, adapter: str) -> str:
         """Writes the contents to `target` and gives their SHA-256. No header of the caller is sent."""
         for _ in range(MAX_REDIRECTS + 1):
             async with self._answer(url, {}, adapter) as response:
@@ -116,28 +117,31 @@ class Downloader:
 
     async def _transport(self, url: httpx.URL, adapter: str) -> httpx.AsyncHTTPTransport:
         if url.scheme == "https" and self._tls is None:
-            self._tls = await asyncio.to_thread(httpx.create_ssl_context)  # reads all certificates
+            self._tls = await self.threads.run(httpx.create_ssl_context)  # reads all certificates
         try:
             return httpx.AsyncHTTPTransport(verify=self._tls or False, trust_env=False, proxy=_proxy_for(url))
         except (ImportError, ValueError):  # ImportError: a SOCKS proxy without the package for it
             raise self.failure(adapter, f"cannot be reached through the proxy of {url.scheme}_proxy") from None
 
-    async def _write(self, response: httpx.Response, target: Path, adapter: str) -> str:
-        declared = response.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self._limits.max_bytes:
+    async def _write(self, response: httpx.Response, target: PartialFile, adapter: str) -> str:
+        text = response.headers.get("content-length", "")
+        declared = int(text[:20]) if text.isdecimal() else 0
+        if declared > self._limits.max_bytes:
             raise self._too_large(adapter)
-        with target.open("wb") as file:
-            sink = _HashingSink(file)
+        try:
+            await self.threads.run(target.start, declared)
             waiting = bytearray()
             async for piece in response.aiter_raw():
                 waiting += piece
-                if sink.num_bytes + len(waiting) > self._limits.max_bytes:
+                if target.num_bytes + len(waiting) > self._limits.max_bytes:
                     raise self._too_large(adapter)
                 if len(waiting) >= _WRITTEN_AT_ONCE:
-                    await asyncio.to_thread(sink.write, bytes(waiting))
+                    await self.threads.run(target.write, bytes(waiting))
                     waiting.clear()
-            await asyncio.to_thread(sink.finish, bytes(waiting))
-        return sink.sha256
+            return await self.threads.run(target.finish, bytes(waiting))
+        except NoRoom as error:
+            kind = AdapterSourceBusy if error.may_pass else AdapterSourceError
+            raise kind(f"adapter '{adapter}': its file {error}") from None
 
     def _too_large(self, adapter: str) -> AdapterSourceError:
         return self.failure(adapter, f"has a file of more than {self._limits.max_bytes} bytes, which is not taken")
@@ -165,29 +169,6 @@ class Downloader:
         if status in (429, 503):
             raise AdapterSourceBusy(f"{start} is busy (status {status}); retry later")
         raise AdapterSourceError(f"{start} failed (status {status}); retry later")
-
-
-class _HashingSink:
-    """A file and the digest of what went into it. Its methods block: they are called on a thread."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self.num_bytes = 0
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
-
-    def write(self, piece: bytes) -> None:
-        self._file.write(piece)
-        self._digest.update(piece)
-        self.num_bytes += len(piece)
-
-    def finish(self, piece: bytes) -> None:
-        self.write(piece)
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def parsed_url(text: object) -> httpx.URL | None:

@@ -7,7 +7,6 @@ size, times or inode differ.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from kestrel.adapters.flights import Flights
 from kestrel.adapters.ids import AdapterId
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, FileStamp, stamped_copy
 from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable, ConfigError
+from kestrel.threads import Threads
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 FILES_IN_FOLDER = ("adapter.safetensors", "final.safetensors", "final.pt", "final.pth")
+_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class _Hashed:
 
 
 class FolderSource:
+    downloads = False
     title = "the adapter folder"
 
     def __init__(self, folder: Path) -> None:
@@ -39,21 +41,29 @@ class FolderSource:
         self._folder = folder.resolve()
         self._known: dict[AdapterId, _Hashed] = {}
         self._hashing: Flights[AdapterCopy] = Flights()
+        self._threads = Threads("adapter-folder", _THREADS)
+
+    async def stored(self, adapter_id: AdapterId) -> AdapterCopy | None:
+        try:
+            return await self.fetch(adapter_id)
+        except AdapterNotFound:
+            return None
 
     async def fetch(self, adapter_id: AdapterId) -> AdapterCopy:
         if (known := self._hashed(adapter_id)) is not None:
             return known
-        entry = await asyncio.to_thread(self._find, adapter_id)
+        entry = await self._threads.run(self._find, adapter_id)
         if (known := self._hashed(adapter_id)) is not None:
             return known
         # The stamp is part of the key: whoever comes after a change must not get what was there before.
         return await self._hashing.join(f"{entry}\n{FileStamp.of(entry)}", lambda: self._hash(adapter_id, entry))
 
     async def list(self) -> Sequence[AdapterListing]:
-        return await asyncio.to_thread(self._list)
+        return await self._threads.run(self._list)
 
     async def close(self) -> None:
         await self._hashing.close()
+        self._threads.close()
 
     def _hashed(self, adapter_id: AdapterId) -> AdapterCopy | None:
         """What was hashed before, if it is still the same."""
@@ -71,7 +81,7 @@ class FolderSource:
 
     async def _hash(self, adapter_id: AdapterId, entry: Path) -> AdapterCopy:
         try:
-            copy = await asyncio.to_thread(stamped_copy, entry.resolve())
+            copy = await self._threads.run(stamped_copy, entry.resolve())
         except FileNotFoundError:
             raise AdapterNotFound(f"adapter '{adapter_id}': not in {self.title}") from None
         except OSError as error:

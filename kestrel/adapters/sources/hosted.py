@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from kestrel.adapters.ids import AdapterId
+from kestrel.adapters.sources.cache_folder import DEFAULT_MAX_BYTES, PartialFile
 from kestrel.adapters.sources.disk_cache import AdapterDiskCache
 from kestrel.adapters.sources.downloads import Downloader, DownloadLimits, parsed_url
 from kestrel.adapters.sources.remote import RemoteCopies
@@ -23,6 +24,7 @@ KEY_HEADER = "X-Moondream-Auth"
 
 
 class HostedSource:
+    downloads = True
     title = "the hosted service"
 
     def __init__(
@@ -31,6 +33,7 @@ class HostedSource:
         cache_folder: Path,
         *,
         base_url: str = BASE_URL,
+        max_cache_bytes: int = DEFAULT_MAX_BYTES,
         limits: DownloadLimits | None = None,
     ) -> None:
         if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
@@ -41,8 +44,11 @@ class HostedSource:
         self._headers = {KEY_HEADER: api_key}
         limits = limits or DownloadLimits()
         self._downloader = Downloader(self.title, limits, "MOONDREAM_API_KEY")
-        cache = AdapterDiskCache(cache_folder, f"hosted {self._base_url}")
+        cache = AdapterDiskCache(cache_folder, f"hosted {self._base_url}", max_cache_bytes)
         self._copies = RemoteCopies(self.title, self._downloader, limits, cache, self._download)
+
+    async def stored(self, adapter_id: AdapterId) -> AdapterCopy | None:
+        return await self._copies.stored(adapter_id)
 
     async def fetch(self, adapter_id: AdapterId) -> AdapterCopy:
         if adapter_id.step is None:
@@ -55,7 +61,7 @@ class HostedSource:
     async def close(self) -> None:
         await self._copies.close()
 
-    async def _download(self, adapter_id: AdapterId, target: Path) -> str:
+    async def _download(self, adapter_id: AdapterId, target: PartialFile) -> str:
         name, step = quote(adapter_id.name, safe=""), quote(adapter_id.step or "", safe="")
         address = httpx.URL(f"{self._base_url}/v1/tuning/finetunes/{name}/checkpoints/{step}/download")
         answer = await self._downloader.json(address, self._headers, str(adapter_id))

@@ -69,6 +69,15 @@ class AdapterSource(Protocol):
         """Such as "the adapter folder": for messages."""
         ...
 
+    @property
+    def downloads(self) -> bool:
+        """Whether `fetch` may bring more than `stored` finds."""
+        ...
+
+    async def stored(self, adapter_id: AdapterId) -> AdapterCopy | None:
+        """The file as it is on this machine; nobody else is asked for it or waited for."""
+        ...
+
     async def fetch(self, adapter_id: AdapterId) -> AdapterCopy:
         """The file as it is now. Raises AdapterNotFound when the id is not known here."""
         ...

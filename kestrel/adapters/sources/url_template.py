@@ -10,6 +10,7 @@ from urllib.parse import quote
 import httpx
 
 from kestrel.adapters.ids import AdapterId
+from kestrel.adapters.sources.cache_folder import DEFAULT_MAX_BYTES, PartialFile
 from kestrel.adapters.sources.disk_cache import AdapterDiskCache
 from kestrel.adapters.sources.downloads import Downloader, DownloadLimits, parsed_url
 from kestrel.adapters.sources.remote import RemoteCopies
@@ -20,17 +21,28 @@ from kestrel.errors import AdapterNotFound, ConfigError
 class UrlTemplateSource:
     """The template has `{id}`, or `{finetune_id}` and, for adapters with steps, `{step}`; RuntimeConfig checks it."""
 
+    downloads = True
     title = "the server of adapter_url_template"
 
-    def __init__(self, template: str, cache_folder: Path, *, limits: DownloadLimits | None = None) -> None:
+    def __init__(
+        self,
+        template: str,
+        cache_folder: Path,
+        *,
+        max_cache_bytes: int = DEFAULT_MAX_BYTES,
+        limits: DownloadLimits | None = None,
+    ) -> None:
         self._template = template
         self._placeholders = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
         if parsed_url(self._filled(AdapterId("name", "1"))) is None:
             raise ConfigError("adapter_url_template", "must be an https URL without a user (http only for loopback)")
         limits = limits or DownloadLimits()
         self._downloader = Downloader(self.title, limits, "adapter_url_template")
-        cache = AdapterDiskCache(cache_folder, f"template {template}")
+        cache = AdapterDiskCache(cache_folder, f"template {template}", max_cache_bytes)
         self._copies = RemoteCopies(self.title, self._downloader, limits, cache, self._download)
+
+    async def stored(self, adapter_id: AdapterId) -> AdapterCopy | None:
+        return await self._copies.stored(adapter_id)
 
     async def fetch(self, adapter_id: AdapterId) -> AdapterCopy:
         has_steps = "step" in self._placeholders
@@ -45,7 +57,7 @@ class UrlTemplateSource:
     async def close(self) -> None:
         await self._copies.close()
 
-    async def _download(self, adapter_id: AdapterId, target: Path) -> str:
+    async def _download(self, adapter_id: AdapterId, target: PartialFile) -> str:
         return await self._downloader.file(httpx.URL(self._filled(adapter_id)), target, str(adapter_id))
 
     def _filled(self, adapter_id: AdapterId) -> str:
