@@ -54,6 +54,8 @@ class ReadyModel:
     """What of a picture is handed to the runtime; all its pixels where it is not given."""
     refiner: OutlineRefiner | None = None
     """Sharpens the outlines of `segment`, when its weights were given."""
+    computes_apart: bool = False
+    """The runtime is in another process."""
 
 
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kestrel.adapters.adapter import Adapter, AdapterShape
@@ -63,13 +63,18 @@ class AdapterLibrary:
         *,
         max_rank: int,
         max_bytes: int,
+        place: Callable[[Adapter], Adapter] | None = None,
     ) -> None:
-        """`base_models`: names of the served model; a file that names another one is refused. Empty: any will do."""
+        """`base_models`: names of the served model; a file that names another one is refused. Empty: any will do.
+
+        `place` puts an adapter that was read where the runtime gets at it; it runs on the thread that reads.
+        """
         self._source = source
         self._shape = shape
         self._base_models = tuple(base_models)
         self._max_rank = max_rank
         self._max_bytes = max_bytes
+        self._place = place
         self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._refusals: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self._loads: Flights[LoadedAdapter | None] = Flights()
@@ -120,7 +125,7 @@ class AdapterLibrary:
     async def _load(self, adapter_id: AdapterId, key: str, copy: AdapterCopy, started_s: float) -> LoadedAdapter | None:
         """None when the file changed meanwhile, so that what was read may be neither the old nor the new one."""
         try:
-            adapter = await self._threads.run(load_adapter, copy.path, self._shape)
+            adapter = await self._threads.run(self._read, copy)
             problem = self._misfit(adapter)
         except CheckpointError as error:
             adapter, problem = None, _without_path(str(error), copy)
@@ -136,6 +141,10 @@ class AdapterLibrary:
         self._load_seconds_total += loaded.load_seconds
         self._keep(loaded)
         return loaded
+
+    def _read(self, copy: AdapterCopy) -> Adapter:
+        adapter = load_adapter(copy.path, self._shape)
+        return adapter if self._place is None else self._place(adapter)
 
     def _misfit(self, adapter: Adapter) -> str | None:
         """Why an adapter that is sound cannot be served here."""

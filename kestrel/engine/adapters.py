@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from kestrel.adapters.crossing import in_shared_memory
 from kestrel.adapters.ids import AdapterId
 from kestrel.adapters.library import AdapterLibrary, LibrarySnapshot
 from kestrel.adapters.sources import AdapterListing, configured_sources
@@ -62,5 +63,6 @@ def engine_adapters(config: RuntimeConfig, ready: ReadyModel, api_key: str | Non
         [ready.profile.name],
         max_rank=config.max_adapter_rank,
         max_bytes=config.adapter_memory_bytes,
+        place=in_shared_memory if ready.computes_apart else None,
     )
     return EngineAdapters(library)

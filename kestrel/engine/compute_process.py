@@ -80,6 +80,7 @@ class ModelDescription:
             memory_plan=self.memory_plan,
             picture_form=self.picture_form,
             refiner=ProcessRefiner(connection, self.limits) if self.has_refiner else None,
+            computes_apart=True,
         )
 
 

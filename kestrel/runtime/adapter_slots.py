@@ -67,7 +67,8 @@ class AdapterSlots:
             buffers = self._buffers[target]
             rank = pair.a.shape[-2]
             buffers.a[load.slot, ..., :rank, :].copy_(pair.a, non_blocking=True)
-            buffers.b[load.slot, ..., :rank].copy_(pair.b.float() * adapter.scale, non_blocking=True)
+            scaled = pair.b if adapter.scale == 1.0 else pair.b.float() * adapter.scale
+            buffers.b[load.slot, ..., :rank].copy_(scaled, non_blocking=True)
             buffers.a[load.slot, ..., rank : stored_rank(rank), :] = 0.0
             buffers.b[load.slot, ..., rank : stored_rank(rank)] = 0.0
 

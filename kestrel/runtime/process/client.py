@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from kestrel.adapters.adapter import Adapter
+from kestrel.adapters.crossing import SentAdapter
 from kestrel.images.rgb import RgbImage
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.process.messages import Connection, Refined, RefineOutline, RunStep, StepDone
@@ -35,7 +37,7 @@ class ProcessRuntime:
     def launch(self, plan: StepPlan) -> SentStep:
         if self._num_sent:  # two long messages that cross would wait for each other
             self._outputs.append(self._receive())
-        self._connection.send(RunStep(plan, self._pictures.missing(plan)))
+        self._connection.send(RunStep(plan, self._pictures.missing(plan), _adapters_of(plan)))
         self._num_sent += 1
         return SentStep(plan.step_id)
 
@@ -53,6 +55,11 @@ class ProcessRuntime:
         self._num_sent -= 1
         self._encoded = answer.encoded
         return answer.output
+
+
+def _adapters_of(plan: StepPlan) -> tuple[SentAdapter | None, ...]:
+    loads = [load.weights for load in plan.adapter_loads]
+    return tuple(SentAdapter.of(weights) if isinstance(weights, Adapter) else None for weights in loads)
 
 
 class ProcessRefiner:

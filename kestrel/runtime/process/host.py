@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kestrel.errors import EngineStopped
@@ -59,6 +60,10 @@ class _Answers:
 
     def _run(self, message: RunStep) -> StepDone:
         self._pictures.complete(message.plan, message.pictures)
+        message.plan.adapter_loads = [
+            load if sent is None else replace(load, weights=sent.adapter())
+            for load, sent in zip(message.plan.adapter_loads, message.adapters, strict=True)
+        ]
         output = self._runtime.collect(self._runtime.launch(message.plan))
         output.failures = {row: portable(error) for row, error in output.failures.items()}
         return StepDone(output, frozenset(filter(self._runtime.has_encoded, self._pictures)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing import reduction
 from multiprocessing.connection import Connection as Pipe
 from struct import Struct
 from typing import Any, TypeAlias
 
+from kestrel.adapters.crossing import SentAdapter
 from kestrel.errors import EngineStopped, KestrelError
 from kestrel.images.recent import Picture
 from kestrel.images.rgb import RgbImage
@@ -23,6 +25,21 @@ class RunStep:
     plan: StepPlan
     pictures: tuple[Picture, ...]
     """Those the plan names and the other side does not hold: packing leaves them out of the plan itself."""
+    adapters: tuple[SentAdapter | None, ...] = ()
+    """Of the plan's loads, in order: packing leaves them out of the plan too. None for what is no adapter."""
+
+    @property
+    def handles(self) -> list[int]:
+        return [sent.handle for sent in self.adapters if sent is not None and sent.handle is not None]
+
+    def with_handles(self, handles: Iterable[int]) -> RunStep:
+        """On the side that received them: a handle has another number there."""
+        theirs = iter(handles)
+        adapters = (
+            sent if sent is None or sent.handle is None else replace(sent, handle=next(theirs))
+            for sent in self.adapters
+        )
+        return replace(self, adapters=tuple(adapters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +107,26 @@ class Connection:
 
     def send(self, message: Message) -> None:
         packed = pack(message)
+        handles = message.handles if isinstance(message, RunStep) else ()
         try:
-            self._pipe.send_bytes(NUM_ARRAYS.pack(len(packed.arrays)) + packed.message)
+            self._pipe.send_bytes(FOLLOWING.pack(len(packed.arrays), len(handles)) + packed.message)
             for array in packed.arrays:
                 self._pipe.send_bytes(array)
+            for handle in handles:
+                reduction.send_handle(self._pipe, handle, None)
         except OSError as error:
             raise EngineStopped(GONE) from error
 
     def receive(self) -> Message:
         try:
             first = self._pipe.recv_bytes()
-            [num_arrays] = NUM_ARRAYS.unpack_from(first)
+            num_arrays, num_handles = FOLLOWING.unpack_from(first)
             arrays = [self._pipe.recv_bytes() for _ in range(num_arrays)]
+            handles = [reduction.recv_handle(self._pipe) for _ in range(num_handles)]
         except (EOFError, OSError) as error:
             raise EngineStopped(GONE) from error
-        return unpack(Packed(first[NUM_ARRAYS.size :], arrays))
+        message = unpack(Packed(first[FOLLOWING.size :], arrays))
+        return message.with_handles(handles) if handles else message
 
     def ask(self, message: Message) -> Message:
         """Send, and wait for the answer; raises the error that it may be."""
@@ -121,6 +143,6 @@ class Connection:
         self._pipe.close()
 
 
-NUM_ARRAYS = Struct("<I")
-"""Comes first; each array follows the message by itself."""
+FOLLOWING = Struct("<II")
+"""Comes first: how many arrays follow the message, each by itself, and how many handles of files in memory."""
 GONE = "the process that computes has ended; start the server again"

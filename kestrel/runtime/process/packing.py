@@ -15,11 +15,13 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from kestrel.adapters.crossing import SentAdapter, TensorPlace
 from kestrel.errors import KestrelError
 from kestrel.grammar import Edge, Grammar, State
 from kestrel.prompt_outputs import PromptOutputs, ScoredToken
 from kestrel.request import TokenLogprobs
 from kestrel.runtime.contract import (
+    AdapterLoad,
     DecodeRow,
     PageCopy,
     PageWrite,
@@ -95,6 +97,7 @@ def portable(error: Exception) -> Exception:
 BY_FIELDS = (
     *(CoordToken, SizeToken, ImageSpan, Edge, State, Grammar, SamplingParams, PromptOutputs),
     *(RowStart, PageCopy, PageWrite, DecodeRow, StepPlan),
+    *(SentAdapter, TensorPlace),
     *(TokenLogprobs, ScoredToken, RowOutput, PromptPart, StepOutput),
 )
 
@@ -106,4 +109,5 @@ RECIPES: dict[type, Any] = {
     MappingProxyType: lambda mapping: (read_only, (dict(mapping),)),
     PrefillChunk: by_fields(PrefillChunk, images={}),
     PictureSlice: by_fields(PictureSlice, image=None),
+    AdapterLoad: by_fields(AdapterLoad, weights=None),
 }

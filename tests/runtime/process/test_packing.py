@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickletools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
+from kestrel.adapters.crossing import SentAdapter
 from kestrel.errors import CheckpointError, ConfigError, ContextTooLong, KestrelError, NumericalError, RequestError
 from kestrel.grammar import Carries, Edge, Grammar, State, free_text
 from kestrel.images.rgb import RgbImage
@@ -33,6 +37,9 @@ from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.adapter.mistakes import DataError
 
 IMAGE = RgbImage.from_pixels(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
+ADAPTER = Adapter(
+    "torch-variant", 4, {AdapterTarget(0, "qkv"): LowRankPair(torch.rand(4, 3000), torch.rand(9000, 4).bfloat16())}
+)
 GRAMMAR = Grammar("boxes", (State("x", Edge(0, 5), ((0, Edge(-1)),), (0, 5), (7,), Carries.COORD, 1, 0),))
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=0.5, seed=9, logit_bias=((4, 1.5),), stop=("no",), logprobs=2)
 WORDS = (TextToken(4), CoordToken(0.25), SizeToken(0.5, 0.75))
@@ -64,7 +71,18 @@ OUTPUT = StepOutput(
 
 def without_pictures(plan: StepPlan) -> StepPlan:
     chunks = [replace(chunk, images={}) for chunk in plan.prefill]
-    return replace(plan, prefill=chunks, picture_slices=[replace(one, image=None) for one in plan.picture_slices])
+    slices = [replace(one, image=None) for one in plan.picture_slices]
+    loads = [replace(load, weights=None) for load in plan.adapter_loads]
+    return replace(plan, prefill=chunks, picture_slices=slices, adapter_loads=loads)
+
+
+def test_an_adapter_is_neither_pickled_nor_part_of_the_message() -> None:
+    plan = StepPlan(0, adapter_loads=[AdapterLoad(1, "key", ADAPTER)])
+    packed = pack(RunStep(plan, (), (SentAdapter.of(ADAPTER),)))
+    named = [str(value) for code, value, _ in pickletools.genops(packed.message) if "UNICODE" in code.name]
+    assert "SentAdapter" in named
+    assert not [name for name in named if name.startswith("torch.") or name in ("torch", "Adapter", "LowRankPair")]
+    assert len(packed.message) < 2000
 
 
 def test_a_plan_comes_out_as_it_was_and_its_pictures_beside_it() -> None:
@@ -97,7 +115,7 @@ def test_what_comes_out_is_of_the_same_kinds() -> None:
 
 
 def test_every_recipe_has_been_used() -> None:
-    used = {type(part) for part in parts_of([PLAN, OUTPUT])}
+    used = {type(part) for part in parts_of([PLAN, OUTPUT, SentAdapter.of(ADAPTER)])}
     ours = {kind for kind in RECIPES if kind.__module__.startswith("kestrel")}
     assert ours <= used
 
