@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -153,17 +154,11 @@ class AcceptedRequest:
         self._running.discard(info.request_id)
         self._has_begun = True
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> AbstractContextManager[Any]:
         """Raises the reason out of the block, wherever it waits, when the request is ended."""
         if self.reason is not None:
             raise self.reason
-        with Interruption(RequestCancelled("the request was ended")) as block:
-            self._blocks.add(block)
-            try:
-                yield
-            finally:
-                self._blocks.discard(block)
+        return _Block(self._blocks)
 
     def end(self, reason: KestrelError) -> None:
         """The first reason counts."""
@@ -190,6 +185,24 @@ class AcceptedRequest:
         self.state.pending_body_bytes += num_bytes
         if self.state.pending_body_bytes > self.state.config.max_pending_body_bytes:
             raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
+
+
+class _Block(Interruption):
+    """One of those that end together."""
+
+    def __init__(self, blocks: set[Interruption]) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def __enter__(self) -> Interruption:
+        self._blocks.add(self)
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._blocks.discard(self)
+        super().__exit__(kind, error, trace)
 
 
 def accept(request: Request) -> AcceptedRequest:

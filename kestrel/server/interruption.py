@@ -14,7 +14,7 @@ class Interruption:
     such as a block around this one, it stays a cancellation.
     """
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
         self._task: asyncio.Task[object] | None = None
         self._has_fired = False
@@ -27,7 +27,11 @@ class Interruption:
         return self
 
     def interrupt(self, error: BaseException | None = None) -> None:
+<<<<<<< ours
         """After the block, and the second time, it does nothing. `error` takes the place of the one given before."""
+=======
+        """`error` may be given here instead. After the block, and the second time, it does nothing."""
+>>>>>>> theirs
         if self._task is not None and not self._has_fired:
             self._has_fired = True
             self._error = error or self._error
@@ -41,5 +45,5 @@ class Interruption:
             return
         if sys.version_info >= (3, 11) and task.uncancel() > self._num_cancels_before:
             return
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError) and self._error is not None:
             raise self._error from None

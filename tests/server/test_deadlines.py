@@ -113,10 +113,10 @@ def _nothing_is_left(hasty: RunningServer, silent: SilentHost) -> Iterator[None]
 
 
 @contextmanager
-def patient(server: RunningServer) -> Iterator[None]:
-    """Requests that come in the meantime have time."""
+def patient(server: RunningServer, queue_s: float = 60.0, request_s: float = 60.0) -> Iterator[None]:
+    """Requests that come in the meantime have more time."""
     config = server.state.config
-    server.state.config = replace(config, queue_timeout_s=60.0, request_timeout_s=60.0)
+    server.state.config = replace(config, queue_timeout_s=queue_s, request_timeout_s=request_s)
     try:
         yield
     finally:
@@ -172,7 +172,7 @@ def test_many_prompts_of_a_request_share_one_deadline(hasty: RunningServer) -> N
     """Each takes a fraction of it, all take a multiple. `queue_timeout_s` holds until the first of them has begun."""
     scheduler = hasty.engine._scheduler
     step = scheduler.step
-    with pytest.MonkeyPatch.context() as patch:
+    with patient(hasty, 0.7 * REQUEST_S, REQUEST_S), pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "step", lambda: (time.sleep(0.01), step())[1])
         prompts = {"prompt": ["Who are you?"] * 200, "max_tokens": 4, "ignore_eos": True}
         response = ask(hasty, "/v1/completions", prompts)
