@@ -148,7 +148,7 @@ class MemoryPlan:
     def warn_if_short(self) -> None:
         """Memory of the host is taken as it is used, so too little of it shows late."""
         needed = self.picture_bytes + (self.kv_bytes if self.device.type == "cpu" else 0)
-        free = free_memory_bytes(torch.device("cpu"))
+        free = free_host_bytes()
         if needed > free:
             logger.warning(
                 "%.1f GiB of memory are free, and pictures and KV cache may take %.1f GiB; lower "
@@ -177,6 +177,10 @@ def picture_bytes(config: RuntimeConfig, device: torch.device, dtype: torch.dtyp
 def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
     return int(min(_free_on_host(), _free_in_cgroup()))
 
 

@@ -27,11 +27,7 @@ class Interruption:
         return self
 
     def interrupt(self, error: BaseException | None = None) -> None:
-<<<<<<< ours
-        """After the block, and the second time, it does nothing. `error` takes the place of the one given before."""
-=======
         """`error` may be given here instead. After the block, and the second time, it does nothing."""
->>>>>>> theirs
         if self._task is not None and not self._has_fired:
             self._has_fired = True
             self._error = error or self._error
