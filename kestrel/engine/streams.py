@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kestrel.engine.pace import listed
 from kestrel.engine.results import EngineResult, StreamChunk
+from kestrel.errors import EngineStopped
 from kestrel.request import StreamUpdate
 from kestrel.threads import Threads
 
@@ -60,6 +61,8 @@ class EngineStream:
                 result.output.update(await asyncio.shield(self._making))
             return result
         except asyncio.CancelledError:
+            if self._making is not None and self._making.cancelled():
+                raise EngineStopped("the engine was shut down before the result was complete") from None
             self.cancel()
             raise
 

@@ -104,8 +104,6 @@ class ServerState:
     """When it will have ended, by the monotonic clock, once it is ending."""
     body_threads: Threads = field(default_factory=lambda: Threads("body", 2))
     """Where large bodies, and the pictures in them, are decoded."""
-    answer_threads: Threads = field(default_factory=lambda: Threads("answer", 2))
-    """Where large answers are written."""
     keys: ApiKeys = field(init=False)
     clients: ClientCounts = field(init=False)
 
@@ -193,7 +191,6 @@ class ServerState:
 
     def close(self) -> None:
         self.body_threads.close()
-        self.answer_threads.close()
 
     def tell_started(self, request: RequestInfo) -> None:
         for observer in self.observers:

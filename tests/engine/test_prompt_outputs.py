@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from kestrel.config import RuntimeConfig
-from kestrel.engine import InferenceEngine
+from kestrel.engine import EngineResult, EngineStream, InferenceEngine
 from kestrel.errors import RequestError
 from kestrel.request import TokenLogprobs
 from kestrel.skills.logprobs import ShownTokens
@@ -175,3 +175,22 @@ async def test_the_fake_runtime_embeds_and_scores_too() -> None:
         ]
     finally:
         await engine.shutdown(drain=False)
+
+
+async def test_what_is_made_of_a_large_result_comes_without_its_lists(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine(FAMILIES[0])
+    asked: dict[str, Any] = {"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0.0}
+    whole = (await engine.submit(IDS, **asked)).output
+    stream = await engine.run("complete", stream=True, prompt=IDS, **asked)
+    assert isinstance(stream, EngineStream)
+
+    def make(result: EngineResult) -> tuple[str, list[Any], list[Any]]:
+        name = threading.current_thread().name
+        return name, list(result.output["prompt_logprobs"]), result.output["logprobs"]
+
+    result, (thread, scores, generated) = await stream.result_as(make)
+    assert thread.startswith("kestrel-lists")
+    assert (scores, generated) == (whole["prompt_logprobs"], whole["logprobs"])
+    assert result.output == {}
+    assert result.metrics.input_tokens == len(IDS)
+    assert "prompt_logprobs" not in (await stream.result()).output

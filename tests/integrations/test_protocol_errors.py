@@ -8,6 +8,7 @@ import pytest
 from kestrel import errors
 from kestrel.errors import RequestError
 from kestrel.integrations.inference_protocol.errors import ERROR_KINDS, TritonCode, kind_of, message_of
+from kestrel.integrations.inference_protocol.inputs import MAX_JSON_BYTES, InputTensor, read_call
 
 
 def every_error() -> list[type[errors.KestrelError]]:
@@ -41,3 +42,9 @@ def test_words_about_the_inside_stay_inside() -> None:
 def test_fields_are_called_by_their_inputs() -> None:
     assert message_of(RequestError("question", "is required")) == "QUESTION: is required"
     assert message_of(RequestError("temperature", "is high")) == "temperature: is high"
+
+
+async def test_json_too_large_for_the_event_loop_is_refused_before_it_is_parsed() -> None:
+    settings = InputTensor("SETTINGS", "BYTES", (1,), [b"[" * (MAX_JSON_BYTES + 1)])
+    with pytest.raises(RequestError, match=f"at most {MAX_JSON_BYTES}"):
+        await read_call([settings], 1000)

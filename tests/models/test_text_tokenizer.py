@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kestrel.errors import CheckpointError, RequestError
-from kestrel.models.tokenizer import TextTokenizer
+from kestrel.models.tokenizer import LONG_TEXT, TextTokenizer
 
 FILE = Path(__file__).parents[1] / "goldens" / "md3" / "tokenizer.json"
 TOKENIZER = TextTokenizer.from_file(FILE)
@@ -116,3 +116,13 @@ def test_missing_and_damaged_files_name_themselves(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged"):
         TextTokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from([*CONTROLS, "bee, ", "é", "漢", "😀", "\n"]), min_size=1, max_size=30).map("".join))
+def test_a_long_text_has_the_ids_of_its_kind(text: str) -> None:
+    """Long ones are taken in batches of one, which leave the interpreter to others."""
+    long = text * (LONG_TEXT // len(text) + 1)
+    assert TOKENIZER.encode(long) == TOKENIZER._tokenizer.encode(long, add_special_tokens=False).ids
+    ids = TOKENIZER.encode(long) * (LONG_TEXT // len(TOKENIZER.encode(long)) + 1)
+    assert TOKENIZER.decode(ids) == TOKENIZER._tokenizer.decode(ids, skip_special_tokens=True)

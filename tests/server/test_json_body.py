@@ -28,6 +28,9 @@ CHAT = b'{"messages": [{"role": "user", "role": "user", "content": "Who are you?
         (b'{"a": [[{"deep": null, "other": 2, "deep": 3}]]}', "deep"),
         (b'{"caf\\u00e9": 1, "caf\xc3\xa9": 2}', "caf\u00e9"),
         (b'{"": 1, "": 2}', "''"),
+        (b'{"a": "\\u003a", "b": 1, "b": 2}', "b"),
+        (b'{"a": "\\\\u003a", "b": 1, "b": 2}', "b"),
+        (b'{"a": ["' + b":" * 100 + b'"], "b": 1, "b": 2}', "b"),
     ],
 )
 def test_a_key_given_twice_is_refused_by_its_name(body: bytes, key: str) -> None:
@@ -43,6 +46,8 @@ def test_a_key_given_twice_is_refused_by_its_name(body: bytes, key: str) -> None
         b'{"a": "\\"a\\": 1, \\"a\\": 2"}',
         b'{"a": 1, "A": 2, " a": 3}',
         b'{"number": 1234567890123, "other": 1e5, "small": -0.0}',
+        b'{"a\\u003A": "\\u003a\\\\\\u003a \\\\u003a", "b": [":", {":": ":"}]}',
+        b'{"a": ["' + b":" * 100 + b'"], "b": [{"c": {"d": [[1, 2.5, null, true]]}}]}',
     ],
 )
 def test_a_key_that_only_looks_repeated_is_not(body: bytes) -> None:

@@ -20,6 +20,8 @@ BYTES, BOOL = "BYTES", "BOOL"
 SKILLS = ("query", "caption", "point", "detect", "segment")
 LARGE_TEXT = 2**16
 """Base64 from this length on is decoded off the event loop."""
+MAX_JSON_BYTES = 2**19
+"""Parsed on the event loop; a list of every id of a vocabulary is smaller."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def _text(field: str, value: bytes) -> str:
 
 
 def _json(field: str, value: bytes) -> Any:
+    if len(value) > MAX_JSON_BYTES:
+        raise RequestError(field, f"has {len(value)} bytes of JSON; send at most {MAX_JSON_BYTES}")
     try:
         return orjson.loads(value)
     except orjson.JSONDecodeError as error:

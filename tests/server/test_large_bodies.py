@@ -1,0 +1,283 @@
+"""Large bodies of every shape: each list is counted before it is walked, and nobody else waits for a large body."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import pytest
+
+from kestrel.engine import EngineResult
+from kestrel.server import json_body
+from kestrel.server.state import RequestInfo
+from tests.server.conftest import RunningServer
+
+MANY = 900_000
+MOST_HELD_S = 0.15
+"""What the event loop's thread may compute in one turn. Lists that are walked as a whole take longer."""
+
+
+def ids(how_many: int) -> str:
+    return f"[{'17,' * (how_many - 1)}17]"
+
+
+def asked(name: str, value: str) -> str:
+    return f'{{"question": "Who?", "max_tokens": 1, "{name}": {value}}}'
+
+
+def completed(prompt: str, **fields: Any) -> str:
+    return f'{{"prompt": {prompt}, {json.dumps({"max_tokens": 1, **fields})[1:]}'
+
+
+def parts(how_many: int) -> str:
+    return "[" + ", ".join(['{"type": "text", "text": "a"}'] * how_many) + "]"
+
+
+def said(content: str) -> str:
+    return f'{{"messages": [{{"role": "user", "content": {content}}}]}}'
+
+
+class Turns:
+    """How long the loop's thread computed in its longest turn. Its own time: a busy machine does not count."""
+
+    longest_s = 0.0
+
+    async def watch(self) -> None:
+        began_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0.002)
+            now_s = time.thread_time()
+            self.longest_s, began_s = max(self.longest_s, now_s - began_s), now_s
+
+
+@contextmanager
+def watched(server: RunningServer) -> Iterator[Turns]:
+    """As when it serves: what stays is set apart, so that no collection looks at it."""
+    turns = Turns()
+    gc.collect()
+    gc.freeze()
+    watching = asyncio.run_coroutine_threadsafe(turns.watch(), server.loop)
+    try:
+        yield turns
+    finally:
+        watching.cancel()
+        gc.unfreeze()
+
+
+LISTS: dict[str, tuple[str, Callable[[], str], str, str]] = {
+    "prompt": ("/v1/completions", lambda: completed(ids(MANY)), "prompt", "900000"),
+    "prompts": ("/v1/completions", lambda: completed("[" + '"a",' * 300_000 + '"a"]'), "prompt", "300001"),
+    "stop_token_ids": ("/v1/completions", lambda: completed('"a"', stop_token_ids=[1] * MANY), "stop_token_ids", "64"),
+    "allowed_ids": ("/v1/query", lambda: asked("allowed_ids", ids(MANY)), "allowed_ids", "2048 ids"),
+    "suppressed_ids": (
+        "/v1/query",
+        lambda: asked("settings", f'{{"suppressed_ids": {ids(MANY)}}}'),
+        "suppressed_ids",
+        "2048 ids",
+    ),
+    "spatial_refs": (
+        "/v1/query",
+        lambda: asked("spatial_refs", "[" + "[0.5,0.5]," * 50_000 + "[0.5,0.5]]"),
+        "spatial_refs",
+        "50001",
+    ),
+    "choices": (
+        "/v1/query",
+        lambda: asked("response_format", '{"type": "choice", "choices": [' + '"a",' * 300_000 + '"a"]}'),
+        "response_format.choices",
+        "300001",
+    ),
+    "parts": ("/v1/chat/completions", lambda: said(parts(20_000)), "messages[0].content", "20000"),
+    "messages": (
+        "/v1/chat/completions",
+        lambda: '{"messages": [' + ", ".join(['{"role": "user", "content": "a"}'] * 20_000) + "]}",
+        "messages",
+        "20000",
+    ),
+    "input": ("/v1/embeddings", lambda: f'{{"input": {ids(MANY)}}}', "input", "900000"),
+    "input parts": ("/v1/embeddings", lambda: f'{{"input": {parts(20_000)}}}', "input", "20000"),
+    "tokens": ("/detokenize", lambda: f'{{"tokens": {ids(MANY)}}}', "tokens", "900000"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_long_list_is_refused_by_its_name_and_count_without_holding_the_event_loop(
+    server: RunningServer, client: httpx.Client, name: str
+) -> None:
+    path, body, field, count = LISTS[name]
+    content = body().encode()
+    with watched(server) as turns:
+        response = client.post(path, content=content)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert count in error["message"]
+    assert turns.longest_s < MOST_HELD_S
+
+
+class Beginnings:
+    """An observer that notes in which turn of the event loop each engine request begins."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.turns: list[int] = []
+
+    async def count(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+    def started(self, request: RequestInfo) -> None:
+        self.turns.append(self.turn)
+
+    def finished(self, request: RequestInfo, outcome: EngineResult | BaseException) -> None: ...
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_choices_begin_one_in_a_turn_of_the_event_loop(
+    server: RunningServer, client: httpx.Client, stream: bool
+) -> None:
+    seen = Beginnings()
+    server.state.observers.append(seen)
+    counting = asyncio.run_coroutine_threadsafe(seen.count(), server.loop)
+    try:
+        client.post("/v1/completions", content=completed('"bee"', n=8, stream=stream)).raise_for_status()
+    finally:
+        counting.cancel()
+        server.state.observers.remove(seen)
+    assert len(set(seen.turns)) == len(seen.turns) == 8
+
+
+@pytest.mark.parametrize(
+    "values",
+    ["1," * 2**20, '"a",' * 350_000, "[]," * 70_000, '{"a":1},' * 40_000, '"' + "[,:" * 50_000 + '",'],
+    ids=["numbers", "texts", "lists", "objects", "signs"],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(client: httpx.Client, values: str) -> None:
+    with patch.object(json_body, "parse_json", side_effect=AssertionError("it was parsed")):
+        response = client.post("/v1/query", content=f'{{"a": [{values}1]}}'.ljust(2**18 + 1))
+    assert response.status_code == 400
+    assert "max_body_values" in response.json()["error"]["message"]
+
+
+LONG = "k" * 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/query", {"question": "Who?", LONG: 1}),
+        ("/v1/query", {"question": "Who?", "settings": {LONG: 1}}),
+        ("/v1/query", {"question": "Who?", "model": LONG}),
+        ("/v1/query", {"question": "Who?", "response_format": {"type": "json_object", LONG: 1}}),
+        ("/v1/query", {"question": "Who?", "image_url": {str(i): {LONG: i} for i in range(5)}}),
+        ("/v1/query", {"question": [[[[["k" * 100] * 9] * 9] * 9] * 9]}),
+        ("/v1/chat/completions", {"messages": [{"role": LONG, "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": LONG}),
+    ],
+)
+def test_a_refusal_is_short_whatever_the_client_sent(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    response = client.post(path, json=body)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 2500
+
+
+def test_a_key_twice_in_a_large_body_is_refused(client: httpx.Client) -> None:
+    content = f'{{"image_url": "{LONG}", "image_url": "{LONG}"}}'
+    error = client.post("/v1/query", content=content).json()["error"]
+    assert (error["param"], "twice" in error["message"]) == ("body", True)
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@contextmanager
+def busy_default_executor(server: RunningServer) -> Iterator[None]:
+    """Every thread that asyncio lends to everybody waits."""
+    end = threading.Event()
+
+    async def occupy() -> None:
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, end.wait, 60)
+
+    server.on_loop(occupy)
+    try:
+        yield
+    finally:
+        end.set()
+
+
+def test_bodies_tokens_and_log_probabilities_wait_for_no_shared_threads(server: RunningServer) -> None:
+    picture = {"question": "Who?", "image_url": "A" * 2**21}
+    scored = {"prompt": "bee " * 100, "echo": True, "logprobs": 1, "max_tokens": 0}
+    with busy_default_executor(server), httpx.Client(base_url=server.url, timeout=20) as client:
+        assert client.post("/v1/query", json=picture).status_code == 400
+        assert client.post("/tokenize", json={"prompt": "bee"}).json()["count"] > 1
+        assert client.post("/detokenize", json={"tokens": [300]}).status_code == 200
+        assert client.post("/v1/completions", json=scored).status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "bee " * 1500, "max_tokens": 1}).status_code == 200
+
+
+# ---------------------------------------------------------------------- log-probabilities
+
+
+def scored(how_many: int, length: int, top: int, **fields: Any) -> dict[str, Any]:
+    prompts = [[(i + j) % 1000 + 100 for i in range(length)] for j in range(how_many)]
+    return {"prompt": prompts, "echo": True, "logprobs": top, "max_tokens": 0, **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", scored(48, 2000, 64), "logprobs"),
+        ("/v1/completions", scored(48, 2, 64, max_tokens=2000), "logprobs"),
+        ("/v1/completions", {"prompt": ["é" * 2000] * 48, "echo": True, "logprobs": 64, "max_tokens": 1}, "logprobs"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "Who?"}],
+                "n": 128,
+                "max_tokens": 1000,
+                "logprobs": True,
+                "top_logprobs": 64,
+            },
+            "top_logprobs",
+        ),
+    ],
+)
+def test_more_log_probabilities_than_the_limit_are_refused_before_anything_runs(
+    server: RunningServer, client: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    num_started = len(server.watcher.started_ids)
+    error = client.post(path, json=body).json()["error"]
+    assert error["param"] == field
+    assert "max_logprobs" in error["message"]
+    assert len(server.watcher.started_ids) == num_started
+
+
+def test_one_prompt_of_full_length_may_have_the_most_log_probabilities(
+    server: RunningServer, client: httpx.Client
+) -> None:
+    body = scored(1, server.engine.max_model_length - 1, 64)
+    with watched(server) as turns:
+        answer = client.post("/v1/completions", json=body).json()
+    (choice,) = answer["choices"]
+    tops = choice["logprobs"]["top_logprobs"]
+    assert len(tops) == len(body["prompt"][0])
+    assert all(len(top) >= 60 for top in tops[1:])
+    assert turns.longest_s < MOST_HELD_S
+
+
+@pytest.mark.parametrize("value", [[], {}, "", False, "0", 1.0, -1])
+@pytest.mark.parametrize("wants", [True, False])
+def test_top_logprobs_that_are_no_number_are_refused(client: httpx.Client, value: Any, wants: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "Who?"}], "logprobs": wants, "top_logprobs": value}
+    response = client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
