@@ -193,7 +193,7 @@ class InferenceEngine(SkillCalls):
         self._unsent.add(stream)
         try:
             adapter = None if request.adapter is None else await self._adapters.use(request.adapter)
-            images = await self._pictures.decode(stream.request_id, request.images)
+            images = await self._pictures.decode(stream.request_id, request.images, stream.require_open)
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
             if request.response_format is not None:
                 generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
@@ -222,8 +222,7 @@ class InferenceEngine(SkillCalls):
         return constraints is not None and constraints.is_kept(wanted)
 
     def _send(self, stream: EngineStream, generation: GenerationRequest) -> None:
-        if stream.is_done:  # cancelled, or the worker failed, while its picture was decoded
-            raise stream.error
+        stream.require_open()  # not cancelled, nor the worker failed, while its picture was decoded
         self._refuse_for_others(
             self._room.weigh(stream.request_id, generation.num_prompt_positions), "max_queue_tokens"
         )

@@ -87,9 +87,14 @@ class PicturePool:
         self._large = Threads("large-image", max(1, num_threads // 4))
         self._is_closed = False
 
-    async def decode(self, request_id: str, sources: Sequence[Any]) -> list[Picture]:
-        """The pictures of a request; they count until `release`. Equal ones of several requests are one in memory."""
-        decoded = await self._decoded(sources)
+    async def decode(
+        self, request_id: str, sources: Sequence[Any], require_wanted: Callable[[], None] = lambda: None
+    ) -> list[Picture]:
+        """The pictures of a request; they count until `release`. Equal ones of several requests are one in memory.
+
+        Large ones may wait for long: before one is begun, `require_wanted` may raise, on another thread.
+        """
+        decoded = await self._decoded(sources, require_wanted)
         fresh = {image.digest: image for image in decoded if image.digest not in self._by_digest}
         num_bytes = sum(image.num_bytes for image in fresh.values())
         if fresh and self._num_bytes + num_bytes > self._max_pending_bytes:
@@ -100,15 +105,17 @@ class PicturePool:
         self._held[request_id] = [self._by_digest[image.digest] for image in decoded]
         return self._held[request_id]
 
-    async def _decoded(self, sources: Sequence[Any]) -> list[Picture]:
+    async def _decoded(self, sources: Sequence[Any], require_wanted: Callable[[], None]) -> list[Picture]:
         known = known_images(sources, self._limits, self._recent)
         if known is not None:
             return known
-        return await asyncio.gather(*map(self._decoded_alone, sources))
+        return await asyncio.gather(*(self._decoded_alone(source, require_wanted) for source in sources))
 
-    async def _decoded_alone(self, source: Any) -> Picture:
+    async def _decoded_alone(self, source: Any, require_wanted: Callable[[], None]) -> Picture:
         found = await self.run(self._decode_if_small, source)
-        return await self._run(self._large, self._decode_in_turn, found) if isinstance(found, OpenedImage) else found
+        if not isinstance(found, OpenedImage):
+            return found
+        return await self._run(self._large, self._decode_in_turn, found, require_wanted)
 
     def _decode_if_small(self, source: Any) -> Picture | OpenedImage:
         """The picture, unless it is large or there is no room for it now."""
@@ -123,8 +130,9 @@ class PicturePool:
         finally:
             self._room.give_back(found.work_bytes)
 
-    def _decode_in_turn(self, opened: OpenedImage) -> Picture:
+    def _decode_in_turn(self, opened: OpenedImage, require_wanted: Callable[[], None]) -> Picture:
         with self._room.waited_for(opened.work_bytes):
+            require_wanted()
             return decode_opened(opened, self._recent, self._form)
 
     def release(self, request_id: str) -> None:

@@ -96,6 +96,11 @@ class EngineStream:
         assert error is not None
         return error
 
+    def require_open(self) -> None:
+        """Raises why it failed, if it did."""
+        if self.is_done:
+            raise self.error
+
     async def __aenter__(self) -> EngineStream:
         return self
 

@@ -18,7 +18,7 @@ from kestrel.runtime.contract import PictureSlice
 MAX_PICTURES = 8
 """Kept; the oldest is forgotten, and encoded anew if it is asked for after all."""
 MAX_NUMBERS = 2**27
-"""Likewise, of patches and features together. A step works on two pictures at most: both fit, however large."""
+"""Likewise, of all that is kept of them. A step works on two pictures at most: both fit, however large."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,8 @@ class PictureAhead:
     @property
     def num_numbers(self) -> int:
         patches = 0 if self.prepared is None else self.prepared.patches_NPC.numel()
-        return patches + sum(part.numel() for part in self.features)
+        embedded = 0 if self.embedded is None else self.embedded.numel()
+        return patches + sum(part.numel() for part in self.features) + embedded
 
 
 class PicturesAhead:

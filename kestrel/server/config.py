@@ -88,7 +88,8 @@ class ServerConfig:
     max_body_values: int = field(
         default=2**20,
         metadata=_doc(
-            "Most numbers in a body of more than 256 KiB; a text counts as 3, a key as 10, a list or object as 16."
+            "Most numbers in a body of more than 256 KiB; an escape in a text counts as 1, a text as 3, a key as 10, "
+            "a list or object as 16."
         ),
     )
     max_logprobs: int = field(

@@ -16,7 +16,7 @@ from kestrel.server.state import state_of
 
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are counted before they are parsed, and parsed off the event loop."""
-WEIGHTS = ((b",", 1), (b'"', 1), (b":", 8), (b"[", 16), (b"{", 16))
+WEIGHTS = ((b",", 1), (b'"', 1), (b"\\", 1), (b":", 8), (b"[", 16), (b"{", 16))
 """What the signs of JSON cost to parse, in numbers of a list; the parser holds the interpreter meanwhile."""
 SLICE_BYTES = 2**20
 """What is counted at a time; in between other threads get their turn."""

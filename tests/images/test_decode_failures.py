@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from kestrel.errors import RequestError
+from kestrel.images import pillow
 from kestrel.images.decode import ImageLimits, decode_image
 
 from .pictures import FORMATS, ROOMY, encode, pattern
@@ -160,3 +161,13 @@ def test_the_size_error_of_pillow_becomes_a_request_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(RequestError, match=re.escape("PIL.Image.MAX_IMAGE_PIXELS")):
         decode_image(encode(PICTURE, "TIFF"), ROOMY)
+
+
+def test_a_file_in_countless_pieces_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pillow, "MAX_READS", 1000)
+    data = encode(PICTURE, "PNG")
+    assert decode_image(data, ROOMY).height == 40
+    start = data.index(b"IDAT") - 4
+    empty = struct.pack(">I4sI", 0, b"IDAT", zlib.crc32(b"IDAT"))
+    with pytest.raises(RequestError, match="cut into more than 1000 pieces"):
+        decode_image(data[:start] + empty * 1000 + data[start:], ROOMY)

@@ -48,3 +48,8 @@ def test_a_file_cut_short_is_refused() -> None:
     assert jpeg_pixels(data[: len(data) // 2]) is None
     with pytest.raises(RequestError, match="cut short"):
         decode_image(data[: len(data) // 2], ROOMY)
+
+
+def test_a_file_of_hundreds_of_scans_is_refused():
+    with pytest.raises(RequestError, match="has 301 scans, at most 256 are read"):
+        decode_image(encode(pattern(20, 30, 0), "JPEG") + b"\xff\xda" * 300, ROOMY)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 
 import pytest
 from PIL import Image
 
-from kestrel.images.quiet import PillowQuiet
+from kestrel.images.quiet import PillowQuiet, silence_libtiff
 
 
 def _warn_as(module: str) -> None:
@@ -71,3 +72,17 @@ def test_the_filter_comes_back_when_other_code_reset_the_filters():
         warnings.simplefilter("error")
         with quiet:
             _warn_as("PIL.PngImagePlugin")
+
+
+def test_what_pillow_logs_is_heard_outside_only(caplog: pytest.LogCaptureFixture):
+    logger = logging.getLogger("PIL.TiffImagePlugin")
+    with PillowQuiet():
+        logger.error("odd file")
+    assert caplog.records == []
+    logger.error("odd file")
+    assert len(caplog.records) == 1
+
+
+def test_without_the_functions_of_libtiff_nothing_happens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Image.core, "__file__", "/nowhere/_imaging.so")
+    silence_libtiff.__wrapped__()

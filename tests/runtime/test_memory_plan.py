@@ -10,7 +10,7 @@ from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
 from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
-from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs, plan_pages
+from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs, picture_bytes, plan_pages
 from tests.runtime.paged import usual_limits
 
 SHAPE = DecoderShape(
@@ -101,3 +101,14 @@ def test_the_plan_of_a_gpu_names_all_its_parts_and_their_sum() -> None:
     plan = MemoryPlan(torch.device("cuda:0"), 3 * gib, "9 pages", 4 * gib, gib // 2)
     assert plan.total_bytes == 7.5 * gib
     assert all(part in str(plan) for part in ("KV cache 3.00", "buffers 4.00", "up to 0.50", "7.50 GiB in all"))
+
+
+def test_pictures_are_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    limits = usual_limits(1024, num_pages=8192, page_size=16)
+    config = RuntimeConfig(max_pending_image_bytes=2**32, image_work_bytes=2**31, recent_image_bytes=2**26)
+    needed = picture_bytes(config, CPU, torch.float32)
+    assert needed > 2**32 + 2**31 + 2**26
+    plan = MemoryPlan.of(SHAPE, limits, torch.bfloat16, CPU, 0, needed)
+    assert f"pictures up to {needed / 2**30:.2f} GiB" in str(plan)
+    MemoryPlan.of(SHAPE, limits, torch.bfloat16, CPU, 0, 2**60).warn_if_short()
+    assert "lower max_pending_image_bytes, image_work_bytes" in caplog.text

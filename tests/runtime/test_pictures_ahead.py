@@ -7,6 +7,7 @@ import torch
 
 from kestrel.images.rgb import RgbImage
 from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.runtime import pictures_ahead
 from kestrel.runtime.contract import PictureSlice, PrefillChunk
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.pictures_ahead import MAX_PICTURES
@@ -98,3 +99,13 @@ def test_pictures_that_nobody_prefills_are_forgotten_in_the_end() -> None:
     assert not pictures.ahead.has_encoded(first.digest)
     assert pictures.ahead.has_encoded(other(1).digest)
     assert first.digest in pictures.encode([chunk(first)])[0], "it is encoded anew"
+
+
+@torch.inference_mode()
+def test_pictures_that_nobody_prefills_are_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = encoder()
+    pictures.ahead.advance(slice_of(MULTI, 1))
+    monkeypatch.setattr(pictures_ahead, "MAX_NUMBERS", pictures.ahead._num_numbers)
+    pictures.ahead.advance(slice_of(other(0), 1))
+    pictures.ahead.advance(slice_of(MULTI, 1))
+    assert list(pictures.ahead._pictures) == [MULTI.digest], "the older one goes, and never the one at hand"

@@ -157,8 +157,15 @@ def test_many_choices_begin_one_in_a_turn_of_the_event_loop(
 
 @pytest.mark.parametrize(
     "values",
-    ["1," * 2**20, '"a",' * 350_000, "[]," * 70_000, '{"a":1},' * 40_000, '"' + "[,:" * 50_000 + '",'],
-    ids=["numbers", "texts", "lists", "objects", "signs"],
+    [
+        "1," * 2**20,
+        '"a",' * 350_000,
+        "[]," * 70_000,
+        '{"a":1},' * 40_000,
+        '"' + "[,:" * 50_000 + '",',
+        '"' + "\\n" * 2**20 + '",',
+    ],
+    ids=["numbers", "texts", "lists", "objects", "signs", "escapes"],
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(client: httpx.Client, values: str) -> None:
     with patch.object(json_body, "parse_json", side_effect=AssertionError("it was parsed")):

@@ -1,0 +1,138 @@
+"""What decoding takes is counted before it begins; large pictures wait, and nobody waits behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kestrel.config import RuntimeConfig
+from kestrel.engine import images
+from kestrel.engine.images import PicturePool
+from kestrel.errors import EngineStopped, RequestCancelled, RequestError
+from kestrel.images import decode
+from kestrel.images.decode import OpenedImage, find_or_open
+from kestrel.images.limits import ImageLimits
+from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import PictureForm, ShrunkImage
+from kestrel.images.tiling import TilingParams
+
+FORM = PictureForm(TilingParams(crop_size=378, patch_size=14, overlap_margin=4, max_crops=12))
+LARGE = np.zeros((30, 40, 3), np.uint8)
+SMALL = np.zeros((20, 40, 3), np.uint8)
+
+
+class SlowDecoding:
+    """Takes the place of decoding: holds pictures until `go`, and counts how many are decoded at a time."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.num_begun = 0
+        self.num_running = 0
+        self.most_running = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, opened: OpenedImage, *rest: Any) -> RgbImage:
+        with self._lock:
+            self.num_begun += 1
+            self.num_running += 1
+            self.most_running = max(self.most_running, self.num_running)
+        if opened.is_large:
+            assert self.go.wait(30)
+        with self._lock:
+            self.num_running -= 1
+        return RgbImage.from_pixels(opened.load().pixels())
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowDecoding:
+    slow = SlowDecoding()
+    monkeypatch.setattr(images, "decode_opened", slow)
+    monkeypatch.setattr(decode, "LARGE_PIXELS", 1000)
+    return slow
+
+
+def work_bytes(picture: np.ndarray) -> int:
+    opened = find_or_open(picture, ImageLimits(10**6, 10**6))
+    assert isinstance(opened, OpenedImage)
+    return opened.work_bytes
+
+
+async def test_small_pictures_pass_large_ones(slow: SlowDecoding) -> None:
+    pool = PicturePool(RuntimeConfig(image_threads=1))
+    large = [asyncio.ensure_future(pool.decode(f"large {i}", [LARGE])) for i in range(3)]
+    for index in range(3):
+        await asyncio.wait_for(pool.decode(f"small {index}", [SMALL]), 10)
+    assert not any(call.done() for call in large)
+    slow.go.set()
+    await asyncio.gather(*large)
+    pool.close()
+
+
+async def test_what_does_not_fit_waits_for_room(slow: SlowDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "RGB_BYTES_PER_PIXEL", 1000)
+    pool = PicturePool(RuntimeConfig(image_threads=16, image_work_bytes=2**20))
+    assert work_bytes(LARGE) <= 2**20 < 2 * work_bytes(LARGE)
+    calls = [asyncio.ensure_future(pool.decode(f"{i}", [LARGE])) for i in range(5)]
+    await asyncio.sleep(0.05)
+    slow.go.set()
+    await asyncio.gather(*calls)
+    assert (slow.num_begun, slow.most_running) == (5, 1)
+    pool.close()
+
+
+async def test_what_can_never_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "RGB_BYTES_PER_PIXEL", 1000)
+    pool = PicturePool(RuntimeConfig(image_work_bytes=2**20))
+    message = r"image: decoding 40x40 pixels takes up to \d+ bytes, the limit is 1048576; .* raise image_work_bytes"
+    with pytest.raises(RequestError, match=message):
+        await pool.decode("a", [np.zeros((40, 40, 3), np.uint8)])
+    assert len(await pool.decode("b", [SMALL])) == 1
+    pool.close()
+
+
+async def test_a_large_picture_that_nobody_wants_any_more_is_not_decoded(slow: SlowDecoding) -> None:
+    def require_wanted() -> None:
+        raise RequestCancelled("it left")
+
+    pool = PicturePool(RuntimeConfig())
+    with pytest.raises(RequestCancelled, match="it left"):
+        await pool.decode("a", [LARGE], require_wanted)
+    assert slow.num_begun == 0
+    assert pool._room._num_bytes == 0
+    pool.close()
+
+
+async def test_whoever_waits_for_a_thread_at_the_end_is_told_so(slow: SlowDecoding) -> None:
+    pool = PicturePool(RuntimeConfig(image_threads=1))
+    calls = [asyncio.ensure_future(pool.decode(f"{i}", [LARGE])) for i in range(3)]
+    while slow.num_begun == 0:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    pool.close()
+    slow.go.set()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(outcome, EngineStopped) for outcome in outcomes] == [False, True, True]
+    with pytest.raises(EngineStopped):
+        await pool.decode("late", [SMALL])
+
+
+async def test_room_comes_back_from_pictures_that_fail() -> None:
+    pool = PicturePool(RuntimeConfig(), FORM)
+    with pytest.raises(RequestError):
+        await pool.decode("a", [b"\x89PNG\r\n\x1a\n but no more"])
+    assert pool._room._num_bytes == 0
+    pool.close()
+
+
+async def test_what_is_kept_is_what_the_model_needs() -> None:
+    pool = PicturePool(RuntimeConfig(), FORM)
+    [picture] = await pool.decode("a", [np.zeros((3000, 2000, 3), np.uint8)])
+    assert isinstance(picture, ShrunkImage)
+    assert pool._num_bytes == picture.num_bytes < 4_000_000
+    pool.release("a")
+    assert pool._num_bytes == 0
+    pool.close()

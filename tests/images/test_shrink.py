@@ -1,0 +1,111 @@
+"""Pictures reduced on the host, a part at a time: the bits of the model's own resizing, whatever they came as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+
+from kestrel.images import canvas, shrink
+from kestrel.images.canvas import Canvas
+from kestrel.images.crops import cut_crops, make_crops, shrunk_tensors
+from kestrel.images.decode import decode_image, decode_opened, find_or_open
+from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import PictureForm, ShrunkImage
+from kestrel.images.tiling import plan_tiling
+
+from .pictures import MOONDREAM, ROOMY, encode, pattern
+
+FORM = PictureForm(MOONDREAM)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that pictures of a test are cut into dozens."""
+    for module in (canvas, shrink):
+        monkeypatch.setattr(module, "PART_PIXELS", 10_000)
+
+
+def shrunk(source: Any, form: PictureForm = FORM) -> ShrunkImage:
+    opened = find_or_open(source, ROOMY)
+    assert not isinstance(opened, (RgbImage, ShrunkImage))
+    picture = decode_opened(opened, form=form)
+    assert isinstance(picture, ShrunkImage)
+    return picture
+
+
+def require_same_crops(source: Any) -> None:
+    image = decode_image(source, ROOMY)
+    plan = plan_tiling(image.height, image.width, MOONDREAM)
+    reduced = shrunk(source)
+    assert (reduced.digest, reduced.height, reduced.width) == (image.digest, image.height, image.width)
+    assert torch.equal(cut_crops(*shrunk_tensors(reduced), plan), make_crops(image, plan))
+
+
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [(378, 378), (100, 60), (300, 1500), (1500, 300), (900, 700), (1300, 400), (420, 3000), (3000, 420), (379, 378)],
+)
+@pytest.mark.usefixtures("small_parts")
+def test_crops_are_those_of_the_whole_picture(height: int, width: int) -> None:
+    require_same_crops(pattern(height, width, 1))
+
+
+def test_pictures_of_one_part_are_resized_alike() -> None:
+    require_same_crops(pattern(700, 500, 2))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+@pytest.mark.usefixtures("small_parts")
+def test_parts_are_converted_as_the_whole(mode: str) -> None:
+    image = Image.fromarray(pattern(500, 700, 3))
+    image = image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
+    require_same_crops(image)
+    require_same_crops(encode(image, "TIFF" if mode == "CMYK" else "PNG"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+@pytest.mark.usefixtures("small_parts")
+def test_parts_of_turned_pictures_are_upright(orientation: int, image_format: str) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    require_same_crops(encode(pattern(450, 620, 4), image_format, exif=exif))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_pixels_have_the_digest_of_the_array() -> None:
+    pixels = pattern(300, 200, 5)
+    assert Canvas(pixels[::-1]).digest() == RgbImage.from_pixels(pixels[::-1]).digest
+
+
+@pytest.mark.parametrize(("height", "width"), [(700, 300), (300, 700), (90, 60)])
+@pytest.mark.usefixtures("small_parts")
+def test_outlines_are_refined_on_the_picture_that_pillow_would_make(height: int, width: int) -> None:
+    pixels = pattern(height, width, 6)
+    outline = shrunk(pixels, PictureForm(MOONDREAM, outline_side=256)).outline
+    assert outline is not None
+    scale = min(1.0, 256 / max(height, width))
+    size = (round(width * scale), round(height * scale))
+    expected = Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(outline.pixels, np.asarray(expected))
+
+
+def test_what_is_kept_of_the_largest_pictures_is_small() -> None:
+    largest = 0
+    for height, width in ((10_000, 10_000), (65_535, 400), (400, 65_535), (65_535, 1520), (20_000, 5_000)):
+        plan = plan_tiling(height, width, MOONDREAM)
+        largest = max(largest, 3 * (378 * 378 + plan.resized_height * plan.resized_width))
+    assert largest < 13_000_000
+
+
+def test_a_device_gets_the_pixels_of_what_it_resizes_itself() -> None:
+    form = PictureForm(MOONDREAM, max_device_pixels=200 * 300)
+    small, large = (find_or_open(pattern(200, width, 7), ROOMY) for width in (300, 301))
+    assert not isinstance(small, (RgbImage, ShrunkImage))
+    assert not isinstance(large, (RgbImage, ShrunkImage))
+    assert isinstance(decode_opened(small, form=form), RgbImage)
+    assert isinstance(decode_opened(large, form=form), ShrunkImage)
