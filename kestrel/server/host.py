@@ -22,6 +22,7 @@ from kestrel.server.native import NATIVE_SKILLS, with_default_budget
 from kestrel.server.records import RequestRecord, recorded
 from kestrel.server.request_ids import fresh_id
 from kestrel.server.state import Phase, RequestInfo, ServerState
+from kestrel.threads import Threads
 
 COUNTS_TOKENS = frozenset(skill.name for skill in NATIVE_SKILLS if skill.counts_tokens)
 
@@ -50,6 +51,10 @@ class ServerHost:
     @property
     def max_image_bytes(self) -> int:
         return self._state.require_serving().config.max_image_bytes
+
+    @property
+    def body_threads(self) -> Threads:
+        return self._state.body_threads
 
     @property
     def receive_timeout_s(self) -> float:

@@ -9,6 +9,7 @@ from kestrel import errors
 from kestrel.errors import RequestError
 from kestrel.integrations.inference_protocol.errors import ERROR_KINDS, TritonCode, kind_of, message_of
 from kestrel.integrations.inference_protocol.inputs import MAX_JSON_BYTES, InputTensor, read_call
+from kestrel.threads import Threads
 
 
 def every_error() -> list[type[errors.KestrelError]]:
@@ -47,4 +48,4 @@ def test_fields_are_called_by_their_inputs() -> None:
 async def test_json_too_large_for_the_event_loop_is_refused_before_it_is_parsed() -> None:
     settings = InputTensor("SETTINGS", "BYTES", (1,), [b"[" * (MAX_JSON_BYTES + 1)])
     with pytest.raises(RequestError, match=f"at most {MAX_JSON_BYTES}"):
-        await read_call([settings], 1000)
+        await read_call([settings], 1000, Threads("test", 1))

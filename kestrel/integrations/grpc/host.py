@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from kestrel.engine import EngineStream
+from kestrel.threads import Threads
 
 
 class HostedRequest(Protocol):
@@ -57,6 +58,11 @@ class Host(Protocol):
 
     @property
     def max_image_bytes(self) -> int: ...
+
+    @property
+    def body_threads(self) -> Threads:
+        """Where large pictures are decoded from base64."""
+        ...
 
     @property
     def receive_timeout_s(self) -> float: ...

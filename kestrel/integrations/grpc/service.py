@@ -158,7 +158,7 @@ class InferenceService:
         asked.model_name, asked.id = request.model_name, request.id
         require_model(request.model_name, request.model_version, self._names)
         require_usual(request)
-        call = await read_call(input_tensors(request), self._host.max_image_bytes)
+        call = await read_call(input_tensors(request), self._host.max_image_bytes, self._host.body_threads)
         if call.stream and method == "ModelInfer":
             raise RequestError("STREAM", "is true, but this call has one response; use ModelStreamInfer")
         return call

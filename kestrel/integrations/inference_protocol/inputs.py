@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import orjson
 from kestrel.errors import RequestError, shown
 from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
 from kestrel.images.formats import FORMATS
+from kestrel.threads import Threads
 
 MODEL = "moondream"
 """The model's name in the protocol, whatever the engine runs."""
@@ -96,8 +96,11 @@ _BY_NAME = {known.name: known for known in INPUTS}
 # ---------------------------------------------------------------------- a whole request
 
 
-async def read_call(tensors: Iterable[InputTensor], max_image_bytes: int) -> Call:
-    """What the tensors ask for. Raises RequestError naming the first input that cannot be read."""
+async def read_call(tensors: Iterable[InputTensor], max_image_bytes: int, threads: Threads) -> Call:
+    """What the tensors ask for; `threads` decode a large picture.
+
+    Raises RequestError naming the first input that cannot be read.
+    """
     fields: dict[str, Any] = {}
     for tensor in tensors:
         known = _BY_NAME.get(tensor.name)
@@ -111,7 +114,7 @@ async def read_call(tensors: Iterable[InputTensor], max_image_bytes: int) -> Cal
         given = "is required" if skill is None else f"{shown(skill)} is no skill"
         raise RequestError("SKILL", f"{given}; give one of: {', '.join(SKILLS)}")
     if "image" in fields:
-        fields["image"] = await _picture(fields["image"], max_image_bytes)
+        fields["image"] = await _picture(fields["image"], max_image_bytes, threads)
     if skill == "query":
         fields.setdefault("reasoning", False)  # as over HTTP: thinking is asked for
     return Call(skill, stream, fields)
@@ -125,7 +128,7 @@ def _single_value(known: Input, tensor: InputTensor) -> Any:
     return tensor.values[0]
 
 
-async def _picture(data: bytes, max_bytes: int) -> bytes:
+async def _picture(data: bytes, max_bytes: int, threads: Threads) -> bytes:
     """The encoded picture: the bytes themselves, or what they spell in base64."""
     if any(image_format.matches(data) for image_format in FORMATS):
         return data
@@ -135,4 +138,4 @@ async def _picture(data: bytes, max_bytes: int) -> bytes:
     require_decodable(payload, max_bytes, "IMAGE")
     if len(payload) < LARGE_TEXT:
         return decode_base64(payload, "IMAGE")
-    return await asyncio.to_thread(decode_base64, payload, "IMAGE")
+    return await threads.run(decode_base64, payload, "IMAGE")

@@ -109,7 +109,7 @@ class KestrelBackend:
             self._refuse(channel, error)
 
     async def _send_answers(self, tensors: list[InputTensor], channel: ResponseChannel) -> None:
-        call = await read_call(tensors, self._engine.config.max_image_bytes)
+        call = await read_call(tensors, self._engine.config.max_image_bytes, self._engine.text_threads)
         async with await self._engine.run(call.skill, stream=True, read_along=call.stream, **call.fields) as stream:
             async for answer in answers(stream, call.stream):
                 channel.send(answer)
