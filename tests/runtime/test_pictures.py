@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kestrel.images.canvas import Canvas
 from kestrel.images.rgb import RgbImage
+from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import PreparedImage
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.runtime.contract import PrefillChunk
@@ -83,3 +85,19 @@ def test_a_picture_that_breaks_the_encoder_fails_its_own_rows_only() -> None:
     assert set(failures) == {1, 2}
     assert all("broke" in str(error) for error in failures.values())
     assert list(embedded) == [next(iter(chunks[0].images))]
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@torch.inference_mode()
+def test_a_picture_reduced_outside_of_the_step_is_cut_into_the_same_patches(is_fused: bool) -> None:
+    decoder = MoondreamDecoder(coarse("md2").model)
+    if is_fused:
+        decoder.fuse(PLAIN)
+    form = decoder.picture_form(None)
+    assert not form.takes_as_it_is(1, 1), "on a CPU no picture is resized in a step"
+    for name in ("multi", "small"):
+        image = RgbImage.from_pixels(pixels(name))
+        reduced = form.shrink(Canvas(image.pixels), image.digest)
+        expected, got = decoder.prepare_image(image), decoder.prepare_image(reduced)
+        assert got.tiles_hw == expected.tiles_hw
+        assert torch.equal(got.patches_NPC, expected.patches_NPC)
