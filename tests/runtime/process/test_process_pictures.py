@@ -79,7 +79,7 @@ def test_large_ones_push_out_older_ones_and_the_side_that_sends_keeps_none() -> 
 
 
 def large_picture(index: int) -> RgbImage:
-    return RgbImage(np.broadcast_to(np.uint8(0), (10_000, 10_000 // 3, 3)), f"{index}")
+    return RgbImage(np.broadcast_to(np.uint8(0), (5_000, 10_000 // 3, 3)), f"{index}")
 
 
 def test_text_carries_no_picture() -> None:
