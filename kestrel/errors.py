@@ -54,11 +54,11 @@ class KestrelError(Exception):
 
 
 class AboutField(ValueError):
-    """The part of an error that names one field that somebody gave. Names may be a client's own: both are cut."""
+    """The part of an error that names one field that somebody gave."""
 
     def __init__(self, field: str, message: str) -> None:
-        self.field = cut(field, MAX_FIELD_NAME)
-        super().__init__(f"{self.field}: {cut(message, MAX_MESSAGE)}")
+        super().__init__(f"{field}: {message}")
+        self.field = field
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_again, (type(self), self.args, self.__dict__)  # a pickle would call it with the joined text alone
@@ -75,7 +75,10 @@ class ConfigError(KestrelError, AboutField):
 
 
 class RequestError(KestrelError, AboutField):
-    """One request is malformed; only that request fails."""
+    """One request is malformed; only that request fails. Names and values are a client's own: both are cut."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(cut(field, MAX_FIELD_NAME), cut(message, MAX_MESSAGE))
 
 
 class NotAllowed(RequestError):

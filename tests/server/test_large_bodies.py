@@ -19,6 +19,7 @@ from kestrel.engine import EngineResult
 from kestrel.server import json_body
 from kestrel.server.state import RequestInfo
 from tests.server.conftest import RunningServer
+from tests.server.sockets import JSON
 
 MANY = 900_000
 MOST_HELD_S = 0.15
@@ -115,7 +116,7 @@ def test_a_long_list_is_refused_by_its_name_and_count_without_holding_the_event_
     path, body, field, count = LISTS[name]
     content = body().encode()
     with watched(server) as turns:
-        response = client.post(path, content=content)
+        response = client.post(path, content=content, headers=JSON)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)
     assert count in error["message"]
@@ -148,7 +149,7 @@ def test_many_choices_begin_one_in_a_turn_of_the_event_loop(
     server.state.observers.append(seen)
     counting = asyncio.run_coroutine_threadsafe(seen.count(), server.loop)
     try:
-        client.post("/v1/completions", content=completed('"bee"', n=8, stream=stream)).raise_for_status()
+        client.post("/v1/completions", content=completed('"bee"', n=8, stream=stream), headers=JSON).raise_for_status()
     finally:
         counting.cancel()
         server.state.observers.remove(seen)
@@ -169,7 +170,7 @@ def test_many_choices_begin_one_in_a_turn_of_the_event_loop(
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(client: httpx.Client, values: str) -> None:
     with patch.object(json_body, "parse_json", side_effect=AssertionError("it was parsed")):
-        response = client.post("/v1/query", content=f'{{"a": [{values}1]}}'.ljust(2**18 + 1))
+        response = client.post("/v1/query", content=f'{{"a": [{values}1]}}'.ljust(2**18 + 1), headers=JSON)
     assert response.status_code == 400
     assert "max_body_values" in response.json()["error"]["message"]
 
@@ -198,7 +199,7 @@ def test_a_refusal_is_short_whatever_the_client_sent(client: httpx.Client, path:
 
 def test_a_key_twice_in_a_large_body_is_refused(client: httpx.Client) -> None:
     content = f'{{"image_url": "{LONG}", "image_url": "{LONG}"}}'
-    error = client.post("/v1/query", content=content).json()["error"]
+    error = client.post("/v1/query", content=content, headers=JSON).json()["error"]
     assert (error["param"], "twice" in error["message"]) == ("body", True)
 
 
