@@ -6,8 +6,8 @@
 A fresh `kestrel serve` is asked once a second by the polite client, first alone, then while stalled readers, half
 bodies, keyless gRPC calls, giant lists, slow picture and adapter hosts, aborts, malformed pictures, costly formats,
 idle connections and floods come in. It passes when no polite request fails, the polite p99 under attack is less than
-three times the p99 before, and memory is back within 5 % of what it was before. Last, the process that computes is
-killed: clients must be told, and the server must end with exit code 1.
+three times the p99 before, and the memory of both processes is back within 5 % of what it was before. Last, the
+process that computes is killed: clients must be told, and the server must end with exit code 1.
 
 Only loopback addresses are used, each attack has a fixed number of clients, and all ends after the given time.
 """
@@ -46,9 +46,12 @@ from kestrel.bench.http_memory import resident_mib
 from kestrel.bench.http_sides import plain
 from kestrel.bench.rows import append_row, environment, machine_load
 
+Sizes: TypeAlias = tuple[float, float]
+"""MiB of the server's process and of the process that computes."""
+NUM_PAGES = 1200
 POLITE, HOSTILE = "polite-key", "hostile-key"
 FLAGS = (
-    *("serve", "--port", "0", "--grpc-port", "0", "--device", "cpu", "--kv-cache-pages", "1200"),
+    *("serve", "--port", "0", "--grpc-port", "0", "--device", "cpu", "--kv-cache-pages", str(NUM_PAGES)),
     *("--api-key", POLITE, "--api-key", HOSTILE, "--log-format", "json"),
     *("--request-timeout-s", "20", "--queue-timeout-s", "10", "--receive-timeout-s", "5", "--send-timeout-s", "5"),
     *("--recent-image-bytes", str(4 * 2**20)),
@@ -93,6 +96,11 @@ class AttackedServer:
     def compute_pid(self) -> int:
         """Of the process that the server started first."""
         return int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+
+    @property
+    def sizes(self) -> Sizes:
+        server, compute, *_ = resident_mib(self.pid)
+        return server, compute
 
     @property
     def log_bytes(self) -> int:
@@ -186,7 +194,7 @@ class Attacker:
     async def post(self, route: str, body: Any, timeout_s: float = 40.0, key: str | None = HOSTILE) -> str:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **({} if key is None else _key(key))}
-        async with httpx.AsyncClient(base_url=self.url, timeout=timeout_s, trust_env=False) as session:
+        async with httpx.AsyncClient(base_url=self.url, timeout=timeout_s, trust_env=False, verify=False) as session:
             try:
                 return str((await session.post(route, content=content, headers=headers)).status_code)
             except httpx.HTTPError as error:
@@ -405,7 +413,8 @@ async def slow_host(port: int) -> AsyncIterator[None]:
     """A web server that announces a picture or a file and sends a byte of it a second."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        # Cancelled at the end; left to the stream's own callback, Python 3.11 prints a traceback for each.
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 100000\r\n\r\n")
             for _ in range(120):
@@ -483,6 +492,8 @@ class Report:
     failed: int = 0
     mib_before: float = float("nan")
     mib_after: float = float("nan")
+    compute_mib_before: float = float("nan")
+    compute_mib_after: float = float("nan")
     log_bytes: int = 0
     clients_told: int = 0
     exit_code: int | None = None
@@ -493,8 +504,9 @@ class Report:
             found.append(f"{self.failed} of {self.asked} polite requests failed")
         if not self.attack_p99_s < most_slowdown * self.calm_p99_s:
             found.append(f"the polite p99 went from {self.calm_p99_s:.3f} to {self.attack_p99_s:.3f} s")
-        if not self.mib_after <= MOST_GROWTH * self.mib_before:
-            found.append(f"memory went from {self.mib_before:.0f} to {self.mib_after:.0f} MiB and stayed there")
+        before, after = (self.mib_before, self.compute_mib_before), (self.mib_after, self.compute_mib_after)
+        if not _has_returned(after, before):
+            found.append(f"memory went from {_sizes(before)} to {_sizes(after)} and stayed there")
         if self.exit_code != 1 or self.clients_told < NUM_TOLD:
             told = f"{self.clients_told} of {NUM_TOLD} clients were told and the exit code was {self.exit_code}"
             found.append(f"when the process that computes was killed, {told}")
@@ -505,10 +517,12 @@ async def run(server: AttackedServer, attacker: Attacker, seconds: float, say: C
     report, polite = Report(), PoliteClient(server.url)
     await polite.ask_for(3)
     await rehearse(attacker)
+    await fill_cache(attacker)
     await polite.ask_for(3)
     calm = await polite.ask_for(seconds * CALM_SHARE)
-    report.calm_p99_s, report.mib_before = p99(calm), resident_mib(server.pid)[0]
-    say(f"calm: {len(calm)} answers, p99 {report.calm_p99_s:.3f} s, {_sizes(server)}")
+    report.calm_p99_s = p99(calm)
+    report.mib_before, report.compute_mib_before = before = server.sizes
+    say(f"calm: {len(calm)} answers, p99 {report.calm_p99_s:.3f} s, {_sizes(before)}")
     outcomes: Any = multiprocessing.get_context("spawn").Queue()
     attack_s = seconds * (1 - CALM_SHARE)
     attacking = multiprocessing.get_context("spawn").Process(
@@ -517,12 +531,13 @@ async def run(server: AttackedServer, attacker: Attacker, seconds: float, say: C
     attacking.start()
     under_attack = await polite.ask_for(attack_s)
     report.attack_p99_s = p99(under_attack)
-    say(f"under attack: {len(under_attack)} answers, p99 {report.attack_p99_s:.3f} s, {_sizes(server)}")
-    report.mib_after = await _rested_mib(server, report.mib_before)
+    sizes = _sizes(server.sizes)
+    say(f"under attack: {len(under_attack)} answers, p99 {report.attack_p99_s:.3f} s, {sizes}")
+    report.mib_after, report.compute_mib_after = after = await _rested_mib(server, before)
     counted: Counter[str] = await asyncio.to_thread(outcomes.get, True, 60)
     attacking.join(10)
     say("\n".join(f"  {name}: {count}" for name, count in sorted(counted.items())))
-    say(f"afterwards: {_sizes(server)}, log {server.log_bytes / 1024:.0f} KiB")
+    say(f"afterwards: {_sizes(after)}, log {server.log_bytes / 1024:.0f} KiB")
     report.log_bytes = server.log_bytes
     report.asked, report.failed = len(polite.seconds) + len(polite.failures), len(polite.failures)
     for failure in polite.failures[:5]:
@@ -532,14 +547,24 @@ async def run(server: AttackedServer, attacker: Attacker, seconds: float, say: C
     return report
 
 
-async def _rested_mib(server: AttackedServer, before: float) -> float:
+async def fill_cache(attacker: Attacker) -> None:
+    """Pages of the KV cache take memory when they are first used: all of them are, before memory is measured."""
+    for number in range(NUM_PAGES // 40 + 1):
+        await attacker.post("/v1/completions", {"prompt": [10 + number, *[10] * 700], "max_tokens": 1}, key=POLITE)
+
+
+async def _rested_mib(server: AttackedServer, before: Sizes) -> Sizes:
     """Memory once the last hostile requests have met their deadlines."""
     until_s = time.monotonic() + REST_S
-    size = resident_mib(server.pid)[0]
-    while time.monotonic() < until_s and size > MOST_GROWTH * before:
+    sizes = server.sizes
+    while time.monotonic() < until_s and not _has_returned(sizes, before):
         await asyncio.sleep(1)
-        size = resident_mib(server.pid)[0]
-    return size
+        sizes = server.sizes
+    return sizes
+
+
+def _has_returned(after: Sizes, before: Sizes) -> bool:
+    return all(now <= MOST_GROWTH * then for now, then in zip(after, before, strict=True))
 
 
 async def _killed(server: AttackedServer) -> tuple[int, int | None]:
@@ -562,8 +587,8 @@ async def _killed(server: AttackedServer) -> tuple[int, int | None]:
     return told, await asyncio.to_thread(server.exit_code, 20.0)
 
 
-def _sizes(server: AttackedServer) -> str:
-    return " + ".join(f"{size:.0f}" for size in resident_mib(server.pid)) + " MiB"
+def _sizes(mib: Sizes) -> str:
+    return " + ".join(f"{size:.0f}" for size in mib) + " MiB"
 
 
 def _free_port() -> int:

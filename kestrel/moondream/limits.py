@@ -74,4 +74,5 @@ def runtime_limits(
         steps_in_flight=1 if device.type == "cuda" else 0,
         num_adapter_slots=num_adapter_slots,
         streaming_prefill_tokens=streaming_budget(config, device),
+        paces_pictures=device.type != "cuda",
     )

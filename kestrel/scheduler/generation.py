@@ -54,7 +54,7 @@ class GenerationScheduler(Generic[StepT]):
         self._queue = WaitingQueue(priority_ageing_s)
         self._slots = SlotPool(limits.num_adapter_slots)
         self._admission = Admission(cache, self._queue, limits.max_batch_size, self._slots)
-        self._planner = StepPlanner(limits, runtime.has_encoded)
+        self._planner = StepPlanner(limits, runtime.has_encoded, clock)
         self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight, limits.launch_waits)
         self._committer = Committer(clock, self._admission.picture_done)
         self._sequences: dict[str, Sequence] = {}
@@ -163,6 +163,7 @@ class GenerationScheduler(Generic[StepT]):
     def _commit_oldest(self) -> list[StreamUpdate]:
         launched = self._pipeline.pop()
         output = self._runtime.collect(launched.step)
+        self._planner.step_ended()
         updates = self._committer.commit(output, launched.work)
         self._retire_done()
         return updates

@@ -1,7 +1,8 @@
 """What the next step does: one token for every running sequence, then prefill within the token budget.
 
 While someone reads an answer along, the budget is smaller, and pictures are encoded in slices before they are
-prefilled: a step then takes about as long as the one before it.
+prefilled: a step then takes about as long as the one before it. Where a picture takes seconds, it comes in slices at
+all times, so that no step is long, and readers have as much time for themselves as pictures take beside them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from kestrel.tokens import ImageSpan
 class PlannedStep:
     plan: StepPlan
     work: dict[int, PlannedWork]
+    slice_budget: int = 0
+    """Positions that are left for slices of pictures."""
     sliced: list[Sequence] = field(default_factory=list)
     """Those whose picture is encoded some more; they have no other work in the step."""
 
@@ -40,9 +43,12 @@ NO_PICTURES: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepPlanner:
-    def __init__(self, limits: RuntimeLimits, has_encoded: Callable[[str], bool]) -> None:
+    def __init__(self, limits: RuntimeLimits, has_encoded: Callable[[str], bool], clock: Callable[[], float]) -> None:
         self._limits = limits
         self._has_encoded = has_encoded
+        self._clock = clock
+        self._pictures_at_s: float | None = None
+        self._next_slice_at_s = 0.0
         self._next_step_id = 0
         self._started: list[Sequence] = []
 
@@ -64,14 +70,33 @@ class StepPlanner:
             if sequence.can_decode:
                 self._plan_decode(step, sequence)
         limits = self._limits
-        in_slices = limits.streaming_prefill_tokens > 0 and any(s.is_read_along for s in running)
+        slice_tokens = limits.streaming_prefill_tokens
+        is_read_along = slice_tokens > 0 and any(s.is_read_along for s in running)
+        in_slices = is_read_along or (slice_tokens > 0 and limits.paces_pictures)
+        step.slice_budget = self._slice_budget(is_read_along and bool(step.plan.decode))
         budget = limits.max_prefill_tokens
-        if in_slices:
-            budget = min(budget, limits.streaming_prefill_tokens)
+        if is_read_along:
+            budget = min(budget, slice_tokens)
         for sequence in running:
             if sequence.stage is Stage.PREFILL and budget > 0:
                 budget = self._plan_prefill(step, sequence, budget, in_slices)
+        is_timed = limits.paces_pictures and _works_on_pictures(step.plan)
+        self._pictures_at_s = self._clock() if is_timed else None
         return step
+
+    def _slice_budget(self, someone_reads: bool) -> int:
+        """None after work for a picture, for as long as that took."""
+        if not self._limits.paces_pictures:
+            return self._limits.max_prefill_tokens
+        if not someone_reads:
+            return self._limits.streaming_prefill_tokens
+        return 0 if self._clock() < self._next_slice_at_s else POSITIONS_PER_CROP
+
+    def step_ended(self) -> None:
+        """Where pictures are paced, the step planned last: none is planned beside one that runs."""
+        if self._pictures_at_s is not None:
+            now_s = self._clock()
+            self._next_slice_at_s = now_s + (now_s - self._pictures_at_s)
 
     def _plan_starts(self, plan: StepPlan) -> None:
         for sequence in self._started:
@@ -116,9 +141,12 @@ class StepPlanner:
             chunk = self._next_chunk(sequence, budget)
             picture = self._picture_to_encode(chunk) if in_slices else None
             if picture is not None:
-                max_crops = max(1, budget // POSITIONS_PER_CROP)
+                if step.slice_budget <= 0:
+                    break
+                max_crops = max(1, min(budget, step.slice_budget) // POSITIONS_PER_CROP)
                 step.plan.picture_slices.append(PictureSlice(picture, chunk.images.get(picture), max_crops))
                 step.sliced.append(sequence)
+                step.slice_budget -= max_crops * POSITIONS_PER_CROP
                 return budget - max_crops * POSITIONS_PER_CROP
             if chunk.num_positions > budget and (step.plan.prefill or step.plan.picture_slices):
                 break
@@ -162,6 +190,10 @@ class StepPlanner:
             prompt_outputs=sequence.missing_prompt_outputs,
             following=items[last] if last < len(items) else None,
         )
+
+
+def _works_on_pictures(plan: StepPlan) -> bool:
+    return bool(plan.picture_slices) or any(isinstance(chunk.items[0], ImageSpan) for chunk in plan.prefill)
 
 
 def _add_mask(plan: StepPlan, sequence: Sequence) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
+
 import pytest
 
+from kestrel.cache import CacheManager
 from kestrel.runtime.contract import POSITIONS_PER_CROP, StepPlan
 from kestrel.runtime.fake import NUM_CROPS, FakeRuntime, FakeStep
 from kestrel.scheduler import GenerationScheduler
-from tests.scheduler.harness import by_hand, image, make, request, run, text, tokens_of
+from tests.scheduler.harness import by_hand, image, limits, make, request, run, text, tokens_of
 
 TWO_CROPS = 2 * POSITIONS_PER_CROP
 PROMPT = [image("far", 12), *text(*range(1, 20))]
@@ -126,3 +130,68 @@ def test_a_picture_that_fails_in_slices_fails_its_request_alone() -> None:
     final = run(scheduler)
     assert "damaged" in str(final["guest"].error)
     assert tokens_of(final["reader"]) == by_hand(text(3, 4), 60, 50)
+
+
+# ---------------------------------------------------------------------- where a picture takes seconds
+
+
+@dataclass
+class PacedRun:
+    """A scheduler whose pictures are paced; a slice or a picture's prefill takes a second, any other step 0.1."""
+
+    now_s: float = 0.0
+    plans: list[StepPlan] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    """When each step began."""
+    scheduler: GenerationScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        numbers = limits(
+            num_pages=400, max_seq_length=1000, max_prefill_tokens=4096, steps_in_flight=0,
+            streaming_prefill_tokens=TWO_CROPS, paces_pictures=True,
+        )  # fmt: skip
+        runtime = FakeRuntime(numbers, vocab_size=50)
+        launch = runtime.launch
+
+        def note_and_launch(plan: StepPlan) -> FakeStep:
+            self.plans.append(plan)
+            self.times_s.append(self.now_s)
+            has_pictures = plan.picture_slices or any(chunk.items[0] == PROMPT[0] for chunk in plan.prefill)
+            self.now_s += 1.0 if has_pictures else 0.1
+            return launch(plan)
+
+        runtime.launch = note_and_launch
+        cache = CacheManager(numbers.num_pages, numbers.page_size)
+        self.scheduler = GenerationScheduler(runtime, cache, clock=lambda: self.now_s)
+
+
+def test_where_pictures_are_paced_no_step_encodes_a_whole_one_even_if_nobody_reads() -> None:
+    paced = PacedRun()
+    paced.scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    assert tokens_of(run(paced.scheduler)["guest"]) == by_hand(PROMPT, 4, 50)
+    assert [slice_.max_crops for plan in paced.plans for slice_ in plan.picture_slices] == [2, 2, 2]
+    assert all(len(plan.picture_slices) <= 1 for plan in paced.plans)
+
+
+def test_where_pictures_are_paced_readers_have_as_much_time_as_pictures_beside_them() -> None:
+    paced = PacedRun()
+    start_reader(paced.scheduler)
+    paced.scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    check_answers(paced.scheduler)
+    sliced = [index for index, plan in enumerate(paced.plans) if plan.picture_slices]
+    assert [slice_.max_crops for index in sliced for slice_ in paced.plans[index].picture_slices] == [1] * NUM_CROPS
+    rests_s = [paced.times_s[next_] - paced.times_s[index] - 1.0 for index, next_ in itertools.pairwise(sliced)]
+    assert all(1.0 <= rest_s < 1.2 for rest_s in rests_s), rests_s
+
+
+def test_the_rest_after_a_slice_is_no_longer_when_nothing_was_done_for_a_while() -> None:
+    paced = PacedRun()
+    paced.scheduler.add(request("gone", PROMPT, max_new_tokens=4))
+    paced.scheduler.step()
+    paced.scheduler.cancel("gone")
+    run(paced.scheduler)
+    paced.now_s += 1000.0
+    start_reader(paced.scheduler)
+    paced.scheduler.add(request("guest", [image("other", 12), *text(1, 2)], max_new_tokens=4))
+    paced.scheduler.step()
+    assert paced.plans[-1].picture_slices
