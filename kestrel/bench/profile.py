@@ -97,6 +97,7 @@ class ProfilePlan:
 
 async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, plan: ProfilePlan) -> Profile:
     clock = clock_for(choose_device(config))
+    config = replace(config, streaming_prefill_tokens=0)  # one request at a time: pictures as a whole
     ready = ready_from(loaded, config, make_decoder=timed_decoder(clock))
     # Without a form, the model resizes every picture itself: where it is timed.
     ready = replace(ready, runtime=TimedRuntime(ready.runtime, clock), picture_form=None)

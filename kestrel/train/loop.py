@@ -15,7 +15,7 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.runtime.wide_products import fast_dtype
 from kestrel.train.curves import CurveWriter
 from kestrel.train.experts import all_experts
-from kestrel.train.matrices import OrthogonalSteps
+from kestrel.train.matrices import OrthogonalSteps, adamw
 from kestrel.train.objective import Losses, TaskTensors, losses
 
 
@@ -99,7 +99,7 @@ class Optimiser:
         ]
         self._parameters = list(model.parameters())
         self._steps = OrthogonalSteps(pieces)
-        self._adam = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.98), fused=rest[0].is_cuda)
+        self._adam = adamw(groups, lr=plan.lr, betas=(0.9, 0.98), fused=rest[0].is_cuda)
 
     def step(self, lr: float) -> None:
         nn.utils.clip_grad_norm_(self._parameters, self._plan.clip_norm)

@@ -1,4 +1,4 @@
-"""Orthogonal steps for the matrices inside blocks (Muon), AdamW for everything else.
+"""Optimisers: orthogonal steps for the matrices inside blocks (Muon), AdamW for everything else.
 
 The momentum of a matrix is replaced by the nearest matrix whose singular values are all about one, by a few
 Newton-Schulz iterations, and scaled so that its entries are as large as those of a usual AdamW step. All directions of
@@ -7,7 +7,11 @@ a matrix learn at one pace, which from scratch takes far fewer scenes.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,15 @@ from kestrel.runtime.wide_products import fast_dtype
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _STEP_RMS = 0.2  # size of an AdamW step's entries, by the learning rate
+
+
+def adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.AdamW:
+    """In a checkout the folder `triton/` is found as a package where Triton is not installed, and AdamW, which imports
+    torch's compiler, would take it for Triton."""
+    found = importlib.util.find_spec("triton")
+    if found is not None and found.origin is None:
+        sys.modules["triton"] = None  # pyright: ignore[reportArgumentType] - how Python says: not to be imported
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def orthogonalised(matrices_NRC: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -36,3 +40,24 @@ def test_stacked_matrices_step_as_if_they_were_apart() -> None:
     OrthogonalSteps({stacked: 3}).step(0.1, 0.5)
     OrthogonalSteps(dict.fromkeys(apart, 1)).step(0.1, 0.5)
     torch.testing.assert_close(stacked.detach(), torch.cat([each.detach() for each in apart]))
+
+
+FALSE_TRITON = """
+import importlib.machinery, sys
+class Finder:  # as on a path with the checkout and without the package
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, [{folder!r}]) if name == "triton" else None
+sys.meta_path.insert(0, Finder())
+import torch
+from kestrel.train.matrices import adamw
+weight = torch.nn.Parameter(torch.ones(2))
+adamw([weight], lr=0.1)
+print("made")
+"""
+
+
+def test_a_folder_named_triton_is_not_taken_for_the_package(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    program = FALSE_TRITON.format(folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "made\n", done.stderr[-2000:]

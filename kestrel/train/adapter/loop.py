@@ -27,6 +27,7 @@ from kestrel.train.adapter.encoding import RowOrder, TrainingRow
 from kestrel.train.adapter.lora import Factors
 from kestrel.train.adapter.pictures import EmbeddedPictures
 from kestrel.train.adapter.state import TrainingState
+from kestrel.train.matrices import adamw
 from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
 from kestrel.train.packing import pack
 
@@ -131,7 +132,7 @@ def train_adapter(
     should_stop: Callable[[], bool],
 ) -> Ending:
     """Goes on from `state`, which it brings up to date together with the factors."""
-    optimiser = torch.optim.AdamW(factors.parameters(), lr=plan.lr, weight_decay=plan.weight_decay)
+    optimiser = adamw(factors.parameters(), lr=plan.lr, weight_decay=plan.weight_decay)
     if state.step:
         factors.assign(state.factors)
         optimiser.load_state_dict(state.optimiser)
