@@ -21,7 +21,7 @@ from kestrel.cli.verbs import late_verbs
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; return the exit code."""
     try:
-        code = _program().main(list(arguments), prog_name="kestrel", standalone_mode=False)
+        code = _program().main(list(arguments), prog_name="kestrel", standalone_mode=False, obj=tuple(arguments))
         sys.stdout.flush()
         return code or OK
     except BrokenPipeError:

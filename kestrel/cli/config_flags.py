@@ -15,7 +15,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -71,7 +71,13 @@ def name_givers(error: KestrelError, groups: Iterable[type], context: typer.Cont
     # Other settings, where a word can be nothing else: fields of one word are words of the language too.
     others = re.compile(rf"(?<![\w/.-])({'|'.join(name for name in known if '_' in name)})(?![\w/-]|\.\w)")
     text = others.sub(lambda found: _giver(known[found[1]], context, with_field=False), text)
-    error.args = (f"{_giver(known[head], context, with_field=True)}: {text}" if head in known else text,)
+    if head in known:
+        text = f"{_giver(known[head], context, with_field=True)}: {text}"
+    else:
+        own = next((one for one in context.command.params if one.name == head), None)
+        if own is not None and own.param_type_name == "option":
+            text = f"{_as_typed(own.opts, context)}{text.removeprefix(head)}"
+    error.args = (text,)
 
 
 def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> str:
@@ -81,7 +87,13 @@ def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> st
     variable = variable_of(context, field.name, environment_names(field))
     if variable is not None:
         return f"{variable} ({field.name})" if with_field else variable
-    return flag_names(field)[0]
+    return _as_typed(flag_names(field), context)
+
+
+def _as_typed(names: Sequence[str], context: typer.Context) -> str:
+    """The name that the command line has, else the first."""
+    typed = {argument.partition("=")[0] for argument in context.find_object(tuple) or ()}
+    return next((name for name in names if name in typed), names[0])
 
 
 def takes_config(verb: Callable[..., None]) -> bool:
