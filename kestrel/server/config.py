@@ -89,7 +89,7 @@ class ServerConfig:
         default=2**20,
         metadata=_doc(
             "Most numbers in a body of more than 256 KiB; an escape in a text counts as 1, a text as 3, a key as 10, "
-            "a list or object as 16."
+            "a list or object as 16. Apart from texts of 2 KiB and more, 16 bytes count as 1."
         ),
     )
     max_logprobs: int = field(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections import Counter
+from itertools import pairwise
 from typing import Any, AnyStr
 
 import orjson
@@ -22,6 +25,16 @@ SLICE_BYTES = 2**20
 """What is counted at a time; in between other threads get their turn."""
 NAMED_BYTES = 2**22
 """Of larger bodies a key that is given twice is not named: looking for it holds the interpreter."""
+PIECE_BYTES = 2**20
+"""Of a long text, parsed in one go."""
+RUN_BYTES = 2**10
+"""A stretch of a text that holds a block of this size, and no quotation mark, is parsed apart."""
+SEARCH_BYTES = 2**16
+"""Looked through in one go for a place without escapes."""
+BYTES_PER_VALUE = 16
+"""Of what is not parsed apart: a megabyte takes as long as so many numbers."""
+NO_ESCAPE = re.compile(rb"[^\\]{12}")
+"""As long as the longest escape, a pair of surrogates: behind it none is open."""
 FEW = 64
 _NUMBERS = frozenset({int, float})
 
@@ -52,7 +65,7 @@ async def read_object(request: Request) -> dict[str, object]:
 def _parse_large(chunks: list[bytes], max_values: int) -> object:
     body = b"".join(chunks)
     require_few_values(body, max_values)
-    return parse_json(body)
+    return parse_in_pieces(body, max_values) if len(body) > PIECE_BYTES else parse_json(body)
 
 
 def require_few_values(body: bytes, max_values: int) -> None:
@@ -61,23 +74,126 @@ def require_few_values(body: bytes, max_values: int) -> None:
     for at in range(0, len(body), SLICE_BYTES):
         cost += sum(weight * body.count(sign, at, at + SLICE_BYTES) for sign, weight in WEIGHTS)
         if cost > max_values:
-            raise RequestError(
-                "body",
-                f"holds more than {max_values} numbers, or texts, keys, lists and objects that count as several "
-                "(max_body_values); send less at once",
-            )
+            raise _too_many(max_values)
 
 
-def parse_json(body: bytes) -> object:
+def _too_many(max_values: int) -> RequestError:
+    return RequestError(
+        "body",
+        f"holds more than {max_values} numbers, or texts, keys, lists and objects that count as several "
+        "(max_body_values); send less in one request",
+    )
+
+
+def parse_json(body: bytes, has_marks: bool = False) -> object:
+    """`has_marks`: it is not what was sent, so that no place in it can be named."""
     if not body.strip():
         raise RequestError("body", "is empty; send a JSON object")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestError("body", f"is not JSON: {error.msg} at character {error.pos}") from None
+        where = "" if has_marks else f" at character {error.pos}"
+        raise RequestError("body", f"is not JSON: {error.msg}{where}") from None
     if _num_found(body, b":") != _num_colons(value) - _num_escaped_colons(body):
         _refuse_repeated_keys(body)
     return value
+
+
+# ---------------------------------------------------------------------- long texts
+
+
+def parse_in_pieces(body: bytes, max_values: int) -> object:
+    """As `parse_json`. The parser holds the GIL while it reads a text, 100 ms for one of 32 MB: long texts are cut out,
+    parsed a megabyte at a time, and put back."""
+    nonce = secrets.token_hex(8)
+    parts, runs = _cut_runs(body, nonce)
+    if sum(map(len, parts)) > max_values * BYTES_PER_VALUE:
+        raise _too_many(max_values)
+    value = parse_json(b"".join(parts), has_marks=bool(runs))
+    return value if not runs else _put_back(value, nonce, [_text_of(body, start, end) for start, end in runs])
+
+
+def _cut_runs(body: bytes, nonce: str) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """The body in parts, with marks in place of the long stretches of its texts, and where those were."""
+    parts: list[bytes] = []
+    runs: list[tuple[int, int]] = []
+    at, is_inside = 0, False
+    for block in range(0, len(body) - RUN_BYTES, RUN_BYTES):
+        if block < at or body.find(b'"', block, block + RUN_BYTES) >= 0:
+            continue
+        start, quote = body.rfind(b'"', at, block) + 1, body.find(b'"', block)
+        if start == 0 or quote < 0:
+            continue
+        end = quote
+        while body[end - 1] == ord("\\"):  # it may belong to an escaped quotation mark
+            end -= 1
+        is_inside ^= _num_quotes(body[at:start]) % 2 == 1
+        parts.append(body[at:start])
+        if is_inside:
+            parts.append(b"%s-%d;" % (nonce.encode(), len(runs)))
+            runs.append((start, end))
+        else:
+            parts.append(body[start:end])
+        at = end
+    return [*parts, body[at:]], runs
+
+
+def _num_quotes(part: bytes) -> int:
+    """Those that begin or end a text. No escape is cut by the ends of the part."""
+    part = part.replace(b"\\\\", b"")
+    return part.count(b'"') - part.count(b'\\"')
+
+
+def _text_of(body: bytes, start: int, end: int) -> str:
+    """What a stretch of a text says. It is cut where no escape and no character can be open."""
+    cuts = [start]
+    while end - cuts[-1] > PIECE_BYTES:
+        cuts.append(_next_cut(body, cuts[-1] + PIECE_BYTES, end))
+    try:
+        return "".join(orjson.loads(b'"%s"' % body[first:last]) for first, last in pairwise([*cuts, end]))
+    except orjson.JSONDecodeError as error:
+        raise RequestError("body", f"is not JSON: {error.msg}") from None
+
+
+def _next_cut(body: bytes, at: int, end: int) -> int:
+    while (found := NO_ESCAPE.search(body, at, min(at + SEARCH_BYTES, end))) is None and at + SEARCH_BYTES < end:
+        at += SEARCH_BYTES // 2
+    cut = end if found is None else found.end()
+    while cut < end and body[cut] & 0xC0 == 0x80:
+        cut += 1
+    return cut
+
+
+def _put_back(value: Any, nonce: str, texts: list[str]) -> object:
+    """The value with the texts in place of their marks, in keys too."""
+
+    def whole(text: str) -> str:
+        first, *others = text.split(f"{nonce}-")
+        pieces = [first]
+        for other in others:
+            number, _, rest = other.partition(";")
+            pieces += [texts[int(number)], rest]
+        return "".join(pieces) if others else text
+
+    outermost = [value]
+    pending: list[Any] = [outermost]
+    while pending:
+        one = pending.pop()
+        for key, entry in list(one.items() if isinstance(one, dict) else enumerate(one)):
+            if isinstance(entry, str):
+                one[key] = whole(entry)
+            elif isinstance(entry, (dict, list)):
+                pending.append(entry)
+        if isinstance(one, dict) and any(nonce in key for key in one):
+            renamed = {whole(key): entry for key, entry in one.items()}
+            if len(renamed) < len(one):
+                raise RequestError("body", "gives a key twice in one object; give each once")
+            one.clear()
+            one.update(renamed)
+    return outermost[0]
+
+
+# ---------------------------------------------------------------------- keys given twice
 
 
 def _num_colons(value: object) -> int:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kestrel.engine import EngineResult
+from kestrel.errors import RequestError
 from kestrel.server import json_body
 from kestrel.server.state import RequestInfo
 from tests.server.conftest import RunningServer
@@ -289,3 +290,59 @@ def test_top_logprobs_that_are_no_number_are_refused(client: httpx.Client, value
     body = {"messages": [{"role": "user", "content": "Who?"}], "logprobs": wants, "top_logprobs": value}
     response = client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
+
+
+# ---------------------------------------------------------------------- long texts
+
+
+MOST = 2**20
+LONG_TEXTS = {
+    "ascii": "x" * 3_000_000,
+    "two bytes": "é" * 1_500_000,
+    "three and four bytes": "日😀" * 500_000,
+    "colons": "a:" * 1_000_000,
+    "quotation marks": ('"' + "y" * 200_000) * 12,
+    "backslashes": ("\\" + "y" * 200_000) * 12,
+    "backslashes and a quotation mark": ('\\\\"' + "y" * 200_000 + '\\"') * 12,
+    "a backslash at the end": "z" * 2_500_000 + "\\",
+    "lines": ("y" * 70 + "\n") * 40_000,
+}
+
+
+@pytest.mark.parametrize("ensure_ascii", [False, True])
+@pytest.mark.parametrize("kind", LONG_TEXTS)
+def test_a_long_text_is_parsed_in_pieces_to_the_same(kind: str, ensure_ascii: bool) -> None:
+    text = LONG_TEXTS[kind]
+    value = {"a": text, "b": ["short", text, {"c": text[::-1], text: 1}], "numbers": list(range(30_000)), "d": "e:f"}
+    body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
+    parse, sizes = json_body.orjson.loads, []
+    with patch.object(json_body.orjson, "loads", lambda part: (sizes.append(len(part)), parse(part))[1]):
+        assert json_body.parse_in_pieces(body, MOST) == value
+    if not ensure_ascii:  # else some have nothing but escapes, which are counted and refused
+        assert max(sizes) < 1.5 * json_body.PIECE_BYTES, "longer ones hold the GIL"
+
+
+def test_escapes_are_never_cut_wherever_they_stand() -> None:
+    rest = "y" * json_body.PIECE_BYTES
+    for start in range(json_body.PIECE_BYTES - 14, json_body.PIECE_BYTES + 2):
+        value = ["x" * start + "\\😀\n😀" + rest]
+        assert json_body.parse_in_pieces(json.dumps(value).encode(), MOST) == value
+        assert json_body.parse_in_pieces(json.dumps(value, ensure_ascii=False).encode(), MOST) == value
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"a":"' + b"x" * 2_000_000, "is not JSON"),
+        (b'{"a":"' + b"x" * 2_000_000 + b"\x01" + b'"}', "is not JSON"),
+        (b'{"a":"' + b"x" * 2_000_000 + b"\xff" + b'"}', "is not JSON"),
+        (b'{"a":"' + b"x" * 2_000_000 + b'\\q"}', "is not JSON"),
+        (b'{"a":' + b" " * 2_000_000 + b'"b" "c"}', "is not JSON"),
+        (b'{"a":[' + b",".join([b'"' + b"x" * 900 + b'"'] * 20_000) + b"]}", "max_body_values"),
+        (b'{"a":1,"' + b"x" * 2_000_000 + b'":2,"a":3}', "the key 'a' is given twice"),
+        (b'{"' + b"x" * 2_000_000 + b'":2,"' + b"x" * 2_000_000 + b'":3}', "gives a key twice"),
+    ],
+)
+def test_long_texts_hide_no_mistake(body: bytes, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        json_body.parse_in_pieces(body, MOST)
