@@ -122,7 +122,8 @@ class RuntimeConfig:
         default=None,
         metadata=_doc(
             "Prompt positions one step may hold while an answer is streamed; pictures are then encoded in slices, so "
-            "that tokens come evenly. 0: no other pace than max_prefill_tokens. Default: 768 on a GPU, 256 on a CPU."
+            "that tokens come evenly, and on a CPU at all times. 0: whole pictures, and no other pace than "
+            "max_prefill_tokens. Default: 768 on a GPU, 256 on a CPU."
         ),
     )
     vision_batch_crops: int | None = field(

@@ -99,8 +99,10 @@ class AttackedServer:
 
     @property
     def sizes(self) -> Sizes:
-        server, compute, *_ = resident_mib(self.pid)
-        return server, compute
+        sizes = resident_mib(self.pid)
+        if len(sizes) < 2:
+            raise RuntimeError(f"the server or the process that computes has ended: {self.log_tail()}")
+        return sizes[0], sizes[1]
 
     @property
     def log_bytes(self) -> int:
@@ -550,7 +552,10 @@ async def run(server: AttackedServer, attacker: Attacker, seconds: float, say: C
 async def fill_cache(attacker: Attacker) -> None:
     """Pages of the KV cache take memory when they are first used: all of them are, before memory is measured."""
     for number in range(NUM_PAGES // 40 + 1):
-        await attacker.post("/v1/completions", {"prompt": [10 + number, *[10] * 700], "max_tokens": 1}, key=POLITE)
+        body = {"prompt": [10 + number, *[10] * 700], "max_tokens": 1}
+        status = await attacker.post("/v1/completions", body, key=POLITE)
+        if status != "200":
+            raise RuntimeError(f"the cache could not be filled: status {status}")
 
 
 async def _rested_mib(server: AttackedServer, before: Sizes) -> Sizes:

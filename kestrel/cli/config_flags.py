@@ -91,9 +91,11 @@ def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> st
 
 
 def _as_typed(names: Sequence[str], context: typer.Context) -> str:
-    """The name that the command line has, else the first."""
-    typed = {argument.partition("=")[0] for argument in context.find_object(tuple) or ()}
-    return next((name for name in names if name in typed), names[0])
+    """The name that the command line has last, else the first."""
+    arguments = context.find_object(tuple) or ()
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    typed = [argument.partition("=")[0] for argument in flags]
+    return next((name for name in reversed(typed) if name in names), names[0])
 
 
 def takes_config(verb: Callable[..., None]) -> bool:

@@ -26,8 +26,8 @@ NUM_ARENAS = 2
 OLD_MMAP_LIMIT_BYTES = 2**25
 """The most that releases before 2.35 take for the latter."""
 SERVING_TRIM_S, COMPUTING_TRIM_S = 5.0, 30.0
-"""Between two times that all freed memory is given back. For a process that computes it is needed again at once: rarely
-enough that the page faults do not count, so that it does not stay as large as its busiest moment."""
+"""Between two times that all freed memory is given back. A process that computes needs it again immediately, so there
+it is done rarely: only that it does not stay as large as its busiest moment."""
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 """Where an operator may have decided otherwise."""
 

@@ -2,7 +2,7 @@
 
 While someone reads an answer along, the budget is smaller, and pictures are encoded in slices before they are
 prefilled: a step then takes about as long as the one before it. Where a picture takes seconds, it comes in slices at
-all times, so that no step is long, and readers have as much time for themselves as pictures take beside them.
+all times, and readers have as much time for themselves as pictures take beside them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ NO_PICTURES: Mapping[str, Any] = MappingProxyType({})
 
 class StepPlanner:
     def __init__(self, limits: RuntimeLimits, has_encoded: Callable[[str], bool], clock: Callable[[], float]) -> None:
+        assert not (limits.paces_pictures and limits.steps_in_flight), "steps side by side have no time of their own"
         self._limits = limits
         self._has_encoded = has_encoded
         self._clock = clock
@@ -85,7 +86,7 @@ class StepPlanner:
         return step
 
     def _slice_budget(self, someone_reads: bool) -> int:
-        """None after work for a picture, for as long as that took."""
+        """0 for as long as the last work for pictures took, where someone reads along."""
         if not self._limits.paces_pictures:
             return self._limits.max_prefill_tokens
         if not someone_reads:
@@ -93,10 +94,13 @@ class StepPlanner:
         return 0 if self._clock() < self._next_slice_at_s else POSITIONS_PER_CROP
 
     def step_ended(self) -> None:
-        """Where pictures are paced, the step planned last: none is planned beside one that runs."""
+        """Notes how long pictures took; to be called once a step, before the next is planned."""
         if self._pictures_at_s is not None:
-            now_s = self._clock()
-            self._next_slice_at_s = now_s + (now_s - self._pictures_at_s)
+            now_s, began_s = self._clock(), self._pictures_at_s
+            unspent_s = max(
+                0.0, self._next_slice_at_s - began_s
+            )  # a prefill does not wait for the rest of its last slice
+            self._next_slice_at_s = now_s + (now_s - began_s) + unspent_s
 
     def _plan_starts(self, plan: StepPlan) -> None:
         for sequence in self._started:

@@ -89,7 +89,8 @@ class ServerConfig:
         default=2**20,
         metadata=_doc(
             "Most numbers in a body of more than 256 KiB; an escape in a text counts as 1, a text as 3, a key as 10, "
-            "a list or object as 16. Apart from texts of 2 KiB and more, 16 bytes count as 1."
+            "a list or object as 16. Bodies of more than 1 MiB may have 16 bytes for each, besides long stretches of "
+            "text without a quotation mark."
         ),
     )
     max_logprobs: int = field(

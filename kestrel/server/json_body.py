@@ -32,7 +32,7 @@ RUN_BYTES = 2**10
 SEARCH_BYTES = 2**16
 """Looked through in one go for a place without escapes."""
 BYTES_PER_VALUE = 16
-"""Of what is not parsed apart: a megabyte takes as long as so many numbers."""
+"""Of what is not parsed apart, where a body is parsed in pieces."""
 NO_ESCAPE = re.compile(rb"[^\\]{12}")
 """As long as the longest escape, a pair of surrogates: behind it none is open."""
 FEW = 64
@@ -74,15 +74,11 @@ def require_few_values(body: bytes, max_values: int) -> None:
     for at in range(0, len(body), SLICE_BYTES):
         cost += sum(weight * body.count(sign, at, at + SLICE_BYTES) for sign, weight in WEIGHTS)
         if cost > max_values:
-            raise _too_many(max_values)
-
-
-def _too_many(max_values: int) -> RequestError:
-    return RequestError(
-        "body",
-        f"holds more than {max_values} numbers, or texts, keys, lists and objects that count as several "
-        "(max_body_values); send less in one request",
-    )
+            raise RequestError(
+                "body",
+                f"holds more than {max_values} numbers, or texts, keys, lists and objects that count as several "
+                "(max_body_values); send less in one request",
+            )
 
 
 def parse_json(body: bytes, has_marks: bool = False) -> object:
@@ -107,8 +103,13 @@ def parse_in_pieces(body: bytes, max_values: int) -> object:
     parsed a megabyte at a time, and put back."""
     nonce = secrets.token_hex(8)
     parts, runs = _cut_runs(body, nonce)
-    if sum(map(len, parts)) > max_values * BYTES_PER_VALUE:
-        raise _too_many(max_values)
+    size = sum(map(len, parts))
+    if size > max_values * BYTES_PER_VALUE:
+        raise RequestError(
+            "body",
+            f"has {size} bytes besides long stretches of text without a quotation mark, more than {BYTES_PER_VALUE} "
+            f"for each of {max_values} values (max_body_values); send less in one request",
+        )
     value = parse_json(b"".join(parts), has_marks=bool(runs))
     return value if not runs else _put_back(value, nonce, [_text_of(body, start, end) for start, end in runs])
 
@@ -117,12 +118,15 @@ def _cut_runs(body: bytes, nonce: str) -> tuple[list[bytes], list[tuple[int, int
     """The body in parts, with marks in place of the long stretches of its texts, and where those were."""
     parts: list[bytes] = []
     runs: list[tuple[int, int]] = []
-    at, is_inside = 0, False
+    at, next_block, is_inside = 0, 0, False
     for block in range(0, len(body) - RUN_BYTES, RUN_BYTES):
-        if block < at or body.find(b'"', block, block + RUN_BYTES) >= 0:
+        if block < next_block or body.find(b'"', block, block + RUN_BYTES) >= 0:
             continue
         start, quote = body.rfind(b'"', at, block) + 1, body.find(b'"', block)
-        if start == 0 or quote < 0:
+        if quote < 0:
+            break
+        next_block = quote  # nothing is looked through twice, however few quotation marks there are
+        if start == 0:
             continue
         end = quote
         while body[end - 1] == ord("\\"):  # it may belong to an escaped quotation mark
@@ -159,8 +163,9 @@ def _next_cut(body: bytes, at: int, end: int) -> int:
     while (found := NO_ESCAPE.search(body, at, min(at + SEARCH_BYTES, end))) is None and at + SEARCH_BYTES < end:
         at += SEARCH_BYTES // 2
     cut = end if found is None else found.end()
-    while cut < end and body[cut] & 0xC0 == 0x80:
-        cut += 1
+    for _ in range(3):  # a character has three such bytes at most; more of them are refused wherever they are cut
+        if cut < end and body[cut] & 0xC0 == 0x80:
+            cut += 1
     return cut
 
 
@@ -179,7 +184,9 @@ def _put_back(value: Any, nonce: str, texts: list[str]) -> object:
     pending: list[Any] = [outermost]
     while pending:
         one = pending.pop()
-        for key, entry in list(one.items() if isinstance(one, dict) else enumerate(one)):
+        if isinstance(one, list) and _NUMBERS.issuperset(map(type, one)):
+            continue
+        for key, entry in one.items() if isinstance(one, dict) else enumerate(one):
             if isinstance(entry, str):
                 one[key] = whole(entry)
             elif isinstance(entry, (dict, list)):

@@ -11,6 +11,7 @@ from kestrel.cache import CacheManager
 from kestrel.runtime.contract import POSITIONS_PER_CROP, StepPlan
 from kestrel.runtime.fake import NUM_CROPS, FakeRuntime, FakeStep
 from kestrel.scheduler import GenerationScheduler
+from kestrel.tokens import ImageSpan
 from tests.scheduler.harness import by_hand, image, limits, make, request, run, text, tokens_of
 
 TWO_CROPS = 2 * POSITIONS_PER_CROP
@@ -135,6 +136,10 @@ def test_a_picture_that_fails_in_slices_fails_its_request_alone() -> None:
 # ---------------------------------------------------------------------- where a picture takes seconds
 
 
+def works_on_pictures(plan: StepPlan) -> bool:
+    return bool(plan.picture_slices) or any(isinstance(chunk.items[0], ImageSpan) for chunk in plan.prefill)
+
+
 @dataclass
 class PacedRun:
     """A scheduler whose pictures are paced; a slice or a picture's prefill takes a second, any other step 0.1."""
@@ -144,6 +149,13 @@ class PacedRun:
     times_s: list[float] = field(default_factory=list)
     """When each step began."""
     scheduler: GenerationScheduler = field(init=False)
+
+    @property
+    def share_of_pictures(self) -> float:
+        """Of the time between the first and the last step with pictures, that one left out."""
+        first, *_, last = (index for index, plan in enumerate(self.plans) if works_on_pictures(plan))
+        num = sum(map(works_on_pictures, self.plans[first:last]))
+        return num * 1.0 / (self.times_s[last] - self.times_s[first])
 
     def __post_init__(self) -> None:
         numbers = limits(
@@ -156,8 +168,7 @@ class PacedRun:
         def note_and_launch(plan: StepPlan) -> FakeStep:
             self.plans.append(plan)
             self.times_s.append(self.now_s)
-            has_pictures = plan.picture_slices or any(chunk.items[0] == PROMPT[0] for chunk in plan.prefill)
-            self.now_s += 1.0 if has_pictures else 0.1
+            self.now_s += 1.0 if works_on_pictures(plan) else 0.1
             return launch(plan)
 
         runtime.launch = note_and_launch
@@ -182,6 +193,17 @@ def test_where_pictures_are_paced_readers_have_as_much_time_as_pictures_beside_t
     assert [slice_.max_crops for index in sliced for slice_ in paced.plans[index].picture_slices] == [1] * NUM_CROPS
     rests_s = [paced.times_s[next_] - paced.times_s[index] - 1.0 for index, next_ in itertools.pairwise(sliced)]
     assert all(1.0 <= rest_s < 1.2 for rest_s in rests_s), rests_s
+
+
+def test_where_pictures_are_paced_their_prefill_counts_too() -> None:
+    paced = PacedRun()
+    paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=400, is_read_along=True))
+    paced.scheduler.step()
+    for number in range(3):
+        paced.scheduler.add(request(f"guest{number}", [image(f"far{number}", 12), *text(1, 2)], max_new_tokens=1))
+    run(paced.scheduler)
+    assert sum(map(works_on_pictures, paced.plans)) == 3 * (NUM_CROPS + 1)
+    assert paced.share_of_pictures == pytest.approx(0.5, abs=0.03)
 
 
 def test_the_rest_after_a_slice_is_no_longer_when_nothing_was_done_for_a_while() -> None:

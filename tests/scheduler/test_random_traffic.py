@@ -98,6 +98,7 @@ class Traffic:
             "streaming_prefill_tokens": st.sampled_from([0, 1, 200, 300]),
             "steps_in_flight": st.integers(0, 1),
             "launch_waits": st.booleans(),
+            "paces_pictures": st.booleans(),
             "num_adapter_slots": st.integers(1, 3),
         }
     ),
@@ -106,6 +107,8 @@ def test_random_traffic(
     script: list[tuple], page_size: int, pool: int, prefix_cache: bool, limits: dict[str, int]
 ) -> None:
     room = {"page_size": page_size, "num_pages": pool // page_size, "max_seq_length": 80}
+    if limits["paces_pictures"]:
+        limits = {**limits, "steps_in_flight": 0}
     scheduler, _ = make(vocab_size=VOCAB, prefix_cache=prefix_cache, **room, **limits)
     traffic = Traffic(scheduler)
     for action in script:

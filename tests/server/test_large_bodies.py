@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import threading
@@ -346,3 +347,22 @@ def test_escapes_are_never_cut_wherever_they_stand() -> None:
 def test_long_texts_hide_no_mistake(body: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         json_body.parse_in_pieces(body, MOST)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":"' + b"x" * 30_000_000,
+        b" " * 30_000_000,
+        b'{"a":' + b" " * 30_000_000 + b"1}",
+        b" " * 30_000_000 + b'{"a":1}',
+        b'{"a":"' + b"\x80" * 30_000_000 + b'"}',
+        b'{"a":"' + b"x" * 10_000_000 + b'","b":[' + b"1," * 900_000 + b"1]}",
+    ],
+    ids=["no end", "blanks", "blanks inside", "blanks before", "no character", "numbers"],
+)
+def test_no_shape_of_a_long_body_takes_long(body: bytes) -> None:
+    began_s = time.thread_time()
+    with contextlib.suppress(RequestError):
+        json_body.parse_in_pieces(body, MOST)
+    assert time.thread_time() - began_s < 2.0, "most take 0.1 s; what is looked through again and again took minutes"
