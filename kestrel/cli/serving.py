@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from kestrel.errors import ConfigError, EngineStopped
 from kestrel.runtime.device import choose_device
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
+from kestrel.server.lifecycle import END_SIGNALS
 from kestrel.server.lifecycle import serve as serve_app
 from kestrel.server.logs import configure_logs, lossy_stderr
 from kestrel.server.state import END_S, Phase, ServerState, app_state
@@ -36,7 +38,7 @@ NAP_S = 1.0
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
-    with lossy_stderr(), _compute_process(server, config) as process:
+    with lossy_stderr(), _signals_held(), _compute_process(server, config) as process:
         if process is not None:
             give_back_freed_memory()
         elif choose_device(config).type == "cpu":
@@ -56,6 +58,16 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
             watchdog.stop()
         if process is not None and process.has_died:
             raise EngineStopped(process.ending())
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """A signal that comes before the event loop handles it waits until then: it ends a server that starts like any."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ logger = logging.getLogger("kestrel.server")
 
 EngineFactory: TypeAlias = Callable[[], Awaitable[InferenceEngine]]
 EngineSource: TypeAlias = InferenceEngine | EngineFactory
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 5.0
 """What is left after the drain time for responses to leave and connections to close."""
 NAP_S = 0.02
@@ -194,12 +195,13 @@ class _Signals:
     @contextlib.contextmanager
     def handled(self) -> Generator[None, None, None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in END_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)  # what came before was held
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in END_SIGNALS:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:

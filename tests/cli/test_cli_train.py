@@ -237,9 +237,9 @@ def test_a_terminal_gets_a_bar_with_the_figures(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (("--sizes", "378"), "--sizes: '378' is not a height and a width; write it as in 378x378"),
-        (("--sizes", "8x378"), "sizes: sides must be from 16 to 4096 (got 8x378)"),
-        (("--sizes", ","), "sizes: is empty; give at least one"),
-        (("--courses", "singing=1"), "courses: there is no 'singing'; known are: beginning, everything, reading"),
+        (("--sizes", "8x378"), "--sizes: sides must be from 16 to 4096 (got 8x378)"),
+        (("--sizes", ","), "--sizes: is empty; give at least one"),
+        (("--courses", "singing=1"), "--courses: there is no 'singing'; known are: beginning, everything, reading"),
         (("--courses", "reading=much"), "--courses: 'reading=much' is not NAME=SHARE; write it as in everything=2"),
         (("--courses", "reading=0"), "share: of a course must be above 0 (got 0.0)"),
         (("--courses", "reading,reading=2"), "--courses: 'reading' is given twice; give it once, with its share"),
