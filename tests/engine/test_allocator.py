@@ -10,14 +10,17 @@ import pytest
 
 from kestrel.engine import allocator
 
-PROGRAM = """
-import ctypes, resource, runpy
-kept = runpy.run_path({module!r})["keep_freed_memory"]() if {asks} else None
+LIBC = """
+import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+"""
+PROGRAM = """
+import resource, runpy
+kept = runpy.run_path({module!r})["keep_freed_memory"]() if {asks} else None
 def use():
     block = libc.malloc(24 * 2**20)
     libc.memset(block, 1, 24 * 2**20)
@@ -36,7 +39,7 @@ IS_GLIBC = sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names
 def outcome(*, asks: bool, **variables: str) -> tuple[str, int]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC", "GLIBC"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(asks=asks, module=allocator.__file__)],
+        [sys.executable, "-c", LIBC + PROGRAM.format(asks=asks, module=allocator.__file__)],
         env={**environment, **variables},
         capture_output=True,
         text=True,
@@ -62,13 +65,8 @@ def test_an_operator_who_decided_otherwise_is_obeyed() -> None:
 
 
 KEPT_FOR_A_WHILE = """
-import ctypes, runpy, time
+import runpy, time
 assert runpy.run_path({module!r})["keep_freed_memory"](0.5)
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.malloc.argtypes = [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 def resident_mib():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) / 256
@@ -85,7 +83,7 @@ print(kept, resident_mib() - before)
 @pytest.mark.skipif(not IS_GLIBC, reason="glibc only")
 def test_what_a_busy_moment_took_is_given_back_in_the_end() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC", "GLIBC"))}
-    program = KEPT_FOR_A_WHILE.format(module=allocator.__file__)
+    program = LIBC + KEPT_FOR_A_WHILE.format(module=allocator.__file__)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     kept, later = map(float, done.stdout.split())
     assert kept > 190
