@@ -302,6 +302,7 @@ async def malformed_pictures(attacker: Attacker) -> str:
         [
             whole[: len(whole) // 2],
             dice.randbytes(20_000),
+            _flat_png(65_535, 1_520),
             _flat_png(65_535, 1_520, num_rows=1_500),
             _flat_png(60_000, 60_000, num_rows=10),
             _damaged_tiff(dice),
@@ -476,7 +477,7 @@ def _flat_png(width: int, height: int, num_rows: int | None = None) -> bytes:
 
 def _damaged_tiff(dice: random.Random) -> bytes:
     buffer = io.BytesIO()
-    Image.new("RGB", (150, 300)).save(buffer, "TIFF", compression="tiff_lzw")
+    Image.new("RGB", (400, 2_000)).save(buffer, "TIFF", compression="tiff_lzw")
     data = bytearray(buffer.getvalue())
     for _ in range(100):
         data[dice.randrange(100, len(data))] = dice.randrange(256)
