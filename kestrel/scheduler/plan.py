@@ -39,6 +39,9 @@ class PlannedStep:
     """Those whose picture is encoded some more; they have no other work in the step."""
 
 
+REST_PER_WORK = 2.0
+"""Pictures take a third of the time at most while someone reads along: a batch of other people's rows makes a stream
+slower already."""
 NO_PICTURES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -86,7 +89,7 @@ class StepPlanner:
         return step
 
     def _slice_budget(self, someone_reads: bool) -> int:
-        """0 for as long as the last work for pictures took, where someone reads along."""
+        """0 for `REST_PER_WORK` times as long as the last work for pictures took, where someone reads along."""
         if not self._limits.paces_pictures:
             return self._limits.max_prefill_tokens
         if not someone_reads:
@@ -97,10 +100,9 @@ class StepPlanner:
         """Notes how long pictures took; to be called once a step, before the next is planned."""
         if self._pictures_at_s is not None:
             now_s, began_s = self._clock(), self._pictures_at_s
-            unspent_s = max(
-                0.0, self._next_slice_at_s - began_s
-            )  # a prefill does not wait for the rest of its last slice
-            self._next_slice_at_s = now_s + (now_s - began_s) + unspent_s
+            # A prefill does not wait for the rest of its last slice.
+            unspent_s = max(0.0, self._next_slice_at_s - began_s)
+            self._next_slice_at_s = now_s + REST_PER_WORK * (now_s - began_s) + unspent_s
 
     def _plan_starts(self, plan: StepPlan) -> None:
         for sequence in self._started:
