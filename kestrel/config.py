@@ -52,7 +52,7 @@ class RuntimeConfig:
         default="none",
         metadata=_doc(
             "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
-            "float8 needs a GPU of compute capability 8.9 and excludes adapters."
+            "float8 needs a GPU of compute capability 8.9."
         ),
     )
     kv_cache_dtype: str = field(

@@ -190,7 +190,7 @@ class MoondreamRuntime(Executor):
         """`make_decoder` may give one that also observes what it is asked. `kv_scales`: those of the checkpoint."""
         decoder = make_decoder(model)
         abilities = Abilities.of(decoder.device)
-        path = choose_fast_path(config, abilities, decoder.dtype, with_adapters)
+        path = choose_fast_path(config, abilities, decoder.dtype)
         ops = path.make_ops(abilities)
         if path.note is not None:
             logger.log(logging.WARNING if decoder.device.type == "cuda" else logging.INFO, "%s", path.note)
