@@ -5,8 +5,7 @@ A row of `qkv_TF` is [q heads | k heads | v heads]. Queries and values are scale
 (`kestrel.kernels.rope`), keys and values go to their slots of the cache, queries come back. Every step rounds to the
 dtype of `qkv_TF`.
 
-A token of slot -1 is not stored: a row of padding writes nothing. Caches of float8 receive k / k_scale and v / v_scale,
-limited to what the type can hold.
+Caches of float8 receive k / k_scale and v / v_scale, limited to what the type can hold.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def rotate_and_store(
 ) -> Tensor:
     """q [T, heads, head_dim], contiguous. Tables: [num_positions, rotary_dim / 2], fp32; without them nothing is
     rotated. `tau`: factors [T, heads] of queries and [T, kv_heads] of values, fp32. `norms`: weights [head_dim] of an
-    RMS norm of each query and key before the rotation, and its eps. Reads on the host which tokens are stored."""
+    RMS norm of each query and key before the rotation, and its eps."""
     assert qkv_TF.ndim == 2
     heads = qkv_TF.unflatten(1, (n_heads + 2 * n_kv_heads, -1))
     q_THD, k_THD, v_THD = heads.split([n_heads, n_kv_heads, n_kv_heads], dim=1)
@@ -48,6 +47,5 @@ def rotate_and_store(
     if cos_table is not None and sin_table is not None:
         cos_TR, sin_TR = cos_table[positions_T], sin_table[positions_T]
         q_THD, k_THD = apply_rope(q_THD, cos_TR, sin_TR), apply_rope(k_THD, cos_TR, sin_TR)
-    stored = slots_T >= 0
-    write_kv(k_cache, v_cache, slots_T[stored], k_THD[stored], v_THD[stored], k_scale, v_scale)
+    write_kv(k_cache, v_cache, slots_T, k_THD, v_THD, k_scale, v_scale)
     return q_THD.contiguous()

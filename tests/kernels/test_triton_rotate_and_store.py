@@ -67,18 +67,6 @@ def test_the_plain_version_is_rotation_and_a_copy_by_slot() -> None:
 
 
 @devices
-@pytest.mark.parametrize("store", [plain, rotate_and_store])
-def test_a_token_without_a_slot_is_not_stored(store, device: str) -> None:
-    arguments, _ = given("one token", device)
-    slots = torch.tensor([-1], device=device)
-    k_cache, v_cache = caches("one token", device)
-    q = store(*arguments[:-1], slots, k_cache, v_cache)
-    assert (k_cache == 7.0).all()
-    assert (v_cache == 9.0).all()
-    assert torch.isfinite(q).all()
-
-
-@devices
 def test_rows_may_be_columns_of_a_wider_projection(device: str) -> None:
     case = "grouped, odd counts, odd head"
     (qkv, *rest), tau = given(case, device)

@@ -83,12 +83,11 @@ def _rotate_and_store(
         x = (x.to(tl.float32) * cos + other.to(tl.float32) * signed).to(x.dtype)
     tl.store(q_ptr + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + d, x, mask=inside & is_query)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot >= 0:
-        k_place = slot * (KV_HEADS * HEAD_DIM) + (head - HEADS) * HEAD_DIM + d
-        k = _for_cache(x, inverse_k_scale, LARGEST, k_cache_ptr.dtype.element_ty)
-        tl.store(k_cache_ptr + k_place, k, mask=inside & (head >= HEADS) & (head < HEADS + KV_HEADS))
-        v = _for_cache(x, inverse_v_scale, LARGEST, v_cache_ptr.dtype.element_ty)
-        tl.store(v_cache_ptr + k_place - KV_HEADS * HEAD_DIM, v, mask=inside & is_value)
+    k_place = slot * (KV_HEADS * HEAD_DIM) + (head - HEADS) * HEAD_DIM + d
+    k = _for_cache(x, inverse_k_scale, LARGEST, k_cache_ptr.dtype.element_ty)
+    tl.store(k_cache_ptr + k_place, k, mask=inside & (head >= HEADS) & (head < HEADS + KV_HEADS))
+    v = _for_cache(x, inverse_v_scale, LARGEST, v_cache_ptr.dtype.element_ty)
+    tl.store(v_cache_ptr + k_place - KV_HEADS * HEAD_DIM, v, mask=inside & is_value)
 
 
 def rotate_and_store(
