@@ -48,7 +48,9 @@ class Linear(nn.Linear):
     scale_F: Tensor | None = None
     """One per output of a float8 weight."""
     bias_in_norms = False
-    """`add_to` leaves the bias out, because the norms that follow add it (`LayerNorm.shift_D`)."""
+    """`add_and_norm` leaves the bias out, because the norms that follow add it (`LayerNorm.shift_D`)."""
+    _other_bias: tuple[Tensor | None] | None = None
+    """Instead of the layer's own: what two layers whose outputs are added up have together, or none."""
 
     @property
     def is_fp8(self) -> bool:
@@ -60,12 +62,12 @@ class Linear(nn.Linear):
 
     def forward(self, x: Rows) -> Tensor:
         if isinstance(x, Fp8Rows):
-            return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self.bias, self._out_dtype)
+            return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self._bias, self._out_dtype)
         if x.ndim == 2 and len(x) <= self.ops.max_small_rows:
-            return self.ops.small_linear(x, self.weight, self.bias, scale_F=self.scale_F)
+            return self.ops.small_linear(x, self.weight, self._bias, scale_F=self.scale_F)
         if self.is_fp8:
             return self(self.quantised(x))
-        return functional.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self._bias)
 
     def gelu(self, x: Rows) -> Tensor:
         """GELU_tanh of this layer, in as few operations as the format allows."""
@@ -95,6 +97,10 @@ class Linear(nn.Linear):
         self.weight.data = whole.weight.data[rows, columns]
         self.scale_F = None if whole.scale_F is None else whole.scale_F[rows]
         self._out_dtype = whole._out_dtype
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.bias if self._other_bias is None else self._other_bias[0]
 
     _out_dtype: torch.dtype = torch.bfloat16
     """Of what a float8 weight gives."""
@@ -144,6 +150,7 @@ def joined_columns(first: Linear, second: Linear) -> Linear:
     whole.bias = nn.Parameter(first.bias.data + second.bias.data, requires_grad=False)
     first.become_part(whole, columns=slice(split))
     second.become_part(whole, columns=slice(split, None))
+    first._other_bias, second._other_bias = (whole.bias,), (None,)
     return whole
 
 
