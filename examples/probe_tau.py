@@ -22,11 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import CheckpointError, KestrelError
-from kestrel.moondream.text import TauScaling
+from kestrel.layers.attention import Tau
 
 
 class TauRecorder:
-    """Notes what every TauScaling module returns, layer by layer in the order they run."""
+    """Notes what every Tau module returns, layer by layer in the order they run."""
 
     def __init__(self) -> None:
         self._layers: dict[nn.Module, list[tuple[Tensor, Tensor, Tensor]]] = {}
@@ -40,7 +40,7 @@ class TauRecorder:
             handle.remove()
 
     def _note(self, module: nn.Module, given: tuple[Any, ...], factors: Any) -> None:
-        if isinstance(module, TauScaling):
+        if isinstance(module, Tau):
             positions_T, (tau_q_TH, tau_v_TH) = given[1], factors
             self._layers.setdefault(module, []).append((positions_T.cpu(), tau_q_TH.cpu(), tau_v_TH.cpu()))
 

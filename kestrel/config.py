@@ -52,7 +52,7 @@ class RuntimeConfig:
         default="none",
         metadata=_doc(
             "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
-            "float8 needs a GPU of compute capability 8.9 and excludes adapters."
+            "float8 needs a GPU of compute capability 8.9."
         ),
     )
     kv_cache_dtype: str = field(
@@ -251,22 +251,7 @@ def _check_choices(config: RuntimeConfig) -> None:
 
 
 def _check_quantization(config: RuntimeConfig) -> None:
-    if config.quantization == "none":
-        return
-    for name in ("adapter_dir", "adapter_url_template"):
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                "quantization",
-                f"{config.quantization!r} cannot be combined with {name}: adapters need the weights that quantization "
-                f"gives up; leave one of the two out",
-            )
-    if config.quantization == "fp8" and config.refiner_path is not None:
-        raise ConfigError(
-            "quantization",
-            "'fp8' cannot be combined with refiner_path: the refiner needs the vision weights that it gives up; "
-            "use fp8-experts or none, or leave refiner_path out",
-        )
-    if config.attention_backend == "sdpa":
+    if config.quantization != "none" and config.attention_backend == "sdpa":
         raise ConfigError(
             "quantization",
             f"{config.quantization!r} runs on Triton kernels, which attention_backend='sdpa' forbids; "

@@ -62,7 +62,7 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with
     """From a configuration to a model that can run: find, load, plan its memory."""
     device = choose_device(config)
     dtype = choose_dtype(config, device)
-    choose_fast_path(config, Abilities.of(device), dtype, with_adapters)  # a refusal comes before the download
+    choose_fast_path(config, Abilities.of(device), dtype)  # a refusal comes before the download
     with naming_memory_knobs():
         return ready_from(load(resolve(config), device, dtype, progress), config, with_adapters)
 

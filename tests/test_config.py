@@ -95,23 +95,11 @@ def test_dtypes_have_many_spellings(given: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-experts"])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("adapter_dir", "/adapters"),
-        ("adapter_url_template", "https://example.org/{id}"),
-        ("attention_backend", "sdpa"),
-    ],
-)
-def test_quantization_names_what_it_cannot_be_combined_with(quantization: str, field: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^quantization: '{quantization}' .*{field}.* leave one of the two out"):
-        RuntimeConfig(quantization=quantization, **{field: value})  # pyright: ignore[reportArgumentType]
-
-
-def test_a_refiner_needs_the_vision_weights_that_fp8_gives_up() -> None:
-    with pytest.raises(ConfigError, match=r"^quantization: .*refiner_path.* use fp8-experts or none"):
-        RuntimeConfig(quantization="fp8", refiner_path="/refiner")
-    assert RuntimeConfig(quantization="fp8-experts", refiner_path="/refiner").refiner_path == "/refiner"
+def test_quantization_needs_the_triton_kernels_and_goes_with_everything_else(quantization: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^quantization: '{quantization}' .*sdpa.* leave one of the two out"):
+        RuntimeConfig(quantization=quantization, attention_backend="sdpa")
+    config = RuntimeConfig(quantization=quantization, adapter_dir="/adapters", refiner_path="/refiner")
+    assert config.quantization == quantization
 
 
 @pytest.mark.parametrize(("given", "name"), [("auto", "auto"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")])

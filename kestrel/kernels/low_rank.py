@@ -5,9 +5,9 @@
 Rows without a slot keep y bit by bit. An adapter may have a lower rank than the buffers: it uses the first `rank` rows
 of `a` and columns of `b`. The two products run in the dtype of x, one adapter after the other.
 
-`add_low_rank` is told on the host who uses what. The others read it from tensors, so that a captured step can be
-replayed for other rows, slots and ranks: `tile_slots` puts the rows of a batch in tiles of one slot each, which all
-layers share, and each end of a block with parallel attention and MLP is one operation:
+Who uses what is read from tensors, so that a captured step can be replayed for other rows, slots and ranks:
+`tile_slots` puts the rows of a batch in tiles of one slot each, which all layers share. `add_deltas` serves one matrix;
+each end of a block with parallel attention and MLP is one operation:
 
     add_input_deltas:   qkv += Δqkv(y);  hidden = GELU_tanh(hidden + Δfc1(y))
     add_output_deltas:  total += Δproj(attention or y) + Δfc2(hidden)
@@ -15,35 +15,12 @@ layers share, and each end of a block with parallel attention and MLP is one ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRows:
-    """The rows of a batch that use one slot; known on the host, so that nothing waits for the device."""
-
-    slot: int
-    rank: int
-    rows_N: Tensor
-
-
-def add_low_rank(y_TF: Tensor, x_TD: Tensor, users: Sequence[SlotRows], a_SRD: Tensor, b_SFR: Tensor) -> Tensor:
-    """y with the deltas added, in place."""
-    assert y_TF.shape == (x_TD.shape[0], b_SFR.shape[1])
-    assert a_SRD.shape[1:] == (b_SFR.shape[2], x_TD.shape[1])
-    for user in users:
-        if user.rank > 0:
-            x_ND = x_TD[user.rows_N]
-            y_TF.index_add_(
-                0, user.rows_N, low_rank(x_ND, a_SRD[user.slot, : user.rank], b_SFR[user.slot, :, : user.rank])
-            )
-    return y_TF
 
 
 def low_rank(x_ND: Tensor, a_RD: Tensor, b_FR: Tensor) -> Tensor:
@@ -90,6 +67,20 @@ def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int = 16) -> SlotT
                 slot_K[tile], rows_KN[tile, : len(rows_N)] = slot, rows_N
                 tile += 1
     return SlotTiles(slot_K, rows_KN)
+
+
+def add_deltas(
+    tiles: SlotTiles,
+    y_TF: Tensor,
+    x_TD: Tensor,
+    factors: SlotFactors,
+    other_TD: Tensor | None = None,
+    reads_other_S: Tensor | None = None,
+) -> None:
+    """y += Δ(x), in place; slots of which `reads_other_S` says so read `other` instead."""
+    for slot, rows_N in _used_tiles(tiles, factors):
+        source_TD = x_TD if other_TD is None or reads_other_S is None or not reads_other_S[slot] else other_TD
+        y_TF.index_add_(0, rows_N, _slot_delta(source_TD[rows_N], factors, slot))
 
 
 def add_input_deltas(

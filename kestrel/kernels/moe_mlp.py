@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels.fp8_rows import rows_to_fp8
+from kestrel.kernels.low_rank import low_rank
 
 
 def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -66,6 +68,54 @@ def moe_mlp_fp8(
         return functional.linear(_rounded(hidden_NI), _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
 
     return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
+
+
+class ExpertFactors(NamedTuple):
+    """Low-rank factors of all experts' matrices for all slots. Each slot has a rank of its own."""
+
+    a_SERD: Tensor
+    b_SEFR: Tensor
+    rank_S: Tensor
+    """int32, one longer than the others: the base model counts as the last slot, of rank 0."""
+
+
+class ExpertDeltas(NamedTuple):
+    """What adapters add to the experts of one layer."""
+
+    slot_T: Tensor
+    """Slot of each token, -1 for the base model."""
+    fc1: ExpertFactors
+    fc2: ExpertFactors
+
+
+def moe_mlp_adapted(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    fc1_EFD: Tensor,
+    fc2_EDI: Tensor,
+    fc1_scale_EF: Tensor | None,
+    fc2_scale_ED: Tensor | None,
+    deltas: ExpertDeltas,
+) -> Tensor:
+    """`moe_mlp` with the low-rank deltas of each token's adapter added to both matrices of each of its experts."""
+
+    def run_expert(expert: int, positions_N: Tensor, x_ND: Tensor) -> Tensor:
+        slot_N = deltas.slot_T[positions_N]
+        z_NF = functional.linear(x_ND, _widened(fc1_EFD[expert], fc1_scale_EF, expert, x_ND.dtype))
+        hidden_NI = gate_hidden(_with_deltas(z_NF, x_ND, slot_N, deltas.fc1, expert))
+        y_ND = functional.linear(hidden_NI, _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
+        return _with_deltas(y_ND, hidden_NI, slot_N, deltas.fc2, expert)
+
+    return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
+
+
+def _with_deltas(y_NF: Tensor, x_ND: Tensor, slot_N: Tensor, factors: ExpertFactors, expert: int) -> Tensor:
+    for slot in sorted({slot for slot in slot_N.tolist() if slot >= 0}):
+        rank, rows_N = int(factors.rank_S[slot]), (slot_N == slot).nonzero()[:, 0]
+        a_RD, b_FR = factors.a_SERD[slot, expert, :rank], factors.b_SEFR[slot, expert, :, :rank]
+        y_NF.index_add_(0, rows_N, low_rank(x_ND[rows_N], a_RD, b_FR))
+    return y_NF
 
 
 def _rounded(x_ND: Tensor) -> Tensor:

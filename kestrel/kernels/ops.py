@@ -21,13 +21,15 @@ from kestrel.kernels.fp8_linear import fp8_linear
 from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.gelu_linear import gelu_linear
 from kestrel.kernels.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
-from kestrel.kernels.low_rank import SlotTiles, add_input_deltas, add_output_deltas, tile_slots
-from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
+from kestrel.kernels.low_rank import SlotTiles, add_deltas, add_input_deltas, add_output_deltas, tile_slots
+from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k
 from kestrel.kernels.paged_attention import attend_rows
 from kestrel.kernels.patchify import patchify
 from kestrel.kernels.resample import resample
+from kestrel.kernels.rms_norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm, rms_norm_to_fp8
 from kestrel.kernels.rotate_and_store import rotate_and_store
 from kestrel.kernels.row_inputs import RowInputs, row_inputs
+from kestrel.kernels.silu_gate import silu_gate, silu_gate_to_fp8
 from kestrel.kernels.small_linear import small_linear
 from kestrel.kernels.tau import stacked_tau_factors
 
@@ -40,6 +42,10 @@ InPlaceOp: TypeAlias = Callable[..., None]
 @dataclass(frozen=True, slots=True)
 class Ops:
     """Each field has the contract of the function of that name in this package."""
+
+    def __deepcopy__(self, _: object) -> Ops:
+        """A copy of a model runs with the same operations."""
+        return self
 
     layer_norm: Op
     add_layer_norm: PairOp
@@ -54,6 +60,7 @@ class Ops:
     route_top_k: PairOp
     moe_mlp: Op
     moe_mlp_fp8: Op
+    moe_mlp_adapted: Op
     tau_factors: PairOp
     resample: Op
     patchify: Op
@@ -63,10 +70,17 @@ class Ops:
     row_inputs: Callable[..., RowInputs]
     layer_norm_to_fp8: PairOp
     add_layer_norm_to_fp8: TripleOp
+    rms_norm: Op
+    add_rms_norm: PairOp
+    rms_norm_to_fp8: PairOp
+    add_rms_norm_to_fp8: TripleOp
+    silu_gate: Op
+    silu_gate_to_fp8: PairOp
     rows_to_fp8: PairOp
     gelu_to_fp8: PairOp
     fp8_linear: Op
     tile_slots: Callable[..., SlotTiles]
+    add_deltas: InPlaceOp
     add_input_deltas: InPlaceOp
     add_output_deltas: InPlaceOp
 
@@ -84,6 +98,7 @@ PLAIN = Ops(
     route_top_k=route_top_k,
     moe_mlp=moe_mlp,
     moe_mlp_fp8=moe_mlp_fp8,
+    moe_mlp_adapted=moe_mlp_adapted,
     resample=resample,
     patchify=patchify,
     tau_factors=stacked_tau_factors,
@@ -93,10 +108,17 @@ PLAIN = Ops(
     row_inputs=row_inputs,
     layer_norm_to_fp8=layer_norm_to_fp8,
     add_layer_norm_to_fp8=add_layer_norm_to_fp8,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rms_norm_to_fp8=rms_norm_to_fp8,
+    add_rms_norm_to_fp8=add_rms_norm_to_fp8,
+    silu_gate=silu_gate,
+    silu_gate_to_fp8=silu_gate_to_fp8,
     rows_to_fp8=rows_to_fp8,
     gelu_to_fp8=gelu_to_fp8,
     fp8_linear=fp8_linear,
     tile_slots=tile_slots,
+    add_deltas=add_deltas,
     add_input_deltas=add_input_deltas,
     add_output_deltas=add_output_deltas,
 )

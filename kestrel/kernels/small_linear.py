@@ -32,5 +32,5 @@ def small_linear(
         active_MF = functional.gelu(y_MF[:, gelu_from:], approximate="tanh")
         if gelu_rows_M is not None:
             active_MF = torch.where(gelu_rows_M[:, None], active_MF, y_MF[:, gelu_from:])
-        y_MF[:, gelu_from:] = active_MF
+        y_MF = active_MF if gelu_from == 0 else torch.cat((y_MF[:, :gelu_from], active_MF), dim=1)
     return y_MF if residual_MF is None else y_MF + residual_MF

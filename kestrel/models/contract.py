@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import ShrunkImage
-from kestrel.kernels.low_rank import SlotFactors
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.attention import Attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,77 +29,6 @@ class DecoderShape:
     """Positions one picture takes; 0 for a text-only model."""
     coord_id: int
     size_id: int
-
-
-class Attend(Protocol):
-    """Stores the keys and values of one layer's new positions and attends over everything stored for their rows.
-
-    q and k are rotated and scaled already: nothing is left to do but attention. Returns [T, heads, head_dim].
-    """
-
-    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor: ...
-
-
-class StepAttention(Attend, Protocol):
-    """`Attend`, and the same in two halves for a model that stores keys and values with a kernel of its own."""
-
-    @property
-    def slots_T(self) -> Tensor:
-        """Where the keys and values of the new positions go."""
-        ...
-
-    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values by slot."""
-        ...
-
-    def scales(self, layer: int) -> tuple[float, float]:
-        """What the numbers of that cache, keys and values, are to be multiplied by; ones unless it is float8."""
-        ...
-
-    def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
-        """What the new positions see, once theirs are stored. Rows of both may lie apart."""
-        ...
-
-
-AdaptedMatrix = Literal["qkv", "proj", "proj_of_norm", "fc1", "fc2"]
-"""A place where a low-rank delta is added. `proj_of_norm` is a delta of proj that reads the block's norm output."""
-
-
-class Adapt(Protocol):
-    """Adds the low-rank deltas of each position's adapter to what a matrix of the base model made of x.
-
-    Both return y, which may be changed in place; positions without an adapter keep their y bit by bit.
-    """
-
-    def linear(self, layer: int, matrix: AdaptedMatrix, x_TD: Tensor, y_TF: Tensor) -> Tensor: ...
-
-    def expert(
-        self, layer: int, matrix: AdaptedMatrix, expert: int, positions_N: Tensor, x_ND: Tensor, y_NF: Tensor
-    ) -> Tensor:
-        """The same for one expert; row n belongs to the batch's position `positions_N[n]`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFactors:
-    """The factors of one dense layer's matrices for all slots."""
-
-    qkv: SlotFactors
-    proj: SlotFactors
-    fc1: SlotFactors
-    fc2: SlotFactors
-
-
-@dataclass(frozen=True, slots=True)
-class SlotDeltas:
-    """Adapters of a step as tensors alone: what is captured with them can be replayed for other slots and ranks."""
-
-    slot_T: Tensor
-    """Slot of each position, -1 for the base model."""
-    num_slots: int
-    layers: Sequence[LayerFactors]
-    reads_norm_S: Tensor
-    """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,22 +78,8 @@ class DecoderModel(Protocol):
         """The embeddings of pictures from the features of their crops."""
         ...
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         """The last layer's residual stream, [T, hidden_dim]."""
-        ...
-
-    @property
-    def can_adapt_on_device(self) -> bool:
-        """Whether there is a `forward_adapted`."""
-        ...
-
-    def forward_adapted(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, deltas: SlotDeltas) -> Tensor:
-        """`forward` with adapters and nothing to decide on the host.
-
-        In fp32 on a CPU, positions of the base model get what `forward` gives them in a batch of the same shape, bit by
-        bit. On a GPU that holds for steps of up to `Ops.max_small_rows` positions; in larger ones their hidden numbers
-        are rounded to the model's dtype before the activation and not only after it.
-        """
         ...
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:

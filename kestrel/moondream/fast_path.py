@@ -68,9 +68,7 @@ class FastPath:
         return tuned_triton_ops(abilities.name, abilities.capability)
 
 
-def choose_fast_path(
-    config: RuntimeConfig, abilities: Abilities, dtype: torch.dtype, with_adapters: bool = False
-) -> FastPath:
+def choose_fast_path(config: RuntimeConfig, abilities: Abilities, dtype: torch.dtype) -> FastPath:
     """Refuses what was asked for and cannot be had; leaves out only what was left to it."""
     fault, backend = abilities.why_no_triton(), config.attention_backend
     if backend == "triton" and fault is not None:
@@ -81,22 +79,16 @@ def choose_fast_path(
         note = f"attention runs without the Triton kernels (sdpa): {fault}"
     no_fp8 = abilities.why_no_fp8() or (None if is_fused else _why_not_fused(backend, fault))
     if config.quantization != "none":
-        _check_quantization(config, no_fp8, dtype, with_adapters)
+        _check_quantization(config, no_fp8, dtype)
     if config.kv_cache_dtype_name == "fp8" and no_fp8 is not None:
         raise ConfigError("kv_cache_dtype", f"'fp8' cannot be used: {no_fp8}; use auto")
     return FastPath(is_fused, config.quantization, _kv_dtype(config, dtype), note)
 
 
-def _check_quantization(config: RuntimeConfig, no_fp8: str | None, dtype: torch.dtype, with_adapters: bool) -> None:
+def _check_quantization(config: RuntimeConfig, no_fp8: str | None, dtype: torch.dtype) -> None:
     wanted = repr(config.quantization)
     if no_fp8 is not None:
         raise ConfigError("quantization", f"{wanted} cannot be used: {no_fp8}; use none")
-    if with_adapters:
-        raise ConfigError(
-            "quantization",
-            f"{wanted} cannot be combined with adapters, which need the weights that it gives up; use none, or take "
-            "adapter_dir, adapter_url_template and MOONDREAM_API_KEY away",
-        )
     if config.quantization == "fp8" and dtype != torch.bfloat16:
         raise ConfigError(
             "quantization", f"{wanted} needs dtype bfloat16 beside it (it is {str(dtype).removeprefix('torch.')})"

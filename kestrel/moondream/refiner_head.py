@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kestrel.errors import CheckpointError, ConfigError
-from kestrel.models.layers import normal_parameter
+from kestrel.layers.linear import normal_parameter
 
 PIXEL_ATTENTION_HEADS = 4
 MAX_GROUPS = 32

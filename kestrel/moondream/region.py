@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.kernels.region_fourier import fourier_features
-from kestrel.models.layers import GeluMlp, normal_parameter
+from kestrel.layers.linear import normal_parameter
+from kestrel.layers.mlp import Mlp
 from kestrel.moondream.config import RegionConfig
 
 
@@ -68,4 +69,4 @@ def _encode(values_NC: Tensor, frequencies_CF: Tensor, encoder: nn.Linear) -> Te
 def _decoder(config: RegionConfig, out_dim: int) -> nn.Module:
     if config.inner_dim is None:
         return nn.Linear(config.dim, out_dim)
-    return GeluMlp(config.dim, config.inner_dim, out_dim)
+    return Mlp(config.dim, config.inner_dim, out_dim)

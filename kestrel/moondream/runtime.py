@@ -25,10 +25,10 @@ from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import Ops
-from kestrel.models.contract import Adapt, DecoderModel, DecoderShape, PreparedImage, SlotDeltas, StepAttention
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.attention import Attend
+from kestrel.models.contract import DecoderModel, DecoderShape, PreparedImage
 from kestrel.moondream.fast_path import Abilities, FastPath, choose_fast_path
-from kestrel.moondream.forward import FusedForward, PlainForward, QuantisedForward
-from kestrel.moondream.fp8_weights import check_kept
 from kestrel.moondream.limits import batch_crops, batch_sizes, prefill_budget, runtime_limits
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
@@ -58,7 +58,6 @@ class MoondreamDecoder:
         text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
         self._model = model
         self._ops: Ops | None = None
-        self._forward: PlainForward | FusedForward | QuantisedForward = PlainForward(model)
         self._vision_graphs: VisionGraphs | None = None
         self._tiling = TilingParams(
             crop_size=vision.crop_size,
@@ -128,25 +127,18 @@ class MoondreamDecoder:
             return cut_patches(pixels_HWC, plan, self.dtype, self._ops)
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
-    def check_whole(self) -> None:
-        """Refuses a model that another runtime has quantised."""
-        for parameter in self._model.parameters():
-            check_kept(parameter)
-
     def fuse(self, ops: Ops) -> None:
-        """From now on run in few, wide operations of this bundle wherever no `Adapt` is involved."""
+        """From now on run in few, wide operations of this bundle."""
         self._ops = ops
-        self._forward = FusedForward(self._model, ops)
+        self._model.fuse(ops)
 
-    def quantise(self, quantization: str, ops: Ops) -> None:
+    def quantise(self, quantization: str) -> None:
         """From now on run on quantised weights, which take the place of the model's own."""
-        self._ops = ops
-        self._forward = QuantisedForward.of(quantization, self._model, ops)
+        self._model.quantise(quantization)
 
     def capture_vision(self, max_crops: int, pool: GraphPool) -> None:
         """From now on encode up to so many crops by replaying graphs."""
-        assert not isinstance(self._forward, PlainForward)
-        self._vision_graphs = VisionGraphs(self._forward.vision, max_crops, pool)
+        self._vision_graphs = VisionGraphs(self._model.vision, max_crops, pool)
 
     def prepare_vision(self, num_crops: int) -> None:
         """Does what the first pictures that come in so many crops would otherwise wait for."""
@@ -161,28 +153,19 @@ class MoondreamDecoder:
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         if self._vision_graphs is not None:
             return self._vision_graphs.encode_crops(patches)
-        return self._forward.vision.encode_crops(torch.cat(list(patches)))
+        return self._model.vision.encode_crops(torch.cat(list(patches)))
 
     def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
         return self._model.vision.embed_images(features, tiles)
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, adapt: Adapt | None = None) -> Tensor:
-        return self._forward.text(x_TD, positions_T, attend, adapt)
-
-    @property
-    def can_adapt_on_device(self) -> bool:
-        return isinstance(self._forward, FusedForward) and self._forward.adapted is not None
-
-    def forward_adapted(self, x_TD: Tensor, positions_T: Tensor, attend: StepAttention, deltas: SlotDeltas) -> Tensor:
-        assert isinstance(self._forward, FusedForward)
-        assert self._forward.adapted is not None
-        return self._forward.adapted.forward_adapted(x_TD, positions_T, attend, deltas)
+    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
+        return self._model.text(x_TD, positions_T, attend, adapt)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._model.text.post_ln(hidden_ND)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self._forward.logits(hidden_ND)
+        return self._model.text.logits(hidden_ND)
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
         logits_NC = self._model.region.decode_coord(hidden_ND)
@@ -207,7 +190,7 @@ class MoondreamRuntime(Executor):
         """`make_decoder` may give one that also observes what it is asked. `kv_scales`: those of the checkpoint."""
         decoder = make_decoder(model)
         abilities = Abilities.of(decoder.device)
-        path = choose_fast_path(config, abilities, decoder.dtype, with_adapters)
+        path = choose_fast_path(config, abilities, decoder.dtype)
         ops = path.make_ops(abilities)
         if path.note is not None:
             logger.log(logging.WARNING if decoder.device.type == "cuda" else logging.INFO, "%s", path.note)
@@ -227,10 +210,9 @@ class MoondreamRuntime(Executor):
         limits = runtime_limits(decoder.shape, decoder.device, config, path.kv_dtype, num_slots, working_bytes)
         graphs: MakeFastSteps | None = None
         if is_captured:
-            adapted = slots if decoder.can_adapt_on_device else None
-            graphs = captured_steps(limits, ops, GraphPool(decoder.device, is_urgent=True), adapted)
+            graphs = captured_steps(limits, ops, GraphPool(decoder.device, is_urgent=True), slots)
         scales = cache_scales(kv_scales, path.kv_dtype, decoder.shape.num_layers)
-        super().__init__(decoder, limits, slots, num_crops, graphs, ops, path.kv_dtype, scales)
+        super().__init__(decoder, limits, slots, num_crops, graphs, ops, path.is_fused, path.kv_dtype, scales)
         self.prepare()
         pictures = picture_bytes(config, decoder.device, decoder.dtype)
         self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, decoder.device, working_bytes, pictures)
@@ -253,11 +235,9 @@ class MoondreamRuntime(Executor):
 
 
 def put_on_path(decoder: MoondreamDecoder, path: FastPath, ops: Ops) -> None:
-    decoder.check_whole()
-    if path.quantization != "none":
-        decoder.quantise(path.quantization, ops)
-    elif path.is_fused:
+    if path.is_fused:
         decoder.fuse(ops)
+    decoder.quantise(path.quantization)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # other streams will read the new matrices
         torch.cuda.empty_cache()  # what matrices left behind counts as free when the KV cache is planned
@@ -268,7 +248,7 @@ def measured_steps(
 ) -> WorkingMemory:
     budget = prefill_budget(config, decoder.shape, decoder.device)
     with on_device(decoder.device):
-        working = measure_working_memory(decoder, budget, path.kv_dtype, is_captured)
+        working = measure_working_memory(decoder, budget, path.kv_dtype, is_captured, path.is_fused)
         torch.cuda.empty_cache()  # what the measurement took counts as free again
     return working
 

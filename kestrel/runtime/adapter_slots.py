@@ -5,22 +5,23 @@ A slot is overwritten by a launch's `AdapterLoad`; whoever plans the launch make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
-from kestrel.adapters.adapter import MATRICES, SIDES
-from kestrel.kernels.low_rank import SlotFactors, SlotRows, add_low_rank, stored_rank
-from kestrel.models.contract import AdaptedMatrix, LayerFactors, SlotDeltas
+from kestrel.adapters.adapter import MATRICES, SIDES, Matrix
+from kestrel.kernels.low_rank import SlotFactors, stored_rank
+from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors
+from kestrel.kernels.ops import Ops
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.linear import ExpertMatrices
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.upload import upload
 
 NO_SLOT = -1
 """Of positions of the base model, on the device."""
-Place: TypeAlias = tuple[int, AdaptedMatrix]
 
 
 class SlotBuffers(NamedTuple):
@@ -46,22 +47,18 @@ class AdapterSlots:
             )
             for target in (AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES)
         }
-        self._ranks: list[dict[Place, int]] = [{} for _ in range(num_slots)]
-        # The same on the device, and one slot more for the base model, whose rank stays 0.
+        self.num_slots = num_slots
+        self._shape = shape
+        # One slot more for the base model, whose rank stays 0.
         sizes = (shape.num_layers, len(MATRICES), num_slots + 1)
         self._rank_LMS = torch.zeros(sizes, dtype=torch.int32, device=device)
-        self._reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
-        self._dense_layers = [self._layer_factors(layer) for layer in range(shape.num_dense_layers)]
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._ranks)
+        self.reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
 
     def load(self, load: AdapterLoad) -> None:
         """Copies an adapter into a slot; targets that it lacks count as rank 0."""
         adapter = load.weights
         assert isinstance(adapter, Adapter)
-        self._ranks[load.slot] = ranks_of(adapter)
         self._load_ranks(load.slot, adapter)
         for target, pair in adapter.targets.items():
             buffers = self._buffers[target]
@@ -74,78 +71,83 @@ class AdapterSlots:
 
     def _load_ranks(self, slot: int, adapter: Adapter) -> None:
         ranks = [
-            [stored_rank(adapter.targets[target].a.shape[-2]) if target in adapter.targets else 0 for target in targets]
-            for targets in (
-                [AdapterTarget(layer, matrix) for matrix in MATRICES] for layer in range(len(self._rank_LMS))
-            )
+            [self._rank(adapter, AdapterTarget(layer, matrix)) for matrix in MATRICES]
+            for layer in range(len(self._rank_LMS))
         ]
         self._rank_LMS[:, :, slot] = upload(ranks, self._rank_LMS.device, torch.int32)
-        self._reads_norm_S[slot] = int(adapter.proj_input == "block_norm")
+        self.reads_norm_S[slot] = int(adapter.proj_input == "block_norm")
 
-    def deltas(self, slot_T: Tensor) -> SlotDeltas:
-        """For a step of a dense model whose positions use these slots, -1 for the base model."""
-        assert len(self._dense_layers) == len(self._rank_LMS), "experts are adapted by `StepAdapt` alone"
-        return SlotDeltas(slot_T, self.num_slots, self._dense_layers, self._reads_norm_S)
+    def _rank(self, adapter: Adapter, target: AdapterTarget) -> int:
+        """As kernels read it: filled up with zeros, except for experts, whose ranks are small."""
+        if target not in adapter.targets:
+            return 0
+        rank = adapter.targets[target].a.shape[-2]
+        return rank if self._shape.experts_of(target) is not None else stored_rank(rank)
 
-    def _layer_factors(self, layer: int) -> LayerFactors:
-        return LayerFactors(
-            **{
-                matrix: SlotFactors(*self._buffers[AdapterTarget(layer, matrix)], self._rank_LMS[layer, at])
-                for at, matrix in enumerate(MATRICES)
-            }
-        )
+    def factors(self, layer: int, matrix: str) -> SlotFactors:
+        """Of a single matrix."""
+        return SlotFactors(*self._at(layer, matrix))
 
-    def rank_at(self, slot: int, layer: int, matrix: AdaptedMatrix) -> int:
-        """Rank of a slot's delta at a place (of one expert's, where there are experts); 0 where it adds nothing."""
-        assert self._ranks[slot], "a row uses an empty slot"
-        return self._ranks[slot].get((layer, matrix), 0)
+    def expert_factors(self, layer: int, matrix: str) -> ExpertFactors:
+        return ExpertFactors(*self._at(layer, matrix))
 
-    def buffers(self, layer: int, matrix: AdaptedMatrix) -> SlotBuffers:
-        return self._buffers[AdapterTarget(layer, "proj" if matrix == "proj_of_norm" else matrix)]
+    def _at(self, layer: int, matrix: str) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = self._buffers[AdapterTarget(layer, cast(Matrix, matrix))]
+        return a, b, self._rank_LMS[layer, MATRICES.index(cast(Matrix, matrix))]
 
 
-def ranks_of(adapter: Adapter) -> dict[Place, int]:
-    """By place, only where the adapter adds something."""
-    reads_norm = adapter.proj_input == "block_norm"
-    return {
-        (layer, "proj_of_norm" if matrix == "proj" and reads_norm else matrix): pair.a.shape[-2]
-        for (layer, matrix), pair in adapter.targets.items()
-    }
+class SlotAdapt(Adapt):
+    """The adapters of a step as tensors alone: what is captured with them can be replayed for other slots and ranks.
 
+    In fp32 on a CPU, positions of the base model get what they get without adapters in a batch of the same shape, bit
+    by bit. On a GPU that holds for steps of up to `Ops.max_small_rows` positions; in larger ones their hidden numbers
+    are rounded to the model's dtype before the activation and not only after it.
+    """
 
-class StepAdapt:
-    """`kestrel.models.contract.Adapt` for a batch whose positions use several slots or none."""
-
-    def __init__(self, slots: AdapterSlots, slot_of_position: Sequence[int | None], device: torch.device) -> None:
+    def __init__(self, slots: AdapterSlots, slot_T: Tensor, ops: Ops) -> None:
+        """`slot_T`: of each position, -1 for the base model."""
+        self.is_base_T = slot_T < 0
         self._slots = slots
-        places: dict[int, list[int]] = {}
-        for position, slot in enumerate(slot_of_position):
-            if slot is not None:
-                places.setdefault(slot, []).append(position)
-        self._positions = {slot: upload(at, device) for slot, at in sorted(places.items())}
-        self._slot_T = upload([NO_SLOT if slot is None else slot for slot in slot_of_position], device)
+        self._slot_T = slot_T
+        self._ops = ops
+        self._tiles = ops.tile_slots(slot_T, slots.num_slots)
 
-    def linear(self, layer: int, matrix: AdaptedMatrix, x_TD: Tensor, y_TF: Tensor) -> Tensor:
-        users = [
-            SlotRows(slot, rank, at_N)
-            for slot, at_N in self._positions.items()
-            if (rank := self._slots.rank_at(slot, layer, matrix))
-        ]
-        if not users:
-            return y_TF
-        a_SRD, b_SFR = self._slots.buffers(layer, matrix)
-        return add_low_rank(y_TF, x_TD, users, a_SRD, b_SFR)
+    def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+        self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix))
+        return y_TF
 
-    def expert(
-        self, layer: int, matrix: AdaptedMatrix, expert: int, positions_N: Tensor, x_ND: Tensor, y_NF: Tensor
+    def proj(self, layer: int, mixed_TD: Tensor, y_TD: Tensor, out_TD: Tensor) -> Tensor:
+        factors = self._slots.factors(layer, "proj")
+        self._ops.add_deltas(self._tiles, out_TD, mixed_TD, factors, y_TD, self._slots.reads_norm_S)
+        return out_TD
+
+    def parallel_inputs(
+        self, layer: int, y_TD: Tensor, qkv_TF: Tensor, hidden_TF: Tensor, *, activates_base: bool
+    ) -> tuple[Tensor, Tensor]:
+        qkv, fc1 = self._slots.factors(layer, "qkv"), self._slots.factors(layer, "fc1")
+        self._ops.add_input_deltas(self._tiles, y_TD, qkv_TF, qkv, hidden_TF, fc1, activates_base=activates_base)
+        return qkv_TF, hidden_TF
+
+    def parallel_outputs(
+        self, layer: int, total_TD: Tensor, mixed_TD: Tensor, y_TD: Tensor, hidden_TF: Tensor
     ) -> Tensor:
-        slot_N = self._slot_T[positions_N]
-        users = [
-            SlotRows(slot, rank, (slot_N == slot).nonzero()[:, 0])
-            for slot in self._positions
-            if (rank := self._slots.rank_at(slot, layer, matrix))
-        ]
-        if not users:
-            return y_NF
-        a_SERD, b_SEFR = self._slots.buffers(layer, matrix)
-        return add_low_rank(y_NF, x_ND, users, a_SERD[:, expert], b_SEFR[:, expert])
+        proj, fc2 = self._slots.factors(layer, "proj"), self._slots.factors(layer, "fc2")
+        self._ops.add_output_deltas(
+            self._tiles, total_TD, mixed_TD, y_TD, self._slots.reads_norm_S, proj, hidden_TF, fc2
+        )
+        return total_TD
+
+    def experts(
+        self,
+        layer: int,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        fc1: ExpertMatrices,
+        fc2: ExpertMatrices,
+    ) -> Tensor:
+        factors = (self._slots.expert_factors(layer, "fc1"), self._slots.expert_factors(layer, "fc2"))
+        return self._ops.moe_mlp_adapted(
+            x_TD, weights_TK, ids_TK, fc1.weight, fc2.weight, fc1.scale_EF, fc2.scale_EF,
+            ExpertDeltas(self._slot_T, *factors),
+        )  # fmt: skip

@@ -25,9 +25,15 @@ class StepBatch:
     """The tensors of one step, and its attention (`attend` is handed to the model). `prefill` is in packed order."""
 
     def __init__(
-        self, kv: PagedKVCache, table: RowTable, ops: Ops, prefill: list[PrefillChunk], decode: list[DecodeRow]
+        self,
+        kv: PagedKVCache,
+        table: RowTable,
+        ops: Ops,
+        prefill: list[PrefillChunk],
+        decode: list[DecodeRow],
+        by_kernels: bool,
     ) -> None:
-        self._kv, self._table, self._ops = kv, table, ops
+        self._kv, self._table, self._ops, self._by_kernels = kv, table, ops, by_kernels
         self.prefill = prefill
         self.decode = decode
         self.sample_at: list[int] = []
@@ -45,7 +51,9 @@ class StepBatch:
     @cached_property
     def attend(self) -> FlatAttention:
         rows_T = upload(self.rows, self._table.device)
-        return FlatAttention(self._kv, self._table, self._ops, self.prefill, self.decode, rows_T, self.positions_T)
+        return FlatAttention(
+            self._kv, self._table, self._ops, self.prefill, self.decode, rows_T, self.positions_T, self._by_kernels
+        )
 
     def _lay_out(self, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> tuple[list[int], list[int]]:
         rows: list[int] = []

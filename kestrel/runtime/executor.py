@@ -1,4 +1,4 @@
-"""Runs step plans on one device with plain torch operations."""
+"""Runs step plans on one device: the torch runtime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
+from kestrel.runtime.adapter_slots import NO_SLOT, AdapterSlots, SlotAdapt
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
 from kestrel.runtime.contract import (
     AdapterLoad,
@@ -35,6 +35,7 @@ from kestrel.runtime.rows import RowTable
 from kestrel.runtime.sampled_rows import SampledPart, read_part, send_part
 from kestrel.runtime.sampler import Sampled, sample_rows
 from kestrel.runtime.side_stream import SideStream
+from kestrel.runtime.upload import upload
 from kestrel.runtime.wide_products import computing
 
 
@@ -70,15 +71,17 @@ class Executor:
         vision_batch_crops: int = 16,
         make_fast_steps: MakeFastSteps | None = None,
         ops: Ops = PLAIN,
+        by_kernels: bool = False,
         kv_dtype: torch.dtype | None = None,
         kv_scales: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled. Without `kv_dtype` keys and
+        """Without `make_fast_steps` decoding rows run in one batch with what is prefilled. `by_kernels`: attention of
+        such batches is that of the bundle, and not torch's own. Without `kv_dtype` keys and
         values are kept in the model's dtype; `kv_scales` are those of a float8 cache by layer.
         """
         assert (0 if adapters is None else adapters.num_slots) == limits.num_adapter_slots
         self._model = model
-        self._ops = ops
+        self._ops, self._by_kernels = ops, by_kernels
         self._adapters = adapters
         self._pictures = PictureEncoder(model, vision_batch_crops)
         self._limits = limits
@@ -173,7 +176,7 @@ class Executor:
         images: dict[str, Tensor],
     ) -> None:
         """Any chunks and rows as one run of positions."""
-        batch = StepBatch(self._kv, self._table, self._ops, prefill, decode)
+        batch = StepBatch(self._kv, self._table, self._ops, prefill, decode, self._by_kernels)
         embedded = embed_prefill(self._model, prefill, images)
         if decode:
             embedded.append(embed_decode(self._model, self._table, decode))
@@ -214,9 +217,10 @@ class Executor:
             assert self._adapters is not None, "the runtime has no adapter slots"
             self._adapters.load(load)
 
-    def _adapt(self, rows: list[int]) -> StepAdapt | None:
+    def _adapt(self, rows: list[int]) -> SlotAdapt | None:
         """The deltas of a step's positions, None when all go through the base model alone."""
         slots = [self._table.host[row].adapter_slot for row in rows]
         if self._adapters is None or all(slot is None for slot in slots):
             return None
-        return StepAdapt(self._adapters, slots, self._model.device)
+        slot_T = upload([NO_SLOT if slot is None else slot for slot in slots], self._model.device)
+        return SlotAdapt(self._adapters, slot_T, self._ops)

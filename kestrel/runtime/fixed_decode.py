@@ -20,7 +20,7 @@ from kestrel.kernels.ops import Ops
 from kestrel.kernels.row_inputs import RowInputs
 from kestrel.kernels.row_tables import COORD, SIZE
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.adapter_slots import AdapterSlots
+from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
@@ -70,7 +70,6 @@ class FixedDecode:
         adapters: AdapterSlots | None = None,
     ) -> None:
         """Without `adapters`, rows that use one are not served."""
-        assert adapters is None or model.can_adapt_on_device
         self._adapters = adapters
         self._model = model
         self._kv = kv
@@ -117,13 +116,11 @@ class FixedDecode:
         table, kv = self._table, self._kv
         inputs = self._ops.row_inputs(rows_B, positions_B, table.pages, table.tensors, kv.page_size)
         attend = RowAttention(kv, self._ops, inputs.slots_B, inputs.pages_BP, inputs.num_keys_B)
-        x_BD = self._embed(inputs, parts)
+        adapt = None
         if parts.is_adapted:
             assert self._adapters is not None
-            deltas = self._adapters.deltas(table.tensors.adapter_slot[rows_B])
-            hidden_BD = self._model.forward_adapted(x_BD, positions_B, attend, deltas)
-        else:
-            hidden_BD = self._model.forward(x_BD, positions_B, attend)
+            adapt = SlotAdapt(self._adapters, table.tensors.adapter_slot[rows_B], self._ops)
+        hidden_BD = self._model.forward(self._embed(inputs, parts), positions_B, attend, adapt)
         return self.sample_step(hidden_BD, rows_B, parts)
 
     def _embed(self, inputs: RowInputs, parts: DecodeParts) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.adapter_slots import AdapterSlots
+from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.runtime.kv_cache import PagedKVCache
@@ -79,7 +79,6 @@ class PrefillGraphs:
         adapters: AdapterSlots | None = None,
     ) -> None:
         """Without `adapters`, steps with rows that use one do not fit."""
-        assert adapters is None or model.can_adapt_on_device
         self._adapters = adapters
         self._model, self._kv, self._table, self._ops, self._pool = model, kv, table, ops, pool
         self._max_positions = -(-max_positions // COARSE) * COARSE
@@ -170,12 +169,11 @@ class PrefillGraphs:
             if len(numbers)
         ]
         attention = ChunkAttention.of_positions(self._kv, self._ops, self._table, rows_T, positions_T, tables)
+        adapt = None
         if form.is_adapted:
             assert self._adapters is not None
-            deltas = self._adapters.deltas(self._table.tensors.adapter_slot[rows_T])
-            self._hidden_TD[:n] = self._model.forward_adapted(self._x_TD[:n], positions_T, attention, deltas)
-        else:
-            self._hidden_TD[:n] = self._model.forward(self._x_TD[:n], positions_T, attention)
+            adapt = SlotAdapt(self._adapters, self._table.tensors.adapter_slot[rows_T], self._ops)
+        self._hidden_TD[:n] = self._model.forward(self._x_TD[:n], positions_T, attention, adapt)
 
 
 def _next_power_of_2(count: int) -> int:

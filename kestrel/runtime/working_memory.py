@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kestrel.images.rgb import RgbImage
+from kestrel.layers.attention import Heads
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.step_attention import stored_and_attended
 
 ROOM = 2**29
 """For pictures on their way to the encoder, adapters, sampling, and buffers of steps."""
@@ -52,15 +54,12 @@ class NothingSeen:
 
     kv: PagedKVCache
     slots_T: Tensor
+    by_kernels: bool
 
-    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        return torch.zeros_like(q_THD)
-
-    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.kv.layer(layer)
-
-    def scales(self, layer: int) -> tuple[float, float]:
-        return self.kv.scales(layer)
+    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+        if self.by_kernels:
+            return stored_and_attended(self, layer, heads, out_TD)
+        return torch.zeros_like(heads.rotated()[0]).flatten(1)
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         out_THD.zero_()
@@ -83,6 +82,7 @@ def measure_working_memory(
     max_positions: int,
     kv_dtype: torch.dtype,
     is_captured: bool,
+    by_kernels: bool,
     picture_side: int = 2000,
     peak: PeakBytes = peak_bytes,
 ) -> WorkingMemory:
@@ -94,6 +94,6 @@ def measure_working_memory(
         per_crop = -(-peak(model.device, lambda: model.embed_images([prepared])) // prepared.num_crops)
     positions_T = torch.zeros(max_positions, dtype=torch.int64, device=model.device)
     x_TD = torch.zeros(max_positions, model.shape.hidden_dim, dtype=model.dtype, device=model.device)
-    nothing = NothingSeen(PagedKVCache(model.shape, 1, 1, kv_dtype, model.device), positions_T)
+    nothing = NothingSeen(PagedKVCache(model.shape, 1, 1, kv_dtype, model.device), positions_T, by_kernels)
     prefill = peak(model.device, lambda: model.forward(x_TD, positions_T, nothing))
     return WorkingMemory(per_crop, prefill, is_captured)

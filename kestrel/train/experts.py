@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kestrel.layers.mlp import Moe
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.moe import MoeMlp
 
 
-class AllExpertsMlp(MoeMlp):
-    """A `MoeMlp` on the same parameters under the same names. `balance` is 1 when experts are used evenly."""
+class AllExpertsMlp(Moe):
+    """A `Moe` on the same parameters under the same names. `balance` is 1 when experts are used evenly."""
 
-    def __init__(self, routed: MoeMlp) -> None:
+    def __init__(self, routed: Moe) -> None:
         torch.nn.Module.__init__(self)
         self.experts_per_token = routed.experts_per_token
         self.router, self.fc1, self.fc2 = routed.router, routed.fc1, routed.fc2
@@ -52,7 +52,7 @@ def among_top(logits_TE: Tensor, k: int) -> Tensor:
 @contextmanager
 def all_experts(model: MoondreamModel) -> Iterator[list[AllExpertsMlp]]:
     """Inside, every mixture of the model computes all its experts; after it they are the engine's again."""
-    routed = {block: block.mlp for block in model.text.blocks if isinstance(block.mlp, MoeMlp)}
+    routed = {block: block.mlp for block in model.text.blocks if isinstance(block.mlp, Moe)}
     swapped = {block: AllExpertsMlp(mlp) for block, mlp in routed.items()}
     for block, mlp in swapped.items():
         block.mlp = mlp

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kestrel.images.crops import make_crops, normalise_and_patchify
 from kestrel.images.tiling import TilingParams, plan_tiling
-from kestrel.models.contract import Adapt
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.attention import Heads
 from kestrel.moondream.model import MoondreamModel
 from kestrel.train.experts import AllExpertsMlp
 from kestrel.train.packing import NO_LABEL, PackedTasks
@@ -104,13 +105,15 @@ class PackedAttention:
     def __init__(self, mask_B1LS: Tensor) -> None:
         self._mask = mask_B1LS
 
-    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+        assert out_TD is None
+        q_THD, k_THD, v_THD = heads.rotated()
         batch, _, length, total = self._mask.shape
         prefix = total - length
         q, k, v = (t.view(batch, total, *t.shape[1:]).transpose(1, 2) for t in (q_THD, k_THD, v_THD.to(q_THD.dtype)))
         seen = F.scaled_dot_product_attention(q[:, :, :prefix], k[:, :, :prefix], v[:, :, :prefix])
         said = F.scaled_dot_product_attention(q[:, :, prefix:], k, v, attn_mask=self._mask)
-        return torch.cat([seen, said], dim=2).transpose(1, 2).reshape(q_THD.shape)
+        return torch.cat([seen, said], dim=2).transpose(1, 2).reshape(len(q_THD), -1)
 
 
 def embed_pictures(model: MoondreamModel, pixels_BHWC: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from kestrel.layers.mlp import Moe
 from kestrel.moondream.config import (
     MoeConfig,
     MoondreamConfig,
@@ -17,7 +18,6 @@ from kestrel.moondream.config import (
     derived_generation,
 )
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.moe import MoeMlp
 
 NAME = "kestrel-tiny"
 
@@ -71,7 +71,7 @@ def initialise(model: MoondreamModel, seed: int) -> MoondreamModel:
         nn.init.zeros_(block.mlp.fc2.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
     for block in model.text.blocks:
         nn.init.zeros_(block.attn.proj.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
-        if isinstance(block.mlp, MoeMlp):
+        if isinstance(block.mlp, Moe):
             nn.init.trunc_normal_(block.mlp.router.weight, std=0.02)
         nn.init.zeros_(block.mlp.fc2.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
     return model

@@ -26,8 +26,8 @@ def triton_ops() -> Ops:
     return TRITON
 
 
-def on_gpu(ops: Ops, num_slots: int) -> Paged:
-    decoder, slots = decoder_and_slots("md2", "cuda", num_slots)
+def on_gpu(ops: Ops, family: str, num_slots: int) -> Paged:
+    decoder, slots = decoder_and_slots(family, "cuda", num_slots)
     decoder.fuse(ops)
 
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
@@ -38,15 +38,15 @@ def on_gpu(ops: Ops, num_slots: int) -> Paged:
     return serving(decoder, slots, make, ops=ops)
 
 
-def in_usual_steps(cases: list[Case]) -> dict[str, list[Token]]:
-    """By the plain model and `StepAdapt`."""
-    return serving(*decoder_and_slots("md2", "cuda", 5), None).run(*cases)
+def in_usual_steps(family: str, cases: list[Case]) -> dict[str, list[Token]]:
+    """By the plain operations, without graphs."""
+    return serving(*decoder_and_slots(family, "cuda", 5), None).run(*cases)
 
 
-@pytest.mark.parametrize("num_slots", [5, 2])
-def test_a_mixed_crowd_is_told_what_usual_steps_tell(num_slots: int) -> None:
-    engine, cases = on_gpu(triton_ops(), num_slots), crowd("md2", "x")
-    expected = in_usual_steps(cases)
+@pytest.mark.parametrize(("family", "num_slots"), [("md2", 5), ("md2", 2), ("md3", 5)])
+def test_a_mixed_crowd_is_told_what_usual_steps_tell(family: str, num_slots: int) -> None:
+    engine, cases = on_gpu(triton_ops(), family, num_slots), crowd(family, "x")
+    expected = in_usual_steps(family, cases)
     assert engine.run(*cases) == expected
-    again = engine.run(*reversed(crowd("md2", "again")))
+    again = engine.run(*reversed(crowd(family, "again")))
     assert untagged(again) == untagged(expected), "slots that were filled anew between replays"

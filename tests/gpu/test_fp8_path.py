@@ -19,8 +19,6 @@ from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError
 from kestrel.kernels.ops import Ops
 from kestrel.moondream.fast_path import triton_ops
-from kestrel.moondream.forward import QuantisedForward
-from kestrel.moondream.fp8_vision import Fp8Vision
 from kestrel.moondream.model import MoondreamModel
 from tests.moondream.fake_float8 import fake_fp8
 from tests.moondream.goldens import FAMILIES, golden
@@ -88,7 +86,9 @@ def test_a_vision_block_computes_with_rounded_numbers(family: str, index: int) -
         2, exact.vision.grid**2, exact.vision.patch_emb.in_features, generator=torch.Generator().manual_seed(3)
     )
     expected = fake_fp8(exact).vision.encode_crops(patches)
-    vision = Fp8Vision(exact.vision.to("cuda", BF16), triton_ops())
+    vision = exact.vision.to("cuda", BF16)
+    vision.fuse(triton_ops())
+    vision.to_fp8()
     found = vision.encode_crops(patches.to("cuda", BF16)).float().cpu()
     assert found.isfinite().all()
     assert (found - expected).norm() < 0.03 * expected.norm()
@@ -141,8 +141,8 @@ def test_experts_in_float8_take_half_the_memory() -> None:
     model = in_bf16("md3")
     num_expert_weights = sum(p.numel() for name, p in model.named_parameters() if ".mlp.fc" in name and p.ndim == 3)
     before = torch.cuda.memory_allocated()
-    forward = QuantisedForward.of("fp8-experts", model, triton_ops())
+    model.fuse(triton_ops())
+    model.quantise("fp8-experts")
     saved = before - torch.cuda.memory_allocated()
-    assert forward.vision is not None
     # One byte of two, less their scales and the padded patch embedding.
     assert 0.6 * num_expert_weights < saved <= num_expert_weights

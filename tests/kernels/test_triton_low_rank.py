@@ -140,6 +140,31 @@ def test_both_versions_are_the_formula_and_leave_rows_of_the_base_untouched(
 
 
 @devices
+@pytest.mark.parametrize("rows_per_tile", [16, 64])
+@pytest.mark.parametrize("shape", [ODD, "the largest rank beside a small one", "several tiles of one adapter"])
+def test_the_deltas_of_one_matrix_alone_are_the_formula(shape: str, rows_per_tile: int, device: str) -> None:
+    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    slot_T, num_slots = torch.tensor(owners, device=device), len(SHAPES[shape][2])
+    for ops in (plain, fast):
+        tiles, own = ops.tile_slots(slot_T, num_slots, rows_per_tile), block.to(torch.float32)
+        ops.add_deltas(tiles, own.total, own.mixed, own.factors["proj"], own.y, own.reads_norm)
+        ops.add_deltas(tiles, own.qkv, own.y, own.factors["qkv"])
+        for n, slot in enumerate(owners):
+            x = block.y[n] if slot >= 0 and block.reads_norm[slot] else block.mixed[n]
+            for name, source, got, was in (
+                ("proj", x, own.total, block.total),
+                ("qkv", block.y[n], own.qkv, block.qkv),
+            ):
+                if slot < 0:
+                    assert torch.equal(got[n], was[n])
+                    continue
+                a, b, rank = block.factors[name]
+                a, b = a[slot, : int(rank[slot])].double(), b[slot, :, : int(rank[slot])].double()
+                true = was[n].double() + b @ (a @ source.double())
+                assert distance(got[n], true) <= 4e-6 * true.norm()
+
+
+@devices
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(device: str) -> None:
     shape = "several tiles of one adapter"
     block = Block.drawn(shape, device, HALF[device])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kestrel.kernels.rms_norm import rms_norm
 from kestrel.kernels.rope import apply_rope, rope_tables
 from kestrel.kernels.rotate_and_store import rotate_and_store as plain
 from kestrel.kernels.triton.rotate_and_store import Tuning, rotate_and_store
@@ -66,18 +67,6 @@ def test_the_plain_version_is_rotation_and_a_copy_by_slot() -> None:
 
 
 @devices
-@pytest.mark.parametrize("store", [plain, rotate_and_store])
-def test_a_token_without_a_slot_is_not_stored(store, device: str) -> None:
-    arguments, _ = given("one token", device)
-    slots = torch.tensor([-1], device=device)
-    k_cache, v_cache = caches("one token", device)
-    q = store(*arguments[:-1], slots, k_cache, v_cache)
-    assert (k_cache == 7.0).all()
-    assert (v_cache == 9.0).all()
-    assert torch.isfinite(q).all()
-
-
-@devices
 def test_rows_may_be_columns_of_a_wider_projection(device: str) -> None:
     case = "grouped, odd counts, odd head"
     (qkv, *rest), tau = given(case, device)
@@ -101,6 +90,28 @@ def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(devi
     exact = (plain(arguments[0].double(), *arguments[1:], *exact_caches, tau=tau), *exact_caches)
     for mine, theirs, truth in zip(got, rounded, exact, strict=True):
         assert distance(mine, truth) <= 1.05 * distance(theirs, truth)
+
+
+@devices
+@pytest.mark.parametrize("rotates", [True, False])
+def test_queries_and_keys_get_norms_of_their_own_before_they_are_rotated(rotates: bool, device: str) -> None:
+    case, draw = "grouped, odd counts, odd head", Draw(device)
+    (qkv, heads, kv_heads, *tables, positions, slots), _ = given(case, device)
+    q_weight, k_weight = draw(40), draw(40)
+    found, expected = [], []
+    for store, seen in ((rotate_and_store, found), (plain, expected)):
+        own = caches(case, device)
+        given_tables = tables if rotates else (None, None)
+        q = store(qkv, heads, kv_heads, *given_tables, positions, slots, *own, norms=(q_weight, k_weight, 1e-6))
+        seen += [q, *own]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    by_head = qkv.view(len(qkv), -1, 40)
+    q, k = rms_norm(by_head[:, :6], q_weight, 1e-6), rms_norm(by_head[:, 6:9], k_weight, 1e-6)
+    if rotates:
+        q, k = (apply_rope(x, *(table[positions] for table in tables)) for x in (q, k))
+    assert torch.equal(expected[0], q)
+    assert torch.equal(expected[1][slots], k)
+    assert torch.equal(expected[2][slots], by_head[:, 9:])
 
 
 @pytest.mark.gpu

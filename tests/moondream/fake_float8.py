@@ -1,22 +1,23 @@
 """A plain model that computes with the numbers float8 would hold: what the float8 paths must give.
 
-Weights are rounded once, in place; the rows that go into a matrix are rounded by a hook, where there are many of them.
+Weights are rounded once, in place; the rows that go into a matrix are rounded where there are many of them.
 """
 
 from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels.moe_mlp import gate_hidden, mix_experts, route_top_k
+from kestrel.layers.blocks import ParallelBlock
+from kestrel.layers.linear import Linear, Rows
+from kestrel.layers.mlp import Moe
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.moe import MoeMlp
-from kestrel.moondream.text import TextBlock
 from kestrel.moondream.vision import VisionBlock
 
 FEW_ROWS, FEW_ROWS_OF_EXPERTS = 16, 64
@@ -35,9 +36,9 @@ def fake_fp8(model: MoondreamModel) -> MoondreamModel:
     for vision_block in cast("list[VisionBlock]", list(fake.vision.blocks)):
         for linear in (vision_block.attn.qkv, vision_block.attn.proj, vision_block.mlp.fc1, vision_block.mlp.fc2):
             linear.weight.data = rounded(linear.weight.data)
-            linear.register_forward_pre_hook(_round_all_rows)
-    for block in cast("list[TextBlock]", list(fake.text.blocks)):
-        if isinstance(block.mlp, MoeMlp):
+            linear.__class__ = _RoundsRows
+    for block in cast("list[ParallelBlock]", list(fake.text.blocks)):
+        if isinstance(block.mlp, Moe):
             continue
         qkv, proj, fc1, fc2 = block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2
         qkv.weight.data, fc1.weight.data = rounded(qkv.weight.data), rounded(fc1.weight.data)
@@ -45,22 +46,34 @@ def fake_fp8(model: MoondreamModel) -> MoondreamModel:
         joined = rounded(torch.cat((proj.weight.data, fc2.weight.data), dim=1))
         proj.weight.data, fc2.weight.data = joined.split([proj.in_features, fc2.in_features], dim=1)
         for linear in (qkv, proj, fc1, fc2):
-            linear.register_forward_pre_hook(_round_many_rows)
+            linear.__class__ = _RoundsManyRows
+    return fake
+
+
+def fake_fp8_weights(model: MoondreamModel) -> MoondreamModel:
+    """As `quantization="fp8"` in the text model, for a handful of rows, which are not rounded."""
+    fake = fake_fp8(model)
+    for block in cast("list[ParallelBlock]", list(fake.text.blocks)):
+        if isinstance(block.mlp, Moe):
+            del block.mlp.forward
+        else:
+            for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
+                linear.__class__ = Linear
     return fake
 
 
 def fake_fp8_experts(model: MoondreamModel) -> MoondreamModel:
     """As `quantization="fp8-experts"`."""
     fake = copy.deepcopy(model)
-    for block in cast("list[TextBlock]", list(fake.text.blocks)):
-        if isinstance(block.mlp, MoeMlp):
+    for block in cast("list[ParallelBlock]", list(fake.text.blocks)):
+        if isinstance(block.mlp, Moe):
             for matrices in (block.mlp.fc1, block.mlp.fc2):
                 matrices.weight.data = rounded(matrices.weight.data)
             block.mlp.forward = partial(_with_rounded_rows, block.mlp)
     return fake
 
 
-def _with_rounded_rows(experts: MoeMlp, x_TD: Tensor) -> Tensor:
+def _with_rounded_rows(experts: Moe, x_TD: Tensor) -> Tensor:
     """The mixture with rows rounded before both matrices, where there are many of them."""
     keep = (lambda x: x) if len(x_TD) <= FEW_ROWS_OF_EXPERTS else rounded
     weights_TK, ids_TK = route_top_k(experts.router(x_TD), experts.experts_per_token)
@@ -72,9 +85,18 @@ def _with_rounded_rows(experts: MoeMlp, x_TD: Tensor) -> Tensor:
     return mix_experts(x_TD, weights_TK, ids_TK, experts.fc1.weight.shape[0], run_expert)
 
 
-def _round_all_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-    return (rounded(inputs[0]),)
+class _RoundsRows(Linear):
+    """Rounds the rows that go into it, where there are more than so many of them."""
+
+    most_exact_rows = 0
+
+    def forward(self, x: Rows) -> Tensor:
+        assert isinstance(x, Tensor)
+        return super().forward(rounded(x) if len(x) > self.most_exact_rows else x)
+
+    def gelu(self, x: Rows) -> Tensor:
+        return functional.gelu(self(x), approximate="tanh")
 
 
-def _round_many_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-    return (rounded(inputs[0]) if len(inputs[0]) > FEW_ROWS else inputs[0],)
+class _RoundsManyRows(_RoundsRows):
+    most_exact_rows = FEW_ROWS

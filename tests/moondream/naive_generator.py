@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import END, Carries, Grammar, State
-from kestrel.models.contract import Adapt
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.attention import Heads
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
@@ -48,7 +49,9 @@ class DenseAttention:
         self.block_of: list[int] = []
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+        assert out_TD is None
+        q_THD, k_THD, v_THD = heads.rotated()
         if layer in self._stored:
             old_k, old_v = self._stored[layer]
             k_THD, v_THD = torch.cat([old_k, k_THD]), torch.cat([old_v, v_THD])
@@ -58,7 +61,7 @@ class DenseAttention:
         wide = torch.promote_types(q_THD.dtype, torch.float32)
         scores_HTS = torch.einsum("thd,shd->hts", q_THD.to(wide), k_all.to(wide)) * q_THD.shape[2] ** -0.5
         scores_HTS = scores_HTS.masked_fill(~self._visible(q_THD.shape[0]).to(q_THD.device), float("-inf"))
-        return torch.einsum("hts,shd->thd", scores_HTS.softmax(dim=2), v_all.to(wide)).to(q_THD.dtype)
+        return torch.einsum("hts,shd->thd", scores_HTS.softmax(dim=2), v_all.to(wide)).to(q_THD.dtype).flatten(1)
 
     def _visible(self, num_queries: int) -> Tensor:
         block = torch.tensor(self.block_of)

@@ -24,8 +24,8 @@ WITHOUT_TRITON = Abilities("H200", (9, 0), triton_fault="No module named 'triton
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def chosen(abilities: Abilities, dtype: torch.dtype = BF16, with_adapters: bool = False, **settings: Any) -> FastPath:
-    return choose_fast_path(RuntimeConfig(**settings), abilities, dtype, with_adapters)
+def chosen(abilities: Abilities, dtype: torch.dtype = BF16, **settings: Any) -> FastPath:
+    return choose_fast_path(RuntimeConfig(**settings), abilities, dtype)
 
 
 @pytest.mark.parametrize("abilities", [AMPERE, HOPPER])
@@ -96,13 +96,6 @@ def test_float8_is_refused_where_it_cannot_be_computed_with(
 def test_a_cache_of_float8_needs_the_kernels_that_sdpa_forbids() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: .*attention_backend='sdpa'.*use auto"):
         chosen(HOPPER, kv_cache_dtype="fp8", attention_backend="sdpa")
-
-
-@pytest.mark.parametrize("quantization", ["fp8", "fp8-experts"])
-def test_quantization_and_adapters_of_any_source_exclude_each_other(quantization: str) -> None:
-    with pytest.raises(ConfigError, match=rf"quantization: '{quantization}' .*adapters.*MOONDREAM_API_KEY"):
-        chosen(HOPPER, with_adapters=True, quantization=quantization)
-    assert chosen(HOPPER, with_adapters=True, kv_cache_dtype="fp8").kv_dtype == FP8
 
 
 def test_float8_matrices_need_bfloat16_beside_them() -> None:

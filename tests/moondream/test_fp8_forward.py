@@ -17,21 +17,20 @@ from torch import Tensor, nn
 from kestrel.errors import ConfigError
 from kestrel.kernels.fp8_linear import weights_to_fp8
 from kestrel.kernels.ops import PLAIN
+from kestrel.layers.mlp import Moe
 from kestrel.models.adapting import SingleAdapter
-from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoeConfig
-from kestrel.moondream.forward import QuantisedForward, check_quantisable
-from kestrel.moondream.fp8_text import Fp8Text
-from kestrel.moondream.fp8_vision import Fp8Vision
-from kestrel.moondream.fp8_weights import Fp8Experts
-from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.moe import MoeMlp
+from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B
+from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.model import MoondreamModel, check_quantisable
 from kestrel.moondream.quantised_weights import KvScale
 from kestrel.moondream.runtime import MoondreamDecoder, cache_scales
-from kestrel.runtime.contract import PageCopy
+from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.contract import AdapterLoad, PageCopy
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.step_attention import ChunkAttention, StoredChunks
-from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, rounded
+from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, fake_fp8_weights, rounded
 from tests.moondream.goldens import FAMILIES, golden, golden_adapter
+from tests.moondream.test_lora import own_values, random_adapter
 from tests.runtime.forced import closeness, compare_engine, logits_of, text_cases
 from tests.runtime.paged import Paged, paged
 
@@ -46,6 +45,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def quantised(model: MoondreamModel, quantization: str = "fp8") -> None:
+    model.fuse(PLAIN)
+    model.quantise(quantization)
 
 
 def one_block(model: MoondreamModel, index: int) -> MoondreamModel:
@@ -68,7 +72,8 @@ def test_a_vision_block_computes_with_rounded_numbers(family: str, index: int) -
     vision = model.vision
     patches = drawn(2, vision.grid**2, vision.patch_emb.in_features)
     exact, expected = vision.encode_crops(patches), fake_fp8(model).vision.encode_crops(patches)
-    found = Fp8Vision(vision, PLAIN).encode_crops(patches)
+    quantised(model)
+    found = vision.encode_crops(patches)
     assert relative(found, expected) < ONE_BLOCK
     assert 5e-3 < relative(found, exact) < 0.06
 
@@ -91,7 +96,8 @@ def test_a_text_block_computes_with_rounded_numbers(family: str, index: int, num
     x_TD, positions_T = drawn(num_positions, model.config.text.dim), torch.arange(num_positions)
     exact = model.text(x_TD, positions_T, attention(model, num_positions)) - x_TD
     expected = fake_fp8(model).text(x_TD, positions_T, attention(model, num_positions)) - x_TD
-    found = Fp8Text(model.text, PLAIN).forward(x_TD, positions_T, attention(model, num_positions)) - x_TD
+    quantised(model)
+    found = model.text(x_TD, positions_T, attention(model, num_positions)) - x_TD
     assert relative(found, expected) < (1e-5 if num_positions <= 16 else ONE_BLOCK)
     assert 5e-3 < relative(found, exact) < 0.15
 
@@ -142,13 +148,17 @@ def test_pictures_and_texts_in_float8_stay_near(
 
 
 def test_experts_have_a_scale_per_expert_and_output() -> None:
-    experts = MoeMlp(32, MoeConfig(num_experts=3, start_layer=0, experts_per_token=2, expert_inner_dim=16))
+    experts = Moe(32, inner_dim=16, num_experts=3, experts_per_token=2)
     fc1, fc2 = experts.fc1.weight.detach().clone(), experts.fc2.weight.detach().clone()
-    made = Fp8Experts.of(experts)
-    assert (made.fc1_EFD.dtype, made.fc1_scale_EF.shape, made.fc2_scale_ED.shape) == (FP8, (3, 32), (3, 32))
-    assert torch.equal(made.fc1_scale_EF, fc1.abs().amax(2) / 448)
-    assert torch.equal(made.fc1_EFD.float() * made.fc1_scale_EF[:, :, None], rounded(fc1))
-    assert torch.equal(made.fc2_EDI.float() * made.fc2_scale_ED[:, :, None], rounded(fc2))
+    experts.to_fp8()
+    fc1_scale_EF, fc2_scale_ED = experts.fc1.scale_EF, experts.fc2.scale_EF
+    assert fc1_scale_EF is not None
+    assert fc2_scale_ED is not None
+    assert (experts.fc1.weight.dtype, fc1_scale_EF.shape, fc2_scale_ED.shape) == (FP8, (3, 32), (3, 32))
+    assert torch.equal(fc1_scale_EF, fc1.abs().amax(2) / 448)
+    assert torch.equal(experts.fc1.weight.float() * fc1_scale_EF[:, :, None], rounded(fc1))
+    assert torch.equal(experts.fc2.weight.float() * fc2_scale_ED[:, :, None], rounded(fc2))
+    assert torch.equal(experts.fc1.matrix(2, torch.float32), rounded(fc1)[2])
 
 
 def test_experts_that_a_checkpoint_kept_in_float8_come_through_bfloat16_unchanged() -> None:
@@ -159,20 +169,42 @@ def test_experts_that_a_checkpoint_kept_in_float8_come_through_bfloat16_unchange
 
 
 @pytest.mark.parametrize(("family", "quantization"), [("md2", "fp8"), ("md3", "fp8"), ("md3", "fp8-experts")])
-def test_the_originals_are_given_up_and_cannot_be_quantised_again(family: str, quantization: str) -> None:
+def test_the_originals_are_given_up_and_cannot_be_quantised_otherwise(family: str, quantization: str) -> None:
     model = copy.deepcopy(golden(family).model)
-    forward = QuantisedForward.of(quantization, model, PLAIN)
-    left = {name for name, p in model.named_parameters() if ".blocks." in name and p.ndim > 1 and p.numel()}
+    quantised(model, quantization)
+    left = {name for name, p in model.named_parameters() if ".blocks." in name and p.ndim > 1 and p.dtype != FP8}
     kept = (".attn.tau.", "router.")
     if quantization == "fp8":
         kept += (".blocks.1.attn.", ".blocks.2.attn.") if family == "md3" else ()
         assert not [name for name in left if name.startswith("vision.") or not any(part in name for part in kept)]
     else:
         assert not [name for name in left if ".mlp.fc" in name and name.startswith(("text.blocks.1", "text.blocks.2"))]
-    with pytest.raises(ConfigError, match=r"quantization: .* load the model again"):
-        QuantisedForward.of(quantization, model, PLAIN)
-    with pytest.raises(AssertionError, match="no adapter slots"):
-        forward.text(torch.zeros(1, 128), torch.zeros(1), attention(model, 1), SingleAdapter(golden_adapter(family)))
+    model.quantise(quantization)
+    with pytest.raises(ConfigError, match=r"quantization: .* load it again for 'none'"):
+        model.quantise("none")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_positions", [5, 40, 80])
+@torch.inference_mode()
+def test_adapters_are_added_to_a_float8_base(family: str, num_positions: int) -> None:
+    """Their deltas are not rounded; the base rows that they are added to are, as without them."""
+    model, owners = copy.deepcopy(golden(family).model), torch.arange(num_positions) % 3 - 1
+    slots = AdapterSlots(adapter_shape(model.config.text), 2, 48, torch.device("cpu"), torch.float32)
+    chosen = [golden_adapter(family), random_adapter(family, 24, seed=2, alpha=12.0)]
+    for slot, adapter in enumerate(chosen):
+        slots.load(AdapterLoad(slot, str(slot), adapter))
+    x_TD, positions_T = drawn(num_positions, model.config.text.dim), torch.arange(num_positions)
+    rounded_weights = fake_fp8_weights(model).text
+    alone = [rounded_weights(x_TD, positions_T, own_values, SingleAdapter(adapter)) for adapter in chosen]
+    exact = rounded_weights(x_TD, positions_T, own_values)
+    quantised(model)
+    found = model.text(x_TD, positions_T, own_values, SlotAdapt(slots, owners, PLAIN))
+    base = model.text(x_TD, positions_T, own_values)
+    for slot, expected in ((-1, exact), (0, alone[0]), (1, alone[1])):
+        at = owners == slot
+        assert relative(found[at], expected[at]) < (1e-5 if num_positions <= 16 else 0.12)
+        assert slot < 0 or relative(base[at], expected[at]) > 0.1
 
 
 def test_models_that_cannot_be_quantised_are_refused_with_the_remedy() -> None:

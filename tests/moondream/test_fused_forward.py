@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream.fused_text import FusedText
-from kestrel.moondream.fused_vision import FusedVision
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.paged import paged
@@ -32,11 +30,23 @@ def test_chunks_and_odd_pages_change_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_crops_are_encoded_as_by_the_plain_model(family: str) -> None:
-    vision = golden(family).model.vision
+    vision, fused = golden(family).model.vision, copy.deepcopy(golden(family).model.vision)
+    fused.fuse(PLAIN)
     patches = torch.randn(3, vision.grid**2, vision.patch_emb.in_features, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        plain, fused = vision.encode_crops(patches), FusedVision(vision, PLAIN).encode_crops(patches)
-    assert (fused - plain).norm() <= 1e-5 * plain.norm()
+        plain, found = vision.encode_crops(patches), fused.encode_crops(patches)
+    assert (found - plain).norm() <= 1e-5 * plain.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_early_features_of_a_fused_tower_have_the_biases_that_its_stream_lacks(family: str) -> None:
+    vision, fused = golden(family).model.vision, copy.deepcopy(golden(family).model.vision)
+    fused.fuse(PLAIN)
+    patches = torch.randn(1, vision.grid**2, vision.patch_emb.in_features, generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        plain, found = vision.encode_crops_with_early(patches, 8), fused.encode_crops_with_early(patches, 8)
+    assert (found.early - plain.early).norm() <= 1e-5 * plain.early.norm()
+    assert (found.final - plain.final).norm() <= 1e-5 * plain.final.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +54,7 @@ def test_the_plain_model_still_works_and_nothing_is_held_twice(family: str) -> N
     plain = golden(family).model.text
     text = copy.deepcopy(plain)
     before = sum(parameter.untyped_storage().nbytes() for parameter in text.parameters())
-    FusedText(text, PLAIN)
+    text.fuse(PLAIN)
     stores = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in text.parameters()}
     assert sum(store.nbytes() for store in stores.values()) == before
     for (name, parameter), (_, expected) in zip(text.named_parameters(), plain.named_parameters(), strict=True):

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
 from kestrel.adapters.adapter import MATRICES
+from kestrel.kernels.ops import PLAIN
+from kestrel.layers.attention import Heads
 from kestrel.models.adapting import SingleAdapter, merged_delta
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.text import TextModel
-from kestrel.runtime.adapter_slots import AdapterSlots, StepAdapt
+from kestrel.runtime.adapter_slots import NO_SLOT, AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.tokens import text_tokens
 
@@ -31,6 +33,12 @@ def causal(num_positions: int) -> DenseAttention:
     attention = DenseAttention()
     attention.block_of = [NO_BLOCK] * num_positions
     return attention
+
+
+def own_values(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+    """Attention of which each position sees its own value only."""
+    values_TD = heads.rotated()[2].flatten(1)
+    return values_TD if out_TD is None else out_TD.copy_(values_TD)
 
 
 def random_adapter(family: str, rank: int, seed: int, alpha: float | None = None) -> Adapter:
@@ -117,11 +125,16 @@ def test_adapters_of_several_ranks_in_one_batch_equal_each_alone_and_leave_the_b
     Random(0).shuffle(owners)
     x_TD = text.embed(torch.arange(20, 20 + len(owners)))
     positions = torch.arange(len(owners))
-    together = text(x_TD, positions, lambda layer, q, k, v: v, StepAdapt(slots, owners, CPU))
-    base = text(x_TD, positions, lambda layer, q, k, v: v)
+    together = text(
+        x_TD,
+        positions,
+        own_values,
+        SlotAdapt(slots, torch.tensor([NO_SLOT if owner is None else owner for owner in owners]), PLAIN),
+    )
+    base = text(x_TD, positions, own_values)
     for slot, adapter in enumerate(adapters):
         at = [t for t, owner in enumerate(owners) if owner == slot]
-        alone = text(x_TD, positions, lambda layer, q, k, v: v, SingleAdapter(adapter))
+        alone = text(x_TD, positions, own_values, SingleAdapter(adapter))
         torch.testing.assert_close(together[at], alone[at], rtol=1e-5, atol=1e-4)
         assert not torch.allclose(together[at], base[at], atol=1e-3)
     none = [t for t, owner in enumerate(owners) if owner is None]
@@ -135,6 +148,6 @@ def test_a_slot_taken_over_shows_nothing_of_the_adapter_before() -> None:
     slots.load(AdapterLoad(0, "wide", random_adapter("md3", 48, seed=1)))
     slots.load(AdapterLoad(0, "narrow", golden_adapter("md3")))
     x_TD, positions = text.embed(torch.arange(20, 27)), torch.arange(7)
-    reused = text(x_TD, positions, causal(7), StepAdapt(slots, [0] * 7, CPU))
+    reused = text(x_TD, positions, causal(7), SlotAdapt(slots, torch.zeros(7, dtype=torch.int64), PLAIN))
     alone = text(x_TD, positions, causal(7), SingleAdapter(golden_adapter("md3")))
     torch.testing.assert_close(reused, alone, rtol=1e-5, atol=1e-5)

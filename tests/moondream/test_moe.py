@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from kestrel.kernels.moe_mlp import moe_mlp, route_top_k
-from kestrel.moondream.config import MoeConfig
-from kestrel.moondream.moe import MoeMlp
+from kestrel.layers.mlp import Moe
 
 from .goldens import golden, tensors
 
 FIRST_MOE_BLOCK = 1
 
 
-def reference_mlp() -> MoeMlp:
+def reference_mlp() -> Moe:
     mlp = golden("md3").model.text.blocks[FIRST_MOE_BLOCK].mlp
-    assert isinstance(mlp, MoeMlp)
+    assert isinstance(mlp, Moe)
     return mlp
 
 
@@ -61,7 +60,7 @@ def test_a_token_alone_equals_the_token_in_a_batch(count: int) -> None:
 
 
 def test_parameters_carry_the_published_names_and_shapes() -> None:
-    mlp = MoeMlp(16, MoeConfig(num_experts=4, start_layer=0, experts_per_token=2, expert_inner_dim=6))
+    mlp = Moe(16, inner_dim=6, num_experts=4, experts_per_token=2)
     shapes = {name: tuple(p.shape) for name, p in mlp.named_parameters()}
     assert shapes == {
         "router.weight": (4, 16),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import Grammar
+from kestrel.layers.attention import Step
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.request import FinishReason
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
@@ -150,10 +151,10 @@ def test_one_pass_over_the_whole_prompt_gives_the_stream_after_every_block(famil
     with torch.inference_mode():
         x_TD = torch.cat([naive.embed_item(item, images) for item in items])
         positions = torch.arange(len(x_TD))
-        streams = [x_TD[spec["rows"]]]
+        streams, pending, step = [x_TD[spec["rows"]]], (), Step(positions, attention, text.rope)
         for block in text.blocks:
-            x_TD = block(x_TD, positions, text.rope(positions), attention)
-            streams.append(x_TD[spec["rows"]])
+            x_TD, pending = block(x_TD, pending, step)
+            streams.append(sum(pending, x_TD)[spec["rows"]])
     assert len(streams) == data.config.text.n_layers + 1
     assert_close(torch.stack(streams), expected["onepass.hidden_after_k_blocks"], LOGITS_TOLERANCE)
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kestrel.kernels.rope import apply_rope
 from kestrel.kernels.tau import tau_position
+from kestrel.layers.attention import Attention, Heads, Rope, Step
 from kestrel.moondream.config import MoeConfig, TextConfig
-from kestrel.moondream.text import TextAttention, TextModel
+from kestrel.moondream.text import TextModel
 from kestrel.runtime.wide_products import computing
 
 from .goldens import FAMILIES, golden, tensors
@@ -34,11 +35,17 @@ def run(model: TextModel, ids: Tensor) -> Tensor:
     return model(model.embed(ids), torch.arange(len(ids)), causal(len(ids)))
 
 
-def in_float64(attention: TextAttention, y_TD: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+class RopeInFloat64(Rope):
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = super().forward(positions_T)
+        return cos.double(), sin.double()
+
+
+def in_float64(attention: Attention, y_TD: Tensor, positions: Tensor) -> Tensor:
     """All products; the factors of tau are rounded to float32."""
-    cos, sin = rope
-    wide = deepcopy(attention).double()
-    return wide(y_TD.double(), positions, (cos.double(), sin.double()), 0, causal(len(y_TD)))
+    text = golden("md3").config.text
+    rope = RopeInFloat64(text.max_context, text.rotary_dim, text.rope_theta)
+    return deepcopy(attention).double()(y_TD.double(), 0, Step(positions, causal(len(y_TD)), rope))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +70,7 @@ def test_rotated_queries_equal_the_reference_up_to_its_interleaved_layout() -> N
 def test_tau_attention_equals_the_reference(start: int) -> None:
     units, text = tensors("md3", "units"), golden("md3").model.text
     attention = text.blocks[0].attn
-    assert isinstance(attention, TextAttention)
+    assert isinstance(attention, Attention)
     assert attention.tau is not None
     y_TD = units[f"attn_in_pos{start}"][0]
     positions = torch.arange(start, start + len(y_TD))
@@ -72,9 +79,9 @@ def test_tau_attention_equals_the_reference(start: int) -> None:
     torch.testing.assert_close(tau_q, units[f"tau_q_pos{start}"][0], rtol=0.0, atol=1e-5)
     torch.testing.assert_close(tau_v, units[f"tau_v_pos{start}"][0], rtol=0.0, atol=1e-5)
     torch.testing.assert_close(by_position, units[f"tau_pos_pos{start}"], rtol=0.0, atol=1e-6)
-    out = attention(y_TD, positions, text.rope(positions), 0, causal(len(y_TD)))
+    out = attention(y_TD, 0, Step(positions, causal(len(y_TD)), text.rope))
     expected = units[f"attn_out_causal_pos{start}"][0]
-    exact = in_float64(attention, y_TD, positions, text.rope(positions))
+    exact = in_float64(attention, y_TD, positions)
     torch.testing.assert_close(expected.double(), exact, rtol=0.0, atol=2e-5)
     # Each processor adds up in an order of its own. The 384 terms of a factor have sizes that add up to 37, so float32
     # leaves noise of 4e-6 in it, and it is multiplied with values of up to 8.
@@ -95,9 +102,10 @@ def test_attend_gets_heads_of_every_layer_in_order() -> None:
     config = replace(TINY, n_kv_heads=2)
     calls: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
 
-    def attend(layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+    def attend(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+        q_THD, k_THD, v_THD = heads.rotated()
         calls.append((layer, tuple(q_THD.shape), tuple(k_THD.shape), tuple(v_THD.shape)))
-        return torch.zeros_like(q_THD)
+        return torch.zeros_like(q_THD).flatten(1)
 
     model = TextModel(config)
     out = model(torch.randn(5, config.dim), torch.arange(5), attend)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream.fused_vision import FusedVision
 from kestrel.moondream.vision_graphs import VisionGraphs
 from tests.moondream.coarse import coarse
 from tests.runtime.repeating_pool import RepeatingPool
@@ -13,7 +14,8 @@ from tests.runtime.repeating_pool import RepeatingPool
 
 @torch.inference_mode()
 def test_numbers_of_crops_run_once_before_they_are_captured() -> None:
-    vision, pool = FusedVision(coarse("md2").model.vision, PLAIN), RepeatingPool()
+    vision, pool = copy.deepcopy(coarse("md2").model.vision), RepeatingPool()
+    vision.fuse(PLAIN)
     graphs = VisionGraphs(vision, 4, pool)
     graphs.prepare(1)
     assert pool.has_run == [False, False]

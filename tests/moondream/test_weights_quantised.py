@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kestrel.errors import CheckpointError
-from kestrel.moondream.moe import MoeMlp
+from kestrel.layers.mlp import Moe
 from kestrel.moondream.quantised_weights import KvScale, read_kv_scales
 
 from .weight_sets import assert_equals_golden, checkpoint_of, golden_file, load, pt_named
@@ -30,7 +30,7 @@ def test_float8_experts_are_dequantised_by_expert_and_row(tmp_path: Path) -> Non
     assert torch.equal(model.get_parameter("text.blocks.1.mlp.fc1.weight"), expected)
     units = golden_file("md3", "units")
     mlp = model.get_submodule("text.blocks.1.mlp")
-    assert isinstance(mlp, MoeMlp)
+    assert isinstance(mlp, Moe)
     out = mlp(units["moe_in"][0])
     torch.testing.assert_close(out, units["moe_out_fp8_dequant"][0], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(out, units["moe_out"][0], atol=1e-5, rtol=1e-4)

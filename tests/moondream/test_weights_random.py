@@ -12,6 +12,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.random_weights import random_model, randomise_, write_random_folder
 
+from .test_lora import own_values
 from .weight_sets import ROOT, golden_config
 
 TOKENIZER = (ROOT / "md3" / "tokenizer.json").read_text()
@@ -64,7 +65,7 @@ def test_a_random_model_equals_a_randomised_one_and_computes(family: str) -> Non
     model = random_model(config, 3, "cpu", torch.float32)
     assert same(dict(model.named_parameters()), dict(randomise_(MoondreamModel(config), 3).named_parameters()))
     positions = torch.arange(5)
-    hidden = model.text(model.text.embed(positions), positions, lambda layer, q, k, v: v)
+    hidden = model.text(model.text.embed(positions), positions, own_values)
     assert bool(model.text.logits(hidden).isfinite().all())
     assert bool(model.region.decode_size(hidden).isfinite().all())
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from kestrel.adapters import Adapter
 from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.layers.attention import Heads
+from kestrel.layers.decoder import TextDecoder
 from kestrel.models.adapting import SingleAdapter
-from kestrel.moondream.adapted_text import AdaptedText
 from kestrel.moondream.lora import adapter_shape
 from kestrel.request import AdapterUse
 from kestrel.runtime.adapter_slots import AdapterSlots
@@ -87,7 +88,7 @@ def serving(
         num_adapter_slots=slots.num_slots,
     )
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, slots, make_fast_steps=make, ops=ops)
+        runtime = Executor(decoder, limits, slots, make_fast_steps=make, ops=ops, by_kernels=make is not None)
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
 
 
@@ -97,37 +98,35 @@ def decoder_and_slots(family: str, device: str, num_slots: int) -> tuple[Recordi
     return decoder, AdapterSlots(shape, num_slots, MAX_RANK, decoder.device, decoder.dtype)
 
 
-def adapted_text(ops: Ops, device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdaptedText:
-    return AdaptedText(copy.deepcopy(coarse("md2").model.text).to(device, dtype), ops)
+def fused_text(ops: Ops, device: str = "cpu", dtype: torch.dtype = torch.float32, family: str = "md2") -> TextDecoder:
+    text = copy.deepcopy(coarse(family).model.text).to(device, dtype)
+    text.fuse(ops)
+    return text
 
 
-def loaded_slots(device: str = "cpu", dtype: torch.dtype = torch.float32) -> AdapterSlots:
+def loaded_slots(device: str = "cpu", dtype: torch.dtype = torch.float32, family: str = "md2") -> AdapterSlots:
     """A slot for each of the adapters, and an empty one."""
-    shape = adapter_shape(coarse("md2").config.text)
-    slots = AdapterSlots(shape, len(adapters("md2")) + 1, MAX_RANK, torch.device(device), dtype)
-    for slot, adapter in enumerate(adapters("md2").values()):
+    shape = adapter_shape(coarse(family).config.text)
+    slots = AdapterSlots(shape, len(adapters(family)) + 1, MAX_RANK, torch.device(device), dtype)
+    for slot, adapter in enumerate(adapters(family).values()):
         slots.load(AdapterLoad(slot, str(slot), adapter))
     return slots
 
 
 class ValuesAlone:
-    """Attention of which each position sees its own value only."""
+    """Attention of which each position sees its own value only; as kernels have it, or apart."""
 
-    def __init__(self, num_rows: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        text = coarse("md2").config.text
-        self.slots_T = torch.arange(num_rows, device=device)
-        self._k, self._v = torch.zeros(2, num_rows, text.n_kv_heads, text.head_dim, device=device, dtype=dtype).unbind(
-            0
-        )
+    def __init__(self, num_rows: int, device: str = "cpu", family: str = "md2", *, by_kernels: bool = True) -> None:
+        self._slots_T = torch.arange(num_rows, device=device)
+        text = coarse(family).config.text
+        self._cache_shape = (2, num_rows, text.n_kv_heads, text.head_dim)
+        self._by_kernels = by_kernels
 
-    def __call__(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        return v_THD
-
-    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._k, self._v
-
-    def scales(self, layer: int) -> tuple[float, float]:
-        return 1.0, 1.0
-
-    def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
-        out_THD.copy_(self._v.repeat_interleave(out_THD.shape[1] // self._v.shape[1], dim=1))
+    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+        if self._by_kernels:
+            k_cache, v_THD = heads.qkv_TF.new_zeros(self._cache_shape).unbind(0)
+            q_THD = heads.stored(self._slots_T, (k_cache, v_THD), (1.0, 1.0))
+        else:
+            q_THD, _, v_THD = heads.rotated()
+        values_TD = v_THD.repeat_interleave(q_THD.shape[1] // v_THD.shape[1], dim=1).flatten(1)
+        return values_TD if out_TD is None else out_TD.copy_(values_TD)

@@ -44,9 +44,9 @@ class RecordingDecoder(MoondreamDecoder):
         super().fuse(ops)
         self._way = ("fused", ops)
 
-    def quantise(self, quantization: str, ops: Ops) -> None:
-        super().quantise(quantization, ops)
-        self._way = (quantization, ops)
+    def quantise(self, quantization: str) -> None:
+        super().quantise(quantization)
+        self._way = (quantization, self._way)
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         encode = super().encode_crops
@@ -145,14 +145,15 @@ def paged(
     """
     limits = usual_limits(model.config.text.max_context, **changes)
     decoder = RecordingDecoder(copy.deepcopy(model) if is_fused or quantization else model, original=model)
-    if quantization:
-        decoder.quantise(quantization, ops)
-    elif is_fused:
+    by_kernels = is_fused or quantization is not None
+    if by_kernels:
         decoder.fuse(ops)
+        decoder.quantise(quantization or "none")
     with torch.inference_mode():
         make_fast_steps = fixed_decode if in_fixed_sizes else None
         runtime = Executor(
-            decoder, limits, make_fast_steps=make_fast_steps, ops=ops, kv_dtype=kv_dtype, kv_scales=kv_scales
-        )
+            decoder, limits, make_fast_steps=make_fast_steps, ops=ops, by_kernels=by_kernels, kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+        )  # fmt: skip
     cache = CacheManager(limits.num_pages, limits.page_size, prefix_cache)
     return Paged(GenerationScheduler(runtime, cache), decoder)

@@ -37,7 +37,9 @@ def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool)
         results.append(work())
         return 1000
 
-    found = measure_working_memory(decoder, 300, torch.float32, is_captured=True, picture_side=500, peak=peak)
+    found = measure_working_memory(
+        decoder, 300, torch.float32, is_captured=True, by_kernels=is_fused, picture_side=500, peak=peak
+    )
     picture = RgbImage.from_pixels(np.zeros((500, 500, 3), np.uint8))
     num_crops = decoder.prepare_image(picture).num_crops
     assert num_crops > 1

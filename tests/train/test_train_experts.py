@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from kestrel.kernels.moe_mlp import route_top_k
-from kestrel.moondream.config import MoeConfig
-from kestrel.moondream.moe import MoeMlp
+from kestrel.layers.mlp import Moe
 from kestrel.train.experts import AllExpertsMlp, among_top
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_all_experts_equal_routed_experts(k: int) -> None:
     torch.manual_seed(k)
-    routed = MoeMlp(32, MoeConfig(num_experts=8, start_layer=0, experts_per_token=k, expert_inner_dim=24)).double()
+    routed = Moe(32, inner_dim=24, num_experts=8, experts_per_token=k).double()
     every = AllExpertsMlp(routed)
     x = torch.randn(50, 32, dtype=torch.float64, requires_grad=True)
     wanted, found = routed(x), every(x)
@@ -44,7 +43,7 @@ def test_the_choice_is_the_engines() -> None:
 
 
 def test_balance_is_one_when_even_and_larger_when_not() -> None:
-    routed = MoeMlp(8, MoeConfig(num_experts=4, start_layer=0, experts_per_token=1, expert_inner_dim=4))
+    routed = Moe(8, inner_dim=4, num_experts=4, experts_per_token=1)
     every = AllExpertsMlp(routed)
     with torch.no_grad():
         routed.router.weight.zero_()

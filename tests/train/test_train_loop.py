@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.moondream.moe import MoeMlp
+from kestrel.layers.mlp import Moe
 from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.experts import AllExpertsMlp, all_experts
 from kestrel.train.loop import AveragedWeights, StepReport, TrainingPlan, block_matrices, train
@@ -71,7 +71,7 @@ def test_the_engines_experts_are_back_after_training(tmp_path: Path) -> None:
         CurveWriter(tmp_path / "c.csv"),
         lambda _: None,
     )
-    mixtures = [module for module in model.modules() if isinstance(module, MoeMlp)]
+    mixtures = [module for module in model.modules() if isinstance(module, Moe)]
     assert mixtures
     assert not any(isinstance(module, AllExpertsMlp) for module in mixtures)
     assert [name for name, _ in model.named_parameters()] == names

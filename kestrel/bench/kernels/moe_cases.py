@@ -16,7 +16,7 @@ from kestrel.kernels.fp8_linear import weights_to_fp8
 from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_small import moe_small
-from kestrel.moondream.fp8_text import MAX_EXACT_ROWS
+from kestrel.layers.mlp import MAX_EXACT_ROWS
 
 
 def moe_cases(sizes: Sizes) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Layer normalisation as one pass over memory: a row stays in registers between its statistics and its result.
+"""Layer and RMS normalisation as one pass over memory: a row stays in registers between its statistics and its result.
 
 A program keeps weight and bias in registers over several rows. Where the result is wanted in float8, the row's largest
 number is found while it is still there.
@@ -51,21 +51,29 @@ def _sum_tile(
     return x
 
 
+@triton.jit
+def _weighted(normed, weight, DTYPE: tl.constexpr):
+    """Rounded before and after the weight, as the plain version does."""
+    return (normed.to(DTYPE).to(tl.float32) * weight.to(tl.float32)).to(DTYPE).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_a_rows"])
 def _normalise(
     x_ptr, a_ptr, b_ptr, total_ptr, y_ptr, scale_ptr, weight_ptr, bias_ptr, shift_ptr, num_rows, num_a_rows, dim, eps,
     ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_A: tl.constexpr, HAS_B: tl.constexpr, TO_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_B: tl.constexpr, TO_FP8: tl.constexpr, RMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     main = tl.arange(0, MAIN)
     weight = load_tile(weight_ptr, 0, main, dim, False)
-    bias = load_tile(bias_ptr, 0, main, dim, False)
+    if not RMS:
+        bias = load_tile(bias_ptr, 0, main, dim, False)
     if HAS_SHIFT:
         shift = load_tile(shift_ptr, 0, main, dim, False)
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
         weight_rest = load_tile(weight_ptr, 0, rest, dim, REST_MASKED)
-        bias_rest = load_tile(bias_ptr, 0, rest, dim, REST_MASKED)
+        if not RMS:
+            bias_rest = load_tile(bias_ptr, 0, rest, dim, REST_MASKED)
         if HAS_SHIFT:
             shift_rest = load_tile(shift_ptr, 0, rest, dim, REST_MASKED)
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -75,24 +83,32 @@ def _normalise(
         x = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, a_offset, main, dim, False, HAS_A, HAS_B)
         if HAS_SHIFT:
             x += shift
-        total = tl.sum(x, axis=0)
         if REST > 0:
             x_rest = _sum_tile(x_ptr, a_ptr, b_ptr, total_ptr, offset, a_offset, rest, dim, REST_MASKED, HAS_A, HAS_B)
             if HAS_SHIFT:
                 x_rest += shift_rest
-            total += tl.sum(x_rest, axis=0)
-        mean = total / dim
-        x -= mean
+        if not RMS:
+            total = tl.sum(x, axis=0)
+            if REST > 0:
+                total += tl.sum(x_rest, axis=0)
+            mean = total / dim
+            x -= mean
+            if REST > 0:
+                x_rest -= mean
         squares = tl.sum(x * x, axis=0)
         if REST > 0:
-            x_rest -= mean
             if REST_MASKED:
                 x_rest = tl.where(rest < dim, x_rest, 0.0)
             squares += tl.sum(x_rest * x_rest, axis=0)
         per_deviation = 1.0 / tl.sqrt(squares / dim + eps)
-        y = x * per_deviation * weight + bias
-        if REST > 0:
-            y_rest = x_rest * per_deviation * weight_rest + bias_rest
+        if RMS:
+            y = _weighted(x * per_deviation, weight, x_ptr.dtype.element_ty)
+            if REST > 0:
+                y_rest = _weighted(x_rest * per_deviation, weight_rest, x_ptr.dtype.element_ty)
+        else:
+            y = x * per_deviation * weight + bias
+            if REST > 0:
+                y_rest = x_rest * per_deviation * weight_rest + bias_rest
         if TO_FP8:
             largest = tl.max(tl.abs(y), axis=0)
             if REST > 0:
@@ -172,6 +188,59 @@ def add_layer_norm_to_fp8(
     return total_TD, y_TD, scale_T1
 
 
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, tuning: Tuning | None = None, table: TuningTable = NO_TABLE
+) -> Tensor:
+    """Rows normalised over their last dimension; any number of leading dimensions."""
+    y_TD = torch.empty_like(x_TD)
+    chosen = tuning or _found("rms_norm", x_TD, table)
+    _launch(x_TD, None, None, x_TD, y_TD, None, weight_D, None, eps, chosen)
+    return y_TD
+
+
+def add_rms_norm(
+    x_TD: Tensor,
+    delta_a_TD: Tensor,
+    delta_b_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> tuple[Tensor, Tensor]:
+    """(sum, normed sum), both of the shape and dtype of x."""
+    total_TD, y_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    chosen = tuning or _found("add_rms_norm", x_TD, table)
+    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, None, weight_D, None, eps, chosen)
+    return total_TD, y_TD
+
+
+def rms_norm_to_fp8(
+    x_TD: Tensor, weight_D: Tensor, eps: float, tuning: Tuning | None = None, table: TuningTable = NO_TABLE
+) -> tuple[Tensor, Tensor]:
+    """(normed rows in float8 [T, D], their scales [T, 1] fp32)."""
+    y_TD, scale_T1 = fp8_rows_like(x_TD)
+    chosen = tuning or _found("rms_norm_to_fp8", x_TD, table)
+    _launch(x_TD, None, None, x_TD, y_TD, scale_T1, weight_D, None, eps, chosen)
+    return y_TD, scale_T1
+
+
+def add_rms_norm_to_fp8(
+    x_TD: Tensor,
+    delta_a_TD: Tensor,
+    delta_b_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum in the dtype of x, normed sum in float8, its scales [T, 1] fp32)."""
+    total_TD = torch.empty_like(x_TD)
+    y_TD, scale_T1 = fp8_rows_like(x_TD)
+    chosen = tuning or _found("add_rms_norm_to_fp8", x_TD, table)
+    _launch(x_TD, delta_a_TD, delta_b_TD, total_TD, y_TD, scale_T1, weight_D, None, eps, chosen)
+    return total_TD, y_TD, scale_T1
+
+
 def _found(op: str, x_TD: Tensor, table: TuningTable) -> Tuning | None:
     dim = x_TD.shape[-1]
     return table.find(op, x_TD.numel() // dim, (dim,), x_TD.dtype)
@@ -185,13 +254,15 @@ def _launch(
     y_TD: Tensor,
     scale_T1: Tensor | None,
     weight_D: Tensor,
-    bias_D: Tensor,
+    bias_D: Tensor | None,
     eps: float,
     tuning: Tuning | None,
     shift_D: Tensor | None = None,
 ) -> None:
+    """Without `bias_D` it is an RMS norm."""
     dim = x_TD.shape[-1]
-    assert weight_D.shape == bias_D.shape == (dim,)
+    assert weight_D.shape == (dim,)
+    assert bias_D is None or bias_D.shape == (dim,)
     assert shift_D is None or shift_D.shape == (dim,)
     for tensor in (x_TD, delta_a_TD, delta_b_TD):
         assert tensor is None or (tensor.shape[-1] == dim and tensor.is_contiguous())
@@ -205,9 +276,9 @@ def _launch(
     tiles = RowTiles.of(dim)
     _normalise[(triton.cdiv(num_rows, chosen.rows_per_program),)](
         x_TD, x_TD if delta_a_TD is None else delta_a_TD, x_TD if delta_b_TD is None else delta_b_TD,
-        total_TD, y_TD, x_TD if scale_T1 is None else scale_T1, weight_D, bias_D,
+        total_TD, y_TD, x_TD if scale_T1 is None else scale_T1, weight_D, weight_D if bias_D is None else bias_D,
         weight_D if shift_D is None else shift_D, num_rows, num_a_rows, dim, eps, HAS_SHIFT=shift_D is not None,
         ROWS=chosen.rows_per_program, MAIN=tiles.main, REST=tiles.rest, REST_MASKED=tiles.is_rest_masked,
-        HAS_A=delta_a_TD is not None, HAS_B=delta_b_TD is not None, TO_FP8=scale_T1 is not None,
+        HAS_A=delta_a_TD is not None, HAS_B=delta_b_TD is not None, TO_FP8=scale_T1 is not None, RMS=bias_D is None,
         num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip

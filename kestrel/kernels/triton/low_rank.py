@@ -102,7 +102,7 @@ def _expand_outputs(
     h_ptr, slot_ptr, rows_ptr, total_ptr, b0_ptr, rank0_ptr, b1_ptr, rank1_ptr,
     num_out, total_stride, b0_stride, b1_stride, max_rank,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr, SPLITS0: tl.constexpr, SPLITS1: tl.constexpr,
-    EVEN: tl.constexpr,
+    HAS_SECOND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
@@ -110,6 +110,8 @@ def _expand_outputs(
         return
     rank0 = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
     rank1 = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
+    if not HAS_SECOND:
+        rank1 = rank0 * 0
     if rank0 + rank1 == 0:
         return
     place = tile * ROWS + tl.arange(0, ROWS)
@@ -121,10 +123,10 @@ def _expand_outputs(
     delta = _add_delta(
         delta, h_place, part_stride, b0_ptr + slot * b0_stride, f, rank0, num_out, max_rank, SPLITS0, ROWS, RANKS, EVEN
     )
-    h_place += SPLITS0 * part_stride
-    delta = _add_delta(
-        delta, h_place, part_stride, b1_ptr + slot * b1_stride, f, rank1, num_out, max_rank, SPLITS1, ROWS, RANKS, EVEN
-    )
+    if HAS_SECOND:
+        h_place += SPLITS0 * part_stride
+        b1_ptr += slot * b1_stride
+        delta = _add_delta(delta, h_place, part_stride, b1_ptr, f, rank1, num_out, max_rank, SPLITS1, ROWS, RANKS, EVEN)
     y_place = total_ptr + rows.to(tl.int64)[:, None] * total_stride + f[None, :]
     mask = (rows >= 0)[:, None] & (f < num_out)[None, :]
     y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32) + delta
@@ -193,7 +195,37 @@ def add_output_deltas(
         shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
         num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank,
         ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
-        SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1],
+        SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1], HAS_SECOND=True,
+        EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+
+
+def add_deltas(
+    tiles: SlotTiles,
+    y_TF: Tensor,
+    x_TD: Tensor,
+    factors: SlotFactors,
+    other_TD: Tensor | None = None,
+    reads_other_S: Tensor | None = None,
+    *,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> None:
+    _check_sizes(x_TD, factors, y_TF)
+    num_tiles, rows = tiles.rows_KN.shape
+    num_out, max_rank = factors.b_SFR.shape[1:]
+    if num_tiles == 0:
+        return
+    dims = rows, max_rank, x_TD.shape[1], num_out
+    found = tuning or table.find("add_deltas", len(x_TD), dims, x_TD.dtype)
+    chosen = found or Tuning.of(rows, len(x_TD), max_rank, x_TD.dtype)
+    shrunk = shrink(tiles, chosen, x_TD, other_TD, reads_other_S, factors)
+    _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
+        shrunk.h, tiles.slot_K, tiles.rows_KN, y_TF,
+        factors.b_SFR, factors.rank_S, factors.b_SFR, factors.rank_S,
+        num_out, y_TF.stride(0), factors.b_SFR.stride(0), factors.b_SFR.stride(0), max_rank,
+        ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
+        SPLITS0=shrunk.splits[0], SPLITS1=0, HAS_SECOND=False,
         EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
 

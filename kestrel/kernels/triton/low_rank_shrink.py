@@ -1,4 +1,4 @@
-"""The first half of low-rank deltas: h = a · x of two matrices in one launch, over tiles of rows of one slot.
+"""The first half of low-rank deltas: h = a · x of one or two matrices in one launch, over tiles of rows of one slot.
 
 With few tiles the columns of x are split over programs. In small tiles whoever reads h adds up its parts; in large ones
 a kernel does it once, because each of many blocks of outputs would do it anew.
@@ -139,7 +139,7 @@ def _sum_parts(
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """h of two matrices in parts: [parts of the first, then those of the second, tiles · rows, max_rank]."""
+    """h of one or two matrices in parts: [parts of the first, then those of the second, tiles · rows, max_rank]."""
 
     h: Tensor
     splits: tuple[int, int]
@@ -152,15 +152,17 @@ def shrink(
     other_TD: Tensor | None,
     reads_other_S: Tensor | None,
     first: SlotFactors,
-    second_x_TD: Tensor,
-    second: SlotFactors,
+    second_x_TD: Tensor | None = None,
+    second: SlotFactors | None = None,
 ) -> Shrunk:
     num_tiles, rows = tiles.rows_KN.shape
-    max_rank = first.a_SRD.shape[1]
+    max_rank, has_second = first.a_SRD.shape[1], second is not None
+    if second_x_TD is None or second is None:
+        second_x_TD, second = x_TD, first
     assert second.a_SRD.shape[1] == max_rank
     num_in, second_in = x_TD.shape[1], second_x_TD.shape[1]
-    splits = chosen.num_splits(num_in), chosen.num_splits(second_in)
-    dtype = x_TD.dtype if splits == (1, 1) else torch.float32
+    splits = chosen.num_splits(num_in), chosen.num_splits(second_in) if has_second else 0
+    dtype = x_TD.dtype if max(splits) == 1 else torch.float32
     h = torch.empty(sum(splits), num_tiles * rows, max_rank, dtype=dtype, device=x_TD.device)
     other = x_TD if other_TD is None else other_TD
     _shrink[(num_tiles, triton.cdiv(max_rank, chosen.rank_block), sum(splits))](
@@ -173,14 +175,15 @@ def shrink(
         num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
     shrunk = Shrunk(h, splits)
-    return shrunk if rows <= FEW_ROWS or splits == (1, 1) else _summed(shrunk, tiles, first, second, x_TD.dtype)
+    return shrunk if rows <= FEW_ROWS or max(splits) == 1 else _summed(shrunk, tiles, first, second, x_TD.dtype)
 
 
 def _summed(shrunk: Shrunk, tiles: SlotTiles, first: SlotFactors, second: SlotFactors, dtype: torch.dtype) -> Shrunk:
     num_tiles, rows = tiles.rows_KN.shape
     max_rank = shrunk.h.shape[2]
-    h = torch.empty(2, *shrunk.h.shape[1:], dtype=dtype, device=shrunk.h.device)
-    _sum_parts[(num_tiles, triton.cdiv(rows * max_rank, SUM_BLOCK), 2)](
+    num_matrices = 2 if shrunk.splits[1] else 1
+    h = torch.empty(num_matrices, *shrunk.h.shape[1:], dtype=dtype, device=shrunk.h.device)
+    _sum_parts[(num_tiles, triton.cdiv(rows * max_rank, SUM_BLOCK), num_matrices)](
         shrunk.h, h, tiles.slot_K, first.rank_S, second.rank_S, max_rank, *shrunk.splits, ROWS=rows, BLOCK=SUM_BLOCK
     )
-    return Shrunk(h, (1, 1))
+    return Shrunk(h, (1, num_matrices - 1))

@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from kestrel.kernels.moe_mlp import ExpertDeltas
 from kestrel.kernels.triton.activations import gelu_erf
 from kestrel.kernels.triton.fp8_rows import rows_to_fp8
+from kestrel.kernels.triton.moe_deltas import add_pair_deltas, pair_deltas
 from kestrel.kernels.triton.moe_grouping import Blocks, group_pairs
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
 from kestrel.kernels.triton.widening import widened
@@ -59,9 +61,10 @@ def _factor(x, dtype, WIDENS: tl.constexpr):
 
 @triton.jit
 def _gate_blocks(
-    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
+    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, delta_ptr, slots_ptr, hidden_ptr,
+    num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, WIDENS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -95,6 +98,12 @@ def _gate_blocks(
         x_scale = tl.load(x_scale_ptr + pairs // TOP_K, mask=pairs >= 0, other=0.0)[:, None]
         h *= x_scale
         g *= x_scale
+    if HAS_DELTA:
+        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1)
+        has_delta = (slots >= 0)[:, None] & (i < num_inner)[None, :]
+        delta_place = delta_ptr + pairs.to(tl.int64)[:, None] * (2 * num_inner) + i[None, :]
+        h += tl.load(delta_place, mask=has_delta, other=0.0).to(tl.float32)
+        g += tl.load(delta_place + num_inner, mask=has_delta, other=0.0).to(tl.float32)
     out = (gelu_erf(h) * (g + 1.0)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * num_inner + i[None, :], out, mask=(i < num_inner)[None, :])
 
@@ -152,10 +161,12 @@ def moe_grouped(
     fc2_EDI: Tensor,
     fc1_scale_EF: Tensor | None = None,
     fc2_scale_ED: Tensor | None = None,
+    deltas: ExpertDeltas | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
-    """What `kestrel.kernels.moe_mlp.moe_mlp` gives; scales are those of matrices kept in float8, one per output."""
+    """What `kestrel.kernels.moe_mlp.moe_mlp` gives, or `moe_mlp_adapted`; scales are those of matrices kept in float8,
+    one per output."""
     num_tokens, num_in = x_TD.shape
     num_experts, num_out, num_inner = fc2_EDI.shape
     assert fc1_EFD.shape == (num_experts, 2 * num_inner, num_in)
@@ -170,8 +181,13 @@ def moe_grouped(
     chosen = found or Tuning.of(ids_TK.numel(), num_experts)
     blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
     x, dtype = ScaledRows(x_TD), x_TD.dtype
-    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
+    added = None
+    if deltas is not None:
+        added = pair_deltas(x_TD, ids_TK, deltas.slot_T, deltas.fc1, blocks), deltas.slot_T
+    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype, added)
     out_QD = _projected(ScaledRows(hidden_RI), ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
+    if deltas is not None:
+        add_pair_deltas(out_QD, hidden_RI, ids_TK, deltas.slot_T, deltas.fc2, blocks)
     return _summed(out_QD, weights_TK)
 
 
@@ -231,19 +247,23 @@ def _gated(
     scale_EF: Tensor | None,
     tuning: Tuning,
     dtype: torch.dtype,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """GELU(h) · (g + 1) of every place; places without a pair hold what a token of zeros would give."""
+    """GELU(h) · (g + 1) of every place; places without a pair hold what a token of zeros would give. `added`: deltas of
+    pairs, and the slots of tokens, which say whether there is one."""
     x_TD = x.numbers
     num_inner, num_in = fc1_EFD.shape[1] // 2, fc1_EFD.shape[2]
     hidden_RI = torch.empty(len(blocks.pairs_R), num_inner, dtype=dtype, device=x_TD.device)
     block, outputs = _fitting(tuning.block_in, num_in), _fitting(tuning.gate_outputs, num_inner)
     _gate_blocks[(len(blocks.expert_G), triton.cdiv(num_inner, outputs))](
         x_TD, x_TD if x.scale is None else x.scale,
-        blocks.pairs_R, blocks.expert_G, fc1_EFD, x_TD if scale_EF is None else scale_EF, hidden_RI,
+        blocks.pairs_R, blocks.expert_G, fc1_EFD, x_TD if scale_EF is None else scale_EF,
+        *(added or (x_TD, blocks.pairs_R)), hidden_RI,
         num_in, num_inner, x_TD.stride(0),
         TOP_K=top_k, ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
         EVEN=num_in % block == 0 and num_inner % outputs == 0,
-        HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, WIDENS=_widens(x),
+        HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, HAS_DELTA=added is not None,
+        WIDENS=_widens(x),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return hidden_RI

@@ -15,8 +15,17 @@ from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.draw_ids import draw_ids
 from kestrel.kernels.triton.fp8_rows import gelu_to_fp8, rows_to_fp8
-from kestrel.kernels.triton.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
-from kestrel.kernels.triton.low_rank import add_input_deltas, add_output_deltas, tile_slots
+from kestrel.kernels.triton.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_to_fp8,
+    add_rms_norm,
+    add_rms_norm_to_fp8,
+    layer_norm,
+    layer_norm_to_fp8,
+    rms_norm,
+    rms_norm_to_fp8,
+)
+from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_small import moe_small
 from kestrel.kernels.triton.paged_attention import attend_rows
@@ -25,6 +34,7 @@ from kestrel.kernels.triton.resample import resample
 from kestrel.kernels.triton.rotate_and_store import rotate_and_store
 from kestrel.kernels.triton.route import route_top_k
 from kestrel.kernels.triton.row_inputs import row_inputs
+from kestrel.kernels.triton.silu_gate import silu_gate, silu_gate_to_fp8
 from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
 from kestrel.kernels.triton.tau import tau_factors
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
@@ -62,6 +72,7 @@ def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
         route_top_k=route_top_k,
         moe_mlp=partial(moe_mlp, table=table),
         moe_mlp_fp8=partial(moe_grouped_fp8, table=table),
+        moe_mlp_adapted=partial(moe_grouped, table=table),
         resample=resample,
         patchify=patchify,
         tau_factors=partial(tau_factors, table=table),
@@ -71,10 +82,17 @@ def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
         row_inputs=partial(row_inputs, table=table),
         layer_norm_to_fp8=partial(layer_norm_to_fp8, table=table),
         add_layer_norm_to_fp8=partial(add_layer_norm_to_fp8, table=table),
+        rms_norm=partial(rms_norm, table=table),
+        add_rms_norm=partial(add_rms_norm, table=table),
+        rms_norm_to_fp8=partial(rms_norm_to_fp8, table=table),
+        add_rms_norm_to_fp8=partial(add_rms_norm_to_fp8, table=table),
+        silu_gate=partial(silu_gate, table=table),
+        silu_gate_to_fp8=partial(silu_gate_to_fp8, table=table),
         rows_to_fp8=partial(rows_to_fp8, table=table),
         gelu_to_fp8=partial(gelu_to_fp8, table=table),
         fp8_linear=scaled_mm_linear,
         tile_slots=tile_slots,
+        add_deltas=partial(add_deltas, table=table),
         add_input_deltas=partial(add_input_deltas, table=table),
         add_output_deltas=partial(add_output_deltas, table=table),
     )

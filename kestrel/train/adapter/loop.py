@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kestrel.adapters import Adapter
 from kestrel.errors import NumericalError
+from kestrel.layers.adapt import Adapt
 from kestrel.models.adapting import SingleAdapter
-from kestrel.models.contract import Adapt
 from kestrel.moondream.model import MoondreamModel
 from kestrel.skills.base import SpecialIds
 from kestrel.train.adapter.encoding import RowOrder, TrainingRow

@@ -8,10 +8,10 @@ import torch
 
 from kestrel.adapters import Adapter, AdapterTarget
 from kestrel.errors import CheckpointError
+from kestrel.layers.blocks import ParallelBlock
 from kestrel.models.adapting import merged_delta
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.spec import LoadedMoondream
-from kestrel.moondream.text import TextBlock
 from kestrel.train.saving import save_folder
 
 
@@ -29,7 +29,7 @@ def merge_adapter(model: MoondreamModel, adapter: Adapter) -> None:
 
 def matrix_of(model: MoondreamModel, target: AdapterTarget) -> torch.Tensor:
     block = model.text.blocks[target.layer]
-    assert isinstance(block, TextBlock)
+    assert isinstance(block, ParallelBlock)
     weights = {
         "qkv": block.attn.qkv.weight,
         "proj": block.attn.proj.weight,

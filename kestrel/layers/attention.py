@@ -1,0 +1,181 @@
+"""Attention up to the cache: fused projection, norms and scales of heads, rotation.
+
+Who attends to whom, and where keys and values are kept, is the business of `Attend`, which is given `Heads`: either it
+takes rotated queries, keys and values apart, or it lets one operation rotate them and put keys and values in their
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.kernels.rope import apply_rope, rope_tables
+from kestrel.kernels.tau import scale_heads, tau_factors
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.linear import Linear, Rows
+from kestrel.layers.norm import RmsNorm
+
+
+class Rope(nn.Module):
+    """cos and sin by position. They stay fp32 and are computed anew wherever the module moves."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, max_context: int, rotary_dim: int, theta: float) -> None:
+        super().__init__()
+        self._shape = (max_context, rotary_dim, theta)
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+        self.reset_buffers(torch.get_default_device())
+
+    def reset_buffers(self, device: torch.device | str) -> None:
+        if torch.device(device).type == "meta":
+            max_context, rotary_dim, _ = self._shape
+            self.cos, self.sin = torch.empty(2, max_context, rotary_dim // 2, device=device)
+        else:
+            self.cos, self.sin = rope_tables(*self._shape, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
+        # `fn` may cast to half precision or leave memory uninitialised; only its device counts here.
+        super()._apply(fn, recurse)
+        self.reset_buffers(self.cos.device)
+        return self
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions_T], self.sin[positions_T]
+
+
+class Attend(Protocol):
+    """Stores the keys and values of one layer's new positions and attends over everything stored for their rows."""
+
+    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+        """[T, heads · head_dim]: `out_TD` where it is given, which may lie where the values were."""
+        ...
+
+
+@dataclass(slots=True)
+class Step:
+    """What all layers of one forward pass share."""
+
+    positions_T: Tensor
+    attend: Attend
+    rope: Rope | None = None
+    """None: the model has no rotary positions."""
+    adapt: Adapt | None = None
+    _rotation: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+
+    @property
+    def rotation(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of the positions, looked up once."""
+        if self._rotation is None and self.rope is not None:
+            self._rotation = self.rope(self.positions_T)
+        return self._rotation
+
+
+class Tau(nn.Module):
+    """Learned scales of queries and values (Moondream 3)."""
+
+    ops: Ops = PLAIN
+
+    def __init__(self, n_heads: int, qkv_dim: int) -> None:
+        super().__init__()
+        self.wq = nn.Parameter(torch.zeros(n_heads, qkv_dim))
+        self.wv = nn.Parameter(torch.zeros(n_heads, qkv_dim))
+        self.alpha = nn.Parameter(torch.zeros(n_heads))
+        self._stacked_2HF: Tensor | None = None
+
+    def forward(self, qkv_TF: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors [T, heads] of queries and of values, fp32."""
+        if self._stacked_2HF is None:
+            return tau_factors(qkv_TF, self.wq, self.wv, self.alpha, positions_T)
+        return self.ops.tau_factors(qkv_TF, self._stacked_2HF, self.alpha, positions_T)
+
+    def join(self) -> None:
+        """The two matrices one above the other, for one product."""
+        self._stacked_2HF = torch.cat((self.wq.data, self.wv.data))
+        self.wq.data, self.wv.data = self._stacked_2HF.chunk(2)
+
+
+class Attention(nn.Module):
+    """Grouped heads. The product with `qkv` is [q heads | k heads | v heads]."""
+
+    ops: Ops = PLAIN
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        has_tau: bool = False,
+        qk_norm_eps: float | None = None,
+    ) -> None:
+        """`qk_norm_eps`: queries and keys go through a norm of their own, head by head."""
+        super().__init__()
+        self.head_dim = head_dim
+        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
+        qkv_dim = (n_heads + 2 * n_kv_heads) * head_dim
+        self.qkv = Linear(dim, qkv_dim, bias=qkv_bias)
+        self.proj = Linear(n_heads * head_dim, dim, bias=proj_bias)
+        self.tau = Tau(n_heads, qkv_dim) if has_tau else None
+        self.q_norm = None if qk_norm_eps is None else RmsNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RmsNorm(head_dim, qk_norm_eps)
+
+    def mix(self, qkv_TF: Tensor, layer: int, step: Step, out_TD: Tensor | None = None) -> Tensor:
+        """From the fused projection to what attention leaves, [T, heads · head_dim]."""
+        return step.attend(layer, Heads(self, qkv_TF, step), out_TD)
+
+    def forward(self, y: Rows, layer: int, step: Step) -> Tensor:
+        """Without the deltas of adapters: blocks know which of their inputs those read."""
+        return self.proj(self.mix(self.qkv(y), layer, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Queries, keys and values of a step's new positions as the fused projection gave them."""
+
+    attention: Attention
+    qkv_TF: Tensor
+    step: Step
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], ready for attention. Gradients flow through it."""
+        own = self.attention
+        heads = self.qkv_TF.view(len(self.qkv_TF), -1, own.head_dim)
+        q_THD, k_THD, v_THD = heads.split([own.n_heads, own.n_kv_heads, own.n_kv_heads], dim=1)
+        if own.tau is not None:
+            tau_q, tau_v = own.tau(self.qkv_TF, self.step.positions_T)
+            q_THD, v_THD = scale_heads(q_THD, tau_q), scale_heads(v_THD, tau_v)
+        if own.q_norm is not None and own.k_norm is not None:
+            q_THD, k_THD = own.q_norm(q_THD), own.k_norm(k_THD)
+        rotation = self.step.rotation
+        if rotation is not None:
+            q_THD, k_THD = apply_rope(q_THD, *rotation), apply_rope(k_THD, *rotation)
+        return q_THD, k_THD, v_THD
+
+    def stored(self, slots_T: Tensor, caches: tuple[Tensor, Tensor], scales: tuple[float, float]) -> Tensor:
+        """q as of `rotated`; keys and values are in their slots afterwards. One operation."""
+        own, rope = self.attention, self.step.rope
+        tau = None if own.tau is None else own.tau(self.qkv_TF, self.step.positions_T)
+        norms = None
+        if own.q_norm is not None and own.k_norm is not None:
+            norms = (own.q_norm.weight, own.k_norm.weight, own.q_norm.eps)
+        tables = (None, None) if rope is None else (rope.cos, rope.sin)
+        return own.ops.rotate_and_store(
+            self.qkv_TF, own.n_heads, own.n_kv_heads, *tables, self.step.positions_T, slots_T, *caches, tau, *scales,
+            norms=norms,
+        )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Matrices that know the number format of their weights: a linear layer, and the experts of a mixture.
+
+A weight is plain, in the model's dtype, or float8 (e4m3) with one scale per output. With a handful of rows a float8
+weight is widened as it streams by and rows stay as they are; with many, rows are quantised too and tensor cores
+multiply float8. Whoever makes the rows, a norm or an activation, can quantise them on the way (`Fp8Rows`); rows that
+come as they are get quantised here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels.ops import PLAIN, Ops
+
+
+def normal_parameter(*shape: int, std: float = 1.0) -> nn.Parameter:
+    """Numbers of a bell curve; none on the meta device, where filling in pulls in torch's compiler: half a second."""
+    parameter = nn.Parameter(torch.empty(*shape))
+    if not parameter.is_meta:
+        nn.init.normal_(parameter, std=std)
+    return parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Rows in float8 and their scales [T, 1]."""
+
+    numbers: Tensor
+    scale_T1: Tensor
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+Rows: TypeAlias = Tensor | Fp8Rows
+
+
+class Linear(nn.Linear):
+    """x · weightᵀ + bias, with what often follows it."""
+
+    ops: Ops = PLAIN
+    scale_F: Tensor | None = None
+    """One per output of a float8 weight."""
+    bias_in_norms = False
+    """`add_and_norm` leaves the bias out, because the norms that follow add it (`LayerNorm.shift_D`)."""
+    _other_bias: tuple[Tensor | None] | None = None
+    """Instead of the layer's own: what two layers whose outputs are added up have together, or none."""
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.scale_F is not None
+
+    def takes_fp8_rows(self, num_rows: int) -> bool:
+        """Whether so many rows are multiplied in float8."""
+        return self.is_fp8 and num_rows > self.ops.max_small_rows
+
+    def forward(self, x: Rows) -> Tensor:
+        if isinstance(x, Fp8Rows):
+            return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self._bias, self._out_dtype)
+        if x.ndim == 2 and len(x) <= self.ops.max_small_rows:
+            return self.ops.small_linear(x, self.weight, self._bias, scale_F=self.scale_F)
+        if self.is_fp8:
+            return self(self.quantised(x))
+        return functional.linear(x, self.weight, self._bias)
+
+    def gelu(self, x: Rows) -> Tensor:
+        """GELU_tanh of this layer, in as few operations as the format allows."""
+        if isinstance(x, Fp8Rows) or self.takes_fp8_rows(len(x)):
+            return functional.gelu(self(x), approximate="tanh")
+        if x.ndim == 2 and len(x) <= self.ops.max_small_rows:
+            return self.ops.small_linear(x, self.weight, self.bias, gelu_from=0, scale_F=self.scale_F)
+        return self.ops.gelu_linear(x, self.weight, self.bias)
+
+    def rows(self, x: Tensor) -> Rows:
+        """The rows as this layer multiplies them: several layers of the same format can share the result."""
+        return self.quantised(x) if self.takes_fp8_rows(len(x)) else x
+
+    def quantised(self, x: Tensor) -> Fp8Rows:
+        return Fp8Rows(*self.ops.rows_to_fp8(x))
+
+    def to_fp8(self) -> None:
+        """The weight becomes float8; what it was made from is given up."""
+        self._out_dtype = self.weight.dtype
+        numbers_FD, self.scale_F = weights_to_fp8(self.weight.data)
+        self.weight.requires_grad_(False)
+        self.weight.data = numbers_FD
+
+    def become_part(self, whole: Linear, *, rows: slice = slice(None), columns: slice = slice(None)) -> None:
+        """From now on the weight is a view of a larger one, which holds the same numbers there."""
+        self.weight.requires_grad_(whole.weight.requires_grad)
+        self.weight.data = whole.weight.data[rows, columns]
+        self.scale_F = None if whole.scale_F is None else whole.scale_F[rows]
+        self._out_dtype = whole._out_dtype
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return self.bias if self._other_bias is None else self._other_bias[0]
+
+    _out_dtype: torch.dtype = torch.bfloat16
+    """Of what a float8 weight gives."""
+
+
+class ExpertMatrices(nn.Module):
+    """One bias-free matrix per expert: `weight` [num_experts, out_dim, in_dim], plain or float8."""
+
+    def __init__(self, num_experts: int, out_dim: int, in_dim: int) -> None:
+        super().__init__()
+        self.weight = normal_parameter(num_experts, out_dim, in_dim, std=in_dim**-0.5)
+        self.scale_EF: Tensor | None = None
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """One expert's, widened."""
+        if self.scale_EF is None:
+            return self.weight[expert]
+        return (self.weight[expert].float() * self.scale_EF[expert][:, None]).to(dtype)
+
+    def to_fp8(self) -> None:
+        """Expert by expert, so that little is held in fp32."""
+        weight_EFD = self.weight.data
+        numbers_EFD = torch.empty_like(weight_EFD, dtype=torch.float8_e4m3fn)
+        scale_EF = torch.empty(weight_EFD.shape[:2], dtype=torch.float32, device=weight_EFD.device)
+        for expert, weight_FD in enumerate(weight_EFD):
+            numbers_FD, scale_EF[expert] = weights_to_fp8(weight_FD)
+            numbers_EFD[expert].copy_(numbers_FD)
+        self.weight.requires_grad_(False)
+        self.weight.data, self.scale_EF = numbers_EFD, scale_EF
+
+
+def joined_rows(first: Linear, second: Linear) -> Linear:
+    """One layer for two of the same input, which become views of it: nothing is held twice."""
+    split = first.out_features
+    whole = _holding(torch.cat((first.weight.data, second.weight.data)), first.ops)
+    whole.bias = nn.Parameter(torch.cat((first.bias.data, second.bias.data)), requires_grad=False)
+    first.become_part(whole, rows=slice(split))
+    second.become_part(whole, rows=slice(split, None))
+    first.bias.data, second.bias.data = whole.bias.data[:split], whole.bias.data[split:]
+    return whole
+
+
+def joined_columns(first: Linear, second: Linear) -> Linear:
+    """One layer for two whose outputs are added up."""
+    split = first.in_features
+    whole = _holding(torch.cat((first.weight.data, second.weight.data), dim=1), first.ops)
+    whole.bias = nn.Parameter(first.bias.data + second.bias.data, requires_grad=False)
+    first.become_part(whole, columns=slice(split))
+    second.become_part(whole, columns=slice(split, None))
+    first._other_bias, second._other_bias = (whole.bias,), (None,)
+    return whole
+
+
+def _holding(weight_FD: Tensor, ops: Ops) -> Linear:
+    whole = Linear.__new__(Linear)  # without the random numbers that a new layer begins with
+    nn.Module.__init__(whole)
+    whole.out_features, whole.in_features = weight_FD.shape
+    whole.weight = nn.Parameter(weight_FD, requires_grad=False)
+    whole.ops = ops
+    return whole
+
+
+def use_ops(model: nn.Module, ops: Ops) -> None:
+    """From now on all layers of a model run with these operations."""
+    for module in model.modules():
+        if hasattr(type(module), "ops"):
+            module.ops = ops

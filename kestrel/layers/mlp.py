@@ -1,0 +1,91 @@
+"""Feed-forward layers: GELU, gated SiLU, and a mixture of gated experts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.layers.adapt import Adapt
+from kestrel.layers.linear import ExpertMatrices, Fp8Rows, Linear, Rows
+
+MAX_EXACT_ROWS = 64
+"""Up to so many positions float8 experts take rows as they are: reading the matrices is what takes time then."""
+
+
+class Mlp(nn.Module):
+    """fc2(gelu_tanh(fc1(x))), biases on both."""
+
+    ops: Ops = PLAIN
+    matrices = ("fc1", "fc2")
+
+    def __init__(self, in_dim: int, inner_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.fc1 = Linear(in_dim, inner_dim)
+        self.fc2 = Linear(inner_dim, out_dim)
+
+    def hidden(self, x: Rows) -> Rows:
+        """What fc2 takes, in its format."""
+        if self.fc2.takes_fp8_rows(len(x)):
+            return Fp8Rows(*self.ops.gelu_to_fp8(self.fc1(x)))
+        return self.fc1.gelu(x)
+
+    def forward(self, x: Rows) -> Tensor:
+        return self.fc2(self.hidden(x))
+
+    def adapted(self, x: Tensor, layer: int, adapt: Adapt) -> Tensor:
+        z_TF = adapt.linear(layer, "fc1", x, self.fc1(x))
+        hidden_TF = functional.gelu(z_TF, approximate="tanh")
+        return adapt.linear(layer, "fc2", hidden_TF, self.fc2(hidden_TF))
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) · up(x)); gate and up are one matrix, one above the other."""
+
+    ops: Ops = PLAIN
+    matrices = ("gate_up", "down")
+
+    def __init__(self, dim: int, inner_dim: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(dim, 2 * inner_dim, bias=False)
+        self.down = Linear(inner_dim, dim, bias=False)
+
+    def forward(self, x: Rows) -> Tensor:
+        z_TF = self.gate_up(x)
+        if self.down.takes_fp8_rows(len(x)):
+            return self.down(Fp8Rows(*self.ops.silu_gate_to_fp8(z_TF)))
+        return self.down(self.ops.silu_gate(z_TF))
+
+    def adapted(self, x: Tensor, layer: int, adapt: Adapt) -> Tensor:
+        hidden_TI = self.ops.silu_gate(adapt.linear(layer, "gate_up", x, self.gate_up(x)))
+        return adapt.linear(layer, "down", hidden_TI, self.down(hidden_TI))
+
+
+class Moe(nn.Module):
+    """A router and its experts (`kestrel.kernels.moe_mlp`). `fc1` stacks the activated half over the gating half."""
+
+    ops: Ops = PLAIN
+    matrices = ("fc1", "fc2")
+
+    def __init__(self, dim: int, inner_dim: int, num_experts: int, experts_per_token: int) -> None:
+        super().__init__()
+        self.experts_per_token = experts_per_token
+        self.router = Linear(dim, num_experts)
+        self.fc1 = ExpertMatrices(num_experts, 2 * inner_dim, dim)
+        self.fc2 = ExpertMatrices(num_experts, dim, inner_dim)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, ids_TK = self._route(x_TD)
+        is_fp8 = self.fc1.scale_EF is not None
+        run = self.ops.moe_mlp_fp8 if is_fp8 and len(x_TD) > MAX_EXACT_ROWS else self.ops.moe_mlp
+        return run(x_TD, weights_TK, ids_TK, self.fc1.weight, self.fc2.weight, self.fc1.scale_EF, self.fc2.scale_EF)
+
+    def adapted(self, x_TD: Tensor, layer: int, adapt: Adapt) -> Tensor:
+        return adapt.experts(layer, x_TD, *self._route(x_TD), self.fc1, self.fc2)
+
+    def to_fp8(self) -> None:
+        self.fc1.to_fp8()
+        self.fc2.to_fp8()
+
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ops.route_top_k(self.router(x_TD), self.experts_per_token)
