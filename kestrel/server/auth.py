@@ -10,7 +10,7 @@ from kestrel.api_keys import ApiKeys, offered_keys
 from kestrel.engine.intake import MAX_NAME_LENGTH
 from kestrel.errors import NotAllowed, shown
 from kestrel.server.config import ServerConfig
-from kestrel.server.paths import route_path
+from kestrel.server.records import route_path
 
 HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
 OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}

@@ -17,10 +17,8 @@ from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import KestrelError, QueueFull, RequestCancelled, RequestError
 from kestrel.server.auth import client_of, require_priority, tenant_of
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
-from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
-from kestrel.server.records import RequestRecord
-from kestrel.server.request_ids import request_id_of
+from kestrel.server.records import RequestRecord, header_of, request_id_of
 from kestrel.server.state import RequestInfo, ServerState, state_of
 
 T = TypeVar("T")

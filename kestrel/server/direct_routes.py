@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kestrel.server.paths import route_path
+from kestrel.server.records import route_path
 
 
 class DirectRoute(APIRoute):

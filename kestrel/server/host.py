@@ -19,8 +19,7 @@ from kestrel.server.errors import kind_of
 from kestrel.server.interruption import Interruption
 from kestrel.server.logs import access_log
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
-from kestrel.server.records import RequestRecord, recorded
-from kestrel.server.request_ids import fresh_id
+from kestrel.server.records import RequestRecord, fresh_id, recorded
 from kestrel.server.state import Phase, RequestInfo, ServerState
 from kestrel.threads import Threads
 

@@ -22,13 +22,13 @@ from kestrel.server.errors import ErrorBoundary, http_exception_response, valida
 from kestrel.server.images import ImageFetcher, NoRemoteImages
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
 from kestrel.server.limits import BodyLimit, ClientLimit, HeadLimit
+from kestrel.server.metrics import Observation
 from kestrel.server.native import native_routes
-from kestrel.server.observation import Observation
 from kestrel.server.openai.routes import openai_routes
 from kestrel.server.operations import operation_routes
 from kestrel.server.playground import router as playground_routes
+from kestrel.server.records import REQUEST_ID_HEADER
 from kestrel.server.remote_images import RemoteImages
-from kestrel.server.request_ids import HEADER, RequestIds
 from kestrel.server.state import ServerState
 from kestrel.server.tracing import otlp_provider
 from kestrel.server.web_pages import WebPages
@@ -83,7 +83,7 @@ def routers() -> list[APIRouter]:
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:
     """Outermost first."""
     config = state.config
-    layers = [Middleware(RequestIds), *watch.middleware(routes)]
+    layers = watch.middleware(routes)
     if config.cors_origins:
         everything = ["*"]
         layers.append(
@@ -92,7 +92,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
                 allow_origins=list(config.cors_origins),
                 allow_methods=everything,
                 allow_headers=everything,
-                expose_headers=[HEADER],
+                expose_headers=[REQUEST_ID_HEADER],
             )
         )
     return [

@@ -19,8 +19,8 @@ from kestrel.server.errors import (
     SlowClient,
     TooManyConnections,
 )
-from kestrel.server.headers import header_of
 from kestrel.server.interruption import Interruption
+from kestrel.server.records import header_of
 from kestrel.server.state import ServerState
 
 LINGER_S = 5.0

@@ -25,7 +25,7 @@ from kestrel.server.connections import (
     reset,
 )
 from kestrel.server.errors import error_response
-from kestrel.server.request_ids import HEADER, fresh_id
+from kestrel.server.records import REQUEST_ID_HEADER, fresh_id
 
 MALFORMED = RequestError("request", "is not well-formed HTTP/1.1, or its head is larger than max_header_bytes")
 HEAD_OPENING = b"HTTP/1.1 "
@@ -193,7 +193,7 @@ class HeadWithBody:
 def _malformed(connection: h11.Connection) -> bytes:
     """The bytes of the refusal."""
     response = error_response(MALFORMED)
-    extra = [(b"connection", b"close"), (HEADER.encode(), fresh_id().encode())]
+    extra = [(b"connection", b"close"), (REQUEST_ID_HEADER.encode(), fresh_id().encode())]
     events = (
         h11.Response(status_code=response.status_code, headers=[*response.raw_headers, *extra], reason=b"Bad Request"),
         h11.Data(data=bytes(response.body)),

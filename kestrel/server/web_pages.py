@@ -16,7 +16,7 @@ from kestrel.errors import shown
 from kestrel.server.auth import is_health
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ForeignHost, ForeignOrigin, NotJson
-from kestrel.server.headers import header_of
+from kestrel.server.records import header_of
 
 ANY = "*"
 HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -28,10 +28,8 @@ from kestrel.server.openai.parameters import (
 )
 from kestrel.server.openai.stream import ChoiceShape, stream_response
 from kestrel.server.openai.usage import PromptShare, usage_of
-from kestrel.server.records import RequestRecord
-from kestrel.server.request_ids import request_id_of
+from kestrel.server.records import request_id_of
 from kestrel.server.state import ServerState, state_of
-from kestrel.server.tracing import SETTINGS
 
 
 class Shape(ChoiceShape, Protocol):
@@ -58,7 +56,6 @@ class Generation:
 
 async def generation_response(request: Request, asked: Generation) -> Response:
     shape = asked.shape
-    _record_settings(asked.work.fields[0])
     envelope = {
         "id": f"{shape.id_prefix}-{request_id_of(request)}",
         "object": shape.chunk_object if asked.wish.stream else shape.object,
@@ -78,13 +75,6 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     usage = usage_of([result for result, _ in finished], asked.share)
     timeout_s = state_of(request).config.send_timeout_s
     return listed_response(envelope, "choices", (choice for _, choice in finished), {"usage": usage}, timeout_s)
-
-
-def _record_settings(fields: Mapping[str, Any]) -> None:
-    """For spans: numbers only, never words."""
-    record = RequestRecord.current()
-    if record is not None:
-        record.settings = {name: fields[name] for name in SETTINGS if name in fields}
 
 
 def sampling_fields(
