@@ -28,8 +28,13 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.warm_up import warm_up
 from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
-from kestrel.server.connections import ListeningSocket, connection_limit, raise_file_limit
-from kestrel.server.protocol import TimedProtocol, timed_protocol
+from kestrel.server.connections import (
+    ListeningSocket,
+    TimedProtocol,
+    connection_limit,
+    raise_file_limit,
+    timed_protocol,
+)
 from kestrel.server.state import Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")
