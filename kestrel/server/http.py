@@ -15,14 +15,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from kestrel import __version__
-from kestrel.server.auth import Authentication
 from kestrel.server.config import ServerConfig
-from kestrel.server.direct_routes import DirectRoutes
 from kestrel.server.errors import ErrorBoundary, http_exception_response, validation_response
 from kestrel.server.images import ImageFetcher, NoRemoteImages
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
-from kestrel.server.limits import BodyLimit, ClientLimit, HeadLimit
 from kestrel.server.metrics import Observation
+from kestrel.server.middleware import Authentication, BodyLimit, ClientLimit, DirectRoutes, HeadLimit, WebPages
 from kestrel.server.native import native_routes
 from kestrel.server.openai.routes import openai_routes
 from kestrel.server.operations import operation_routes
@@ -31,7 +29,6 @@ from kestrel.server.records import REQUEST_ID_HEADER
 from kestrel.server.remote_images import RemoteImages
 from kestrel.server.state import ServerState
 from kestrel.server.tracing import otlp_provider
-from kestrel.server.web_pages import WebPages
 
 
 def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
@@ -100,7 +97,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
         Middleware(ErrorBoundary),
         Middleware(HeadLimit, config=config),
         Middleware(WebPages, config=config),
-        Middleware(Authentication, config=config, keys=state.keys),
+        Middleware(Authentication, state=state),
         Middleware(ClientLimit, state=state),
         Middleware(BodyLimit, state=state),
         Middleware(DirectRoutes, routes=routes),

@@ -19,10 +19,10 @@ from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
-from kestrel.server.direct_routes import DirectRoute
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.images import image_bytes
 from kestrel.server.json_body import read_object
+from kestrel.server.middleware import DirectRoute
 from kestrel.server.native_schemas import (
     PICTURE,
     REFS,

@@ -10,7 +10,7 @@ import pytest
 
 from kestrel.errors import DeadlineExceeded
 from kestrel.integrations.grpc.streams import MAX_REQUESTS, AnswerAll, ClientGone, StreamLimits, StreamSession, Write
-from kestrel.server.interruption import Interruption
+from kestrel.server.calls import Interruption
 
 
 class Stalled(Exception):

@@ -13,9 +13,9 @@ from starlette.requests import Request
 
 from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import AdapterNotFound, RequestError
-from kestrel.server.auth import client_of
 from kestrel.server.calls import accept, engine_call, request_info
 from kestrel.server.errors import ModelNotFound
+from kestrel.server.records import client_of
 from kestrel.server.state import RequestInfo, state_of
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kestrel.server.direct_routes import DirectRoute
+from kestrel.server.middleware import DirectRoute
 from kestrel.server.native_schemas import REFUSALS
 from kestrel.server.openai import schemas
 from kestrel.server.openai.chat import chat_completion
