@@ -27,8 +27,8 @@ from starlette.routing import BaseRoute
 from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
 from kestrel.request import FinishReason, RequestMetrics
 from kestrel.server.logs import access_log
-from kestrel.server.native_schemas import refusals
 from kestrel.server.records import RecordedRequests, RequestRecord
+from kestrel.server.schemas import refusals
 from kestrel.server.tracing import TracedRequests
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,10 +19,11 @@ from kestrel.request import RequestMetrics
 from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ModelNotFound
-from kestrel.server.images import image_bytes
 from kestrel.server.json_body import read_object
 from kestrel.server.middleware import DirectRoute
-from kestrel.server.native_schemas import (
+from kestrel.server.request_images import image_bytes
+from kestrel.server.responses import EventStream, event, json_response
+from kestrel.server.schemas import (
     PICTURE,
     REFS,
     RESPONSE_FORMAT,
@@ -34,7 +34,6 @@ from kestrel.server.native_schemas import (
     skill_responses,
     text,
 )
-from kestrel.server.sse import EventStream, event
 from kestrel.server.state import RequestInfo, ServerState, state_of
 from kestrel.skills.fields import MAX_OBJECTS
 
@@ -149,7 +148,7 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
             return _stream(request, skill, info, fields)
         with accepted.interruptible():
             result = await until_gone(request.receive, _result(request, info, fields))
-        return Response(orjson.dumps(result_body(result)), media_type="application/json")
+        return json_response(result_body(result))
 
     return handle
 

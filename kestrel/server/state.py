@@ -19,7 +19,7 @@ from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import EngineStopped, KestrelError, NotServing, QueueFull, RequestError, TooManyRequests
 from kestrel.server.config import ServerConfig
-from kestrel.server.images import ImageFetcher, NoRemoteImages
+from kestrel.server.request_images import ImageFetcher, NoRemoteImages
 from kestrel.threads import Threads
 
 logger = logging.getLogger("kestrel.server")

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from kestrel import __version__
 from kestrel.engine import EngineResult
 from kestrel.server.calls import accept, until_gone
-from kestrel.server.json_answer import listed_response
 from kestrel.server.native import take_model
 from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
 from kestrel.server.openai.parameters import (
@@ -29,6 +28,7 @@ from kestrel.server.openai.parameters import (
 from kestrel.server.openai.stream import ChoiceShape, stream_response
 from kestrel.server.openai.usage import PromptShare, usage_of
 from kestrel.server.records import request_id_of
+from kestrel.server.responses import listed_response
 from kestrel.server.state import ServerState, state_of
 
 

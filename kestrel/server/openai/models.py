@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from kestrel.errors import shown
 from kestrel.server.errors import ModelNotFound
-from kestrel.server.json_answer import json_response
 from kestrel.server.native import adapter_in
+from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
 
 OWNER = "kestrel"

@@ -7,7 +7,7 @@ from typing import Any
 
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import AcceptedRequest
-from kestrel.server.images import image_bytes
+from kestrel.server.request_images import image_bytes
 
 MAX_PARTS = 4096
 """Parts in one request, where the context has room for so many."""

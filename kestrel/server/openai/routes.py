@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel.server.middleware import DirectRoute
-from kestrel.server.native_schemas import REFUSALS
 from kestrel.server.openai import schemas
 from kestrel.server.openai.chat import chat_completion
 from kestrel.server.openai.completions import completion
@@ -19,6 +18,7 @@ from kestrel.server.openai.embeddings import embeddings
 from kestrel.server.openai.models import list_models, retrieve_model
 from kestrel.server.openai.parameters import Schema
 from kestrel.server.openai.tokenize import detokenize, tokenize, tokenizer_info
+from kestrel.server.schemas import REFUSALS
 
 
 @dataclass(frozen=True)

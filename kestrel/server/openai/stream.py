@@ -15,7 +15,7 @@ from kestrel.server.errors import error_body
 from kestrel.server.openai.engine_work import EngineWork, open_streams
 from kestrel.server.openai.parameters import StreamWish
 from kestrel.server.openai.usage import PromptShare, RunningUsage
-from kestrel.server.sse import EventStream, event
+from kestrel.server.responses import EventStream, event
 from kestrel.server.state import state_of
 
 DONE = b"data: [DONE]\n\n"

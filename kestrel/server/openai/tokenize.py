@@ -8,10 +8,10 @@ from starlette.responses import Response
 from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import MAX_CHARACTERS_PER_POSITION, require_readable
 from kestrel.errors import RequestError, shown
-from kestrel.server.json_answer import json_response
 from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
+from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.checks import any_text, token_ids
