@@ -12,35 +12,34 @@ from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import read_object
-from kestrel.server.openai.engine_work import EngineWork
-from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
-from kestrel.server.openai.logprobs import LARGE_LOGPROBS, LogprobWish, chat_logprobs
-from kestrel.server.openai.messages import skill_messages
+from kestrel.server.openai.generation import (
+    EngineWork,
+    Generation,
+    Piece,
+    PromptShare,
+    generation_response,
+    one_per_choice,
+    sampling_fields,
+)
+from kestrel.server.openai.logprobs import LARGE_LOGPROBS, chat_logprobs, require_few_logprobs
+from kestrel.server.openai.messages import PartReader, skill_messages
 from kestrel.server.openai.parameters import (
-    MAX_TOKENS,
     REFUSED_IN_CHAT,
     TOP_LOGPROBS,
     Body,
     EngineFields,
-    Parameter,
     given,
-    integer_schema,
     refuse,
     take_choices,
     take_flag,
     take_integer,
     take_stream,
+    token_bounds,
 )
-from kestrel.server.openai.parts import PartReader
-from kestrel.server.openai.stream import Piece
-from kestrel.server.openai.usage import PromptShare
 from kestrel.server.state import state_of
 from kestrel.skills.base import Tokenizer
 
-BOUNDS = (
-    Parameter("max_tokens", integer_schema(1, MAX_TOKENS), "max_tokens"),
-    Parameter("max_completion_tokens", integer_schema(1, MAX_TOKENS), "max_tokens"),
-)
+BOUNDS = token_bounds(1)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -54,11 +53,10 @@ async def chat_completion(request: Request) -> Response:
 async def chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
-    wish, num_choices = take_stream(body), take_choices(body)
+    options, num_choices = take_stream(body), take_choices(body)
     fields = sampling_fields(state, body, BOUNDS, None)
     num_top = _take_logprobs(body, fields)
-    asked = LogprobWish(state, "top_logprobs", fields.values)
-    is_large = asked.require_few([()], num_choices) > LARGE_LOGPROBS
+    num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
     shows_thinking = _take_reasoning(body, fields)
     parts = PartReader(accepted)
     fields.values["messages"] = await skill_messages(body.get("messages"), parts)
@@ -67,9 +65,9 @@ async def chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     return Generation(
         EngineWork("chat", one_per_choice(fields.values, num_choices), names),
         ChatShape(engine.profile.tokenizer, num_top, shows_thinking),
-        wish,
+        options,
         PromptShare(num_choices, len(places) * engine.num_image_positions),
-        is_large,
+        num_logprobs > LARGE_LOGPROBS,
     )
 
 
@@ -94,12 +92,12 @@ def _take_reasoning(body: Body, fields: EngineFields) -> bool:
         raise RequestError("reasoning", f'must be true, false or {{"effort": …}} (got {shown(body["reasoning"])})')
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError("reasoning_effort", f"must be one of: {', '.join(EFFORTS)} (got {shown(effort)})")
-    wishes = {
+    asks = {
         "reasoning": reasoning,
         "reasoning_effort": effort != "none",
         "include_reasoning": take_flag(body, "include_reasoning"),
     }
-    asked = [name for name, is_wanted in wishes.items() if is_wanted]
+    asked = [name for name, is_asked in asks.items() if is_asked]
     fields.values["reasoning"] = bool(asked)
     if asked:
         fields.names["reasoning"] = asked[0]

@@ -12,33 +12,33 @@ from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import accept
 from kestrel.server.json_body import read_object
-from kestrel.server.openai.engine_work import EngineWork
-from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
-from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, LogprobWish, add_prompt
+from kestrel.server.openai.generation import (
+    EngineWork,
+    Generation,
+    Piece,
+    PromptShare,
+    generation_response,
+    one_per_choice,
+    sampling_fields,
+)
+from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, add_prompt, require_few_logprobs
 from kestrel.server.openai.parameters import (
-    MAX_TOKENS,
     REFUSED_IN_COMPLETIONS,
     TOP_LOGPROBS,
     Body,
     EngineFields,
-    Parameter,
     given,
-    integer_schema,
     refuse,
     take_choices,
     take_flag,
     take_integer,
     take_stream,
+    token_bounds,
 )
-from kestrel.server.openai.stream import Piece
-from kestrel.server.openai.usage import PromptShare
 from kestrel.server.state import ServerState, state_of
 from kestrel.skills.base import Tokenizer
 
-BOUNDS = (
-    Parameter("max_tokens", integer_schema(0, MAX_TOKENS), "max_tokens"),
-    Parameter("max_completion_tokens", integer_schema(0, MAX_TOKENS), "max_tokens"),
-)
+BOUNDS = token_bounds(0)
 DEFAULT_MAX_TOKENS = 16
 """As in the API this follows: a raw prompt may never end by itself."""
 MAX_PROMPTS = 2048
@@ -58,18 +58,18 @@ async def completion(request: Request) -> Response:
 
 def completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
-    wish, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
+    options, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
     if body.get("best_of", num_choices) != num_choices:
         raise RequestError(
             "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
         )
     prompts = take_prompts(body)
-    _require_few(len(prompts), num_choices, wish.stream)
+    _require_few(len(prompts), num_choices, options.stream)
     fields = sampling_fields(state, body, BOUNDS, DEFAULT_MAX_TOKENS)
     has_logprobs = _take_logprobs(body, fields, echoes)
-    asked = LogprobWish(state, "logprobs", fields.values)
-    num_logprobs = asked.require_few(prompts if echoes else [()] * len(prompts), num_choices)
-    if echoes and has_logprobs and wish.stream:
+    shown_prompts = prompts if echoes else [()] * len(prompts)
+    num_logprobs = require_few_logprobs(state, "logprobs", fields.values, shown_prompts, num_choices)
+    if echoes and has_logprobs and options.stream:
         raise RequestError("echo", "does not go with logprobs in a stream; leave out one of the three")
     each = [one for prompt in prompts for one in one_per_choice({**fields.values, "prompt": prompt}, num_choices)]
     echoed = [prompt for prompt in prompts for _ in range(num_choices)] if echoes else None
@@ -77,7 +77,7 @@ def completion_generation(state: ServerState, body: Body) -> Generation:
     names = {**fields.names, "prompt_logprobs": "logprobs"}
     work = EngineWork("complete", each, names, many="prompt" if len(prompts) > 1 else "n")
     is_large = echoes or num_logprobs > LARGE_LOGPROBS
-    return Generation(work, shape, wish, PromptShare(num_choices), is_large)
+    return Generation(work, shape, options, PromptShare(num_choices), is_large)
 
 
 def take_prompts(body: Body) -> Sequence[Prompt]:
@@ -105,7 +105,7 @@ def _require_few(num_prompts: int, num_choices: int, stream: bool) -> None:
 
 
 def _take_logprobs(body: Body, fields: EngineFields, echoes: bool) -> bool:
-    """Sets the engine's wishes for log-probabilities; whether the client wants to see them."""
+    """Sets the engine's fields for log-probabilities; whether the client wants to see them."""
     has_logprobs = "logprobs" in body
     if echoes:
         fields.values["echo"] = True
