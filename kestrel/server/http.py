@@ -25,7 +25,7 @@ from kestrel.server.metrics import Observation
 from kestrel.server.middleware import Authentication, BodyLimit, ClientLimit, DirectRoutes, HeadLimit, WebPages
 from kestrel.server.native import native_routes
 from kestrel.server.openai.routes import openai_routes
-from kestrel.server.playground import router as playground_routes
+from kestrel.server.playground.routes import playground_routes
 from kestrel.server.records import REQUEST_ID_HEADER
 from kestrel.server.request_images import ImageFetcher, NoRemoteImages, RemoteImages
 from kestrel.server.responses import json_response

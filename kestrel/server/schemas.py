@@ -1,4 +1,4 @@
-"""The native routes as JSON Schema: what a skill takes, what it answers, and every way it may refuse."""
+"""The API as JSON Schema: its building blocks, what a native skill takes and answers, and every way to refuse."""
 
 from __future__ import annotations
 
