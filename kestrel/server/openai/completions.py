@@ -53,17 +53,17 @@ async def completion(request: Request) -> Response:
     state_of(request).require_serving()
     body = given(await read_object(request))
     accept(request)
-    return await generation_response(request, completion_generation(state_of(request), body))
+    return await generation_response(request, _completion_generation(state_of(request), body))
 
 
-def completion_generation(state: ServerState, body: Body) -> Generation:
+def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
     options, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
     if body.get("best_of", num_choices) != num_choices:
         raise RequestError(
             "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
         )
-    prompts = take_prompts(body)
+    prompts = _take_prompts(body)
     _require_few(len(prompts), num_choices, options.stream)
     fields = sampling_fields(state, body, BOUNDS, DEFAULT_MAX_TOKENS)
     has_logprobs = _take_logprobs(body, fields, echoes)
@@ -73,14 +73,14 @@ def completion_generation(state: ServerState, body: Body) -> Generation:
         raise RequestError("echo", "does not go with logprobs in a stream; leave out one of the three")
     each = [one for prompt in prompts for one in one_per_choice({**fields.values, "prompt": prompt}, num_choices)]
     echoed = [prompt for prompt in prompts for _ in range(num_choices)] if echoes else None
-    shape = CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
+    shape = _CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
     names = {**fields.names, "prompt_logprobs": "logprobs"}
     work = EngineWork("complete", each, names, many="prompt" if len(prompts) > 1 else "n")
     is_large = echoes or num_logprobs > LARGE_LOGPROBS
     return Generation(work, shape, options, PromptShare(num_choices), is_large)
 
 
-def take_prompts(body: Body) -> Sequence[Prompt]:
+def _take_prompts(body: Body) -> Sequence[Prompt]:
     """A text, token ids, or a list of either."""
     value = body.get("prompt")
     if isinstance(value, str):
@@ -116,7 +116,7 @@ def _take_logprobs(body: Body, fields: EngineFields, echoes: bool) -> bool:
     return has_logprobs
 
 
-class CompletionShape:
+class _CompletionShape:
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
 

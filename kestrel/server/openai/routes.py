@@ -12,21 +12,30 @@ from starlette.responses import Response
 
 from kestrel.server.middleware import DirectRoute
 from kestrel.server.openai import chat, completions
-from kestrel.server.openai.chat import chat_completion
+from kestrel.server.openai.chat import MAX_MESSAGES, chat_completion
 from kestrel.server.openai.completions import completion
 from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, embeddings
-from kestrel.server.openai.messages import MAX_MESSAGES
 from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
 from kestrel.server.openai.parameters import (
     BOOLEAN,
     MAX_CHOICES,
-    PRIORITY,
     SAMPLING,
     TEXT,
     TOP_LOGPROBS,
     Parameter,
 )
-from kestrel.server.schemas import NULL, REFUSALS, Schema, integer, list_of, nullable, number, record, refusals
+from kestrel.server.schemas import (
+    COMMON_FIELDS,
+    NULL,
+    REFUSALS,
+    Schema,
+    integer,
+    list_of,
+    nullable,
+    number,
+    record,
+    refusals,
+)
 
 COUNT = integer(0, 2**53)
 TOKEN_ID = integer(0, 2**31 - 1)
@@ -108,7 +117,7 @@ EMBEDDING_REQUEST = body(
         "model": _COMMON["model"],
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
-        "priority": PRIORITY,
+        "priority": COMMON_FIELDS["priority"],
         "user": _COMMON["user"],
     },
 )
