@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -157,11 +157,17 @@ class AcceptedRequest:
         self._running.discard(info.request_id)
         self._has_begun = True
 
-    def interruptible(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
         """Raises the reason out of the block, wherever it waits, when the request is ended."""
         if self.reason is not None:
             raise self.reason
-        return _Block(self._blocks)
+        with Interruption() as block:
+            self._blocks.add(block)
+            try:
+                yield
+            finally:
+                self._blocks.discard(block)
 
     def end(self, reason: KestrelError) -> None:
         """The first reason counts."""
@@ -222,24 +228,6 @@ class Interruption:
             return
         if isinstance(error, asyncio.CancelledError) and self._error is not None:
             raise self._error from None
-
-
-class _Block(Interruption):
-    """One of those that end together."""
-
-    def __init__(self, blocks: set[Interruption]) -> None:
-        super().__init__()
-        self._blocks = blocks
-
-    def __enter__(self) -> Interruption:
-        self._blocks.add(self)
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._blocks.discard(self)
-        super().__exit__(kind, error, trace)
 
 
 def accept(request: Request) -> AcceptedRequest:

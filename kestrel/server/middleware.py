@@ -33,10 +33,9 @@ from kestrel.server.errors import (
     SlowClient,
     TooManyConnections,
 )
-from kestrel.server.records import header_of, route_path
+from kestrel.server.records import HEALTH_PATHS, header_of, route_path
 from kestrel.server.state import HeldBytes, ServerState
 
-HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
 OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kestrel.request import RequestMetrics
 
 REQUEST_ID_HEADER = "x-request-id"
+HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
 UNMATCHED = "unmatched"
 """The route of a request whose path no route knows, so that unknown paths do not become labels."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})

@@ -35,11 +35,11 @@ Context: TypeAlias = grpc.aio.ServicerContext
 OPEN_CALLS, OPEN_CALLS_PER_ADDRESS = 256, 64
 """Calls that need no key; they take nothing from those that do."""
 OPEN_READS, OPEN_READS_PER_ADDRESS = 16, 4
-"""Messages that are read from callers without a key at once; the others wait. Each may be as large as any."""
+"""Messages that are read from callers without a key at the same time; the others wait. Each may be as large as any."""
 OPEN_RECEIVE_S = 5.0
 """What such a message, a few bytes, gets to arrive."""
 READS_PER_CLIENT = 16
-"""Messages of one client with a key that are read at once."""
+"""Messages of one client with a key that are read at the same time."""
 SHARE_OF_CALLS = 4
 """One client may have this part of max_grpc_calls."""
 GRACE_S = 1.0

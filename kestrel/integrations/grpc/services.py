@@ -102,14 +102,18 @@ class InferenceService:
     async def _server_metadata(self, call: Call) -> Message:
         return self._protocol.message("inference.ServerMetadataResponse")(name="kestrel", version=__version__)
 
-    async def _model_ready(self, call: Call) -> Message:
-        request = parsed(self._protocol.message("inference.ModelReadyRequest"), (await call.receive()).take())
+    async def _about_model(self, call: Call, message: str) -> Message:
+        """A request that names the model. Raises ModelNotFound for another one."""
+        request = parsed(self._protocol.message(message), (await call.receive()).take())
         require_model(request.name, request.version, self._names)
+        return request
+
+    async def _model_ready(self, call: Call) -> Message:
+        await self._about_model(call, "inference.ModelReadyRequest")
         return self._protocol.message("inference.ModelReadyResponse")(ready=self._host.is_ready)
 
     async def _model_metadata(self, call: Call) -> Message:
-        request = parsed(self._protocol.message("inference.ModelMetadataRequest"), (await call.receive()).take())
-        require_model(request.name, request.version, self._names)
+        request = await self._about_model(call, "inference.ModelMetadataRequest")
         return self._protocol.message("inference.ModelMetadataResponse")(
             name=request.name,
             versions=[VERSION],
@@ -119,8 +123,7 @@ class InferenceService:
         )
 
     async def _model_config(self, call: Call) -> Message:
-        request = parsed(self._protocol.message("inference.ModelConfigRequest"), (await call.receive()).take())
-        require_model(request.name, request.version, self._names)
+        request = await self._about_model(call, "inference.ModelConfigRequest")
         inputs = [
             {
                 "name": known.name,

@@ -43,7 +43,7 @@ DEFAULT_MAX_TOKENS = 16
 """As in the API this follows: a raw prompt may never end by itself."""
 MAX_PROMPTS = 2048
 MAX_STREAMED = 128
-"""Choices that one stream may carry, all of which run at once."""
+"""Choices that one stream may carry, all of which run at the same time."""
 
 Prompt = str | list[int]
 

@@ -161,7 +161,7 @@ async def all_results(
 ) -> list[tuple[EngineResult, T]]:
     """Every result with what `make` makes of it, in order; the first failure ends the others.
 
-    No more run at once than the engine has rows for. Large ones are made in a thread, and keep no output.
+    No more run at the same time than the engine has rows for. Large ones are made in a thread, and keep no output.
     """
     window = asyncio.Semaphore(accept(request).engine.max_batch_size)
     turns = asyncio.Lock()
@@ -190,7 +190,7 @@ async def all_results(
 
 @asynccontextmanager
 async def _open_streams(request: Request, work: EngineWork) -> AsyncIterator[list[EngineStream]]:
-    """All of them running at once, until the block is left."""
+    """All of them running at the same time, until the block is left."""
     info = _info(request, work, stream=True)
     with _counted(request, work), _client_names(work.names):
         async with AsyncExitStack() as stack:
