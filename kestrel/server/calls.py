@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -13,15 +14,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, EngineStream
-from kestrel.errors import KestrelError, QueueFull, RequestCancelled, RequestError
-from kestrel.server.auth import client_of, require_priority, tenant_of
+from kestrel.errors import KestrelError, NotAllowed, RequestCancelled, RequestError, shown
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
-from kestrel.server.headers import header_of
-from kestrel.server.interruption import Interruption
-from kestrel.server.records import RequestRecord
-from kestrel.server.request_ids import request_id_of
-from kestrel.server.state import RequestInfo, ServerState, state_of
+from kestrel.server.records import RequestRecord, client_of, header_of, request_id_of, tenant_of
+from kestrel.server.state import KEY_CLIENT, HeldBytes, RequestInfo, ServerState, state_of
 
 T = TypeVar("T")
 _ACCEPTED = "accepted"
@@ -45,15 +43,13 @@ def request_info(
 
 
 def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
-    """A client may send one x-request-id on several requests at once; engine requests need ids of their own."""
-    if not is_taken(state_of(request), info.request_id):
-        return info
-    if info.request_id == request_id_of(request):
+    """A client may send one x-request-id on several requests at a time; engine requests need ids of their own."""
+    if info.request_id == request_id_of(request) and _is_taken(state_of(request), info.request_id):
         return replace(info, request_id=f"{info.request_id}-{secrets.token_hex(4)}")
-    raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
+    return info
 
 
-def is_taken(state: ServerState, request_id: str) -> bool:
+def _is_taken(state: ServerState, request_id: str) -> bool:
     return request_id in state.running or (state.engine is not None and state.engine.is_taken(request_id))
 
 
@@ -70,7 +66,9 @@ async def engine_request(
 ) -> AsyncIterator[EngineStream]:
     """The same for a request that came by any protocol."""
     state = accepted.state
-    require_priority(state.keys, info.client, fields.get("priority"))
+    if _is_taken(state, info.request_id):
+        raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
+    _require_priority(state.keys, info.client, fields.get("priority"))
     fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
     fields["read_along"] = info.stream
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
@@ -78,7 +76,9 @@ async def engine_request(
     state.tell_started(info)
     try:
         async with await accepted.run(info, fields) as stream:
-            _record_settings(fields)
+            record = RequestRecord.current()
+            if record is not None:
+                record.add_settings(fields)
             yield stream
             if stream.is_done:
                 outcome = await stream.result()
@@ -91,10 +91,13 @@ async def engine_request(
         state.tell_finished(info, outcome)
 
 
-def _record_settings(fields: dict[str, Any]) -> None:
-    record = RequestRecord.current()
-    if record is not None:
-        record.add_settings(fields)
+def _require_priority(keys: ApiKeys, client: str, priority: object) -> None:
+    """Only an urgent key goes before others. Raises NotAllowed; what is no number is refused by the engine."""
+    if not isinstance(priority, int) or priority >= 0:
+        return
+    if not client.startswith(KEY_CLIENT) or not keys.is_urgent(client.removeprefix(KEY_CLIENT)):
+        remedy = "leave it out, or ask the operator for a key set with --urgent-api-key"
+        raise NotAllowed("priority", f"{shown(priority)} is below 0, which needs an urgent API key; {remedy}")
 
 
 # ---------------------------------------------------------------------- the request of a client
@@ -117,7 +120,8 @@ class AcceptedRequest:
         self._blocks: set[Interruption] = set()
         self._running: set[str] = set()
         self._has_begun = False
-        self._num_held = 0
+        self.held = HeldBytes(state)
+        """Those of it that did not come in an HTTP body."""
         loop = asyncio.get_running_loop()
         self._timers = [
             loop.call_later(state.config.queue_timeout_s, self._end_wait),
@@ -128,8 +132,7 @@ class AcceptedRequest:
     def release(self) -> None:
         for timer in self._timers:
             timer.cancel()
-        self.state.pending_body_bytes -= self._num_held
-        self._num_held = 0
+        self.held.release()
         self._receive = None  # it leads back to the scope that this is kept in
         self.state.accepted.discard(self)
 
@@ -138,7 +141,7 @@ class AcceptedRequest:
         self.engine.require_room(self.state.num_fetching)
         self.state.num_fetching += 1
         try:
-            work = self.state.images.fetch(url, self.engine.config.max_image_bytes, self._hold)
+            work = self.state.images.fetch(url, self.engine.config.max_image_bytes, self.held.add)
             with self.interruptible():
                 return await (work if self._receive is None else until_gone(self._receive, work))
         finally:
@@ -154,11 +157,17 @@ class AcceptedRequest:
         self._running.discard(info.request_id)
         self._has_begun = True
 
-    def interruptible(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
         """Raises the reason out of the block, wherever it waits, when the request is ended."""
         if self.reason is not None:
             raise self.reason
-        return _Block(self._blocks)
+        with Interruption() as block:
+            self._blocks.add(block)
+            try:
+                yield
+            finally:
+                self._blocks.discard(block)
 
     def end(self, reason: KestrelError) -> None:
         """The first reason counts."""
@@ -180,29 +189,45 @@ class AcceptedRequest:
         limit = f"{self.state.config.request_timeout_s:g} s (request_timeout_s)"
         self.end(DeadlineExceeded(f"the request took longer than {limit}; ask for a shorter answer"))
 
-    def _hold(self, num_bytes: int) -> None:
-        self._num_held += num_bytes
-        self.state.pending_body_bytes += num_bytes
-        if self.state.pending_body_bytes > self.state.config.max_pending_body_bytes:
-            raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
 
+class Interruption:
+    """Ends what a task is waiting for from a callback, without a second task to wait in.
 
-class _Block(Interruption):
-    """One of those that end together."""
+    `with Interruption(error) as it:` raises `error` out of the block once `it.interrupt()` was called.
 
-    def __init__(self, blocks: set[Interruption]) -> None:
-        super().__init__()
-        self._blocks = blocks
+    The block sees a cancellation, as in `asyncio.wait_for`, and may clean up. If somebody else cancelled the task too,
+    such as a block around this one, it stays a cancellation.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._task: asyncio.Task[object] | None = None
+        self._has_fired = False
+        self._num_cancels_before = 0
 
     def __enter__(self) -> Interruption:
-        self._blocks.add(self)
-        return super().__enter__()
+        self._task = asyncio.current_task()
+        if self._task is not None and sys.version_info >= (3, 11):
+            self._num_cancels_before = self._task.cancelling()
+        return self
+
+    def interrupt(self, error: BaseException | None = None) -> None:
+        """`error` may be given here instead. After the block, and the second time, it does nothing."""
+        if self._task is not None and not self._has_fired:
+            self._has_fired = True
+            self._error = error or self._error
+            self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._blocks.discard(self)
-        super().__exit__(kind, error, trace)
+        task, self._task = self._task, None
+        if not self._has_fired or task is None:
+            return
+        if sys.version_info >= (3, 11) and task.uncancel() > self._num_cancels_before:
+            return
+        if isinstance(error, asyncio.CancelledError) and self._error is not None:
+            raise self._error from None
 
 
 def accept(request: Request) -> AcceptedRequest:

@@ -12,15 +12,11 @@ from typing import Any
 
 from kestrel.engine import EngineStream
 from kestrel.engine.intake import MAX_NAME_LENGTH
-from kestrel.errors import QueueFull, RequestError
-from kestrel.server.auth import KEY_CLIENT
-from kestrel.server.calls import AcceptedRequest, engine_request, is_taken
+from kestrel.server.calls import AcceptedRequest, Interruption, engine_request
 from kestrel.server.errors import kind_of
-from kestrel.server.interruption import Interruption
 from kestrel.server.logs import access_log
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
-from kestrel.server.records import RequestRecord, recorded
-from kestrel.server.request_ids import fresh_id
+from kestrel.server.records import RequestRecord, fresh_id, recorded
 from kestrel.server.state import Phase, RequestInfo, ServerState
 from kestrel.threads import Threads
 
@@ -73,11 +69,7 @@ class ServerHost:
 
     def admit(self, keys: Sequence[bytes], address: str) -> ServerVisitor:
         """A client with one of the keys. Raises Unauthorised."""
-        name = self._state.keys.require(keys) if self._state.keys else None
-        isolates = self._state.config.isolate_prefix_cache
-        return ServerVisitor(
-            self._state, self._protocol, f"{KEY_CLIENT}{name}" if name else address, tenant=name if isolates else None
-        )
+        return ServerVisitor(self._state, self._protocol, *self._state.identify(keys, address))
 
 
 @dataclass(frozen=True)
@@ -94,10 +86,11 @@ class ServerVisitor:
         with recorded(record, [access_log]):
             try:
                 self.state.require_serving()
-                with self.state.clients.counted(self.client), _Body(self.state, num_bytes) as body:
+                with self.state.clients.counted(self.client):
                     accepted = AcceptedRequest(self.state)
                     try:
-                        yield VisitorRequest(self, record, accepted, body)
+                        accepted.held.add(num_bytes)
+                        yield VisitorRequest(self, record, accepted)
                     finally:
                         accepted.release()
                 record.status = 200
@@ -111,14 +104,11 @@ class VisitorRequest:
     visitor: ServerVisitor
     record: RequestRecord
     accepted: AcceptedRequest
-    body: _Body
 
     @asynccontextmanager
     async def run(self, skill: str, fields: Mapping[str, Any], *, stream: bool) -> AsyncIterator[EngineStream]:
         state, fields = self.visitor.state, dict(fields)
         request_id = fields.pop("request_id", self.record.request_id)
-        if is_taken(state, request_id):
-            raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
         if len(request_id) <= MAX_NAME_LENGTH:
             self.record.request_id = request_id
         if skill in COUNTS_TOKENS:
@@ -134,27 +124,5 @@ class VisitorRequest:
         )
         async with engine_request(self.accepted, info, fields, self.visitor.tenant) as running:
             fields.clear()
-            self.body.release()
+            self.accepted.held.release()
             yield running
-
-
-class _Body:
-    """The bytes that a request came in, counted with the bodies of HTTP until it has been read."""
-
-    def __init__(self, state: ServerState, num_bytes: int) -> None:
-        self._state = state
-        self._num_bytes = num_bytes
-
-    def __enter__(self) -> _Body:
-        if self._state.pending_body_bytes + self._num_bytes > self._state.config.max_pending_body_bytes:
-            self._num_bytes = 0
-            raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
-        self._state.pending_body_bytes += self._num_bytes
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        self._state.pending_body_bytes -= self._num_bytes
-        self._num_bytes = 0

@@ -1,37 +1,37 @@
-"""The application: routes and middleware around one engine.
+"""The application: routes and middleware around one engine, and the routes for operators (health, version).
 
 Another surface is one line in `routers`, another watcher one object in `app.state.kestrel.observers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from kestrel import __version__
-from kestrel.server.auth import Authentication
 from kestrel.server.config import ServerConfig
-from kestrel.server.direct_routes import DirectRoutes
-from kestrel.server.errors import ErrorBoundary, http_exception_response, validation_response
-from kestrel.server.images import ImageFetcher, NoRemoteImages
+from kestrel.server.errors import RETRY_AFTER_S, ErrorBoundary, http_exception_response, validation_response
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
-from kestrel.server.limits import BodyLimit, ClientLimit, HeadLimit
+from kestrel.server.metrics import Observation
+from kestrel.server.middleware import Authentication, BodyLimit, ClientLimit, DirectRoutes, HeadLimit, WebPages
 from kestrel.server.native import native_routes
-from kestrel.server.observation import Observation
 from kestrel.server.openai.routes import openai_routes
-from kestrel.server.operations import operation_routes
-from kestrel.server.playground import router as playground_routes
-from kestrel.server.remote_images import RemoteImages
-from kestrel.server.request_ids import HEADER, RequestIds
-from kestrel.server.state import ServerState
+from kestrel.server.playground.routes import playground_routes
+from kestrel.server.records import REQUEST_ID_HEADER
+from kestrel.server.request_images import ImageFetcher, NoRemoteImages, RemoteImages
+from kestrel.server.responses import json_response
+from kestrel.server.schemas import Schema, record
+from kestrel.server.state import STALLED, Phase, ServerState, state_of
 from kestrel.server.tracing import otlp_provider
-from kestrel.server.web_pages import WebPages
 
 
 def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
@@ -42,7 +42,7 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
     """
     config = config or ServerConfig()
     state = ServerState(config, images=image_fetcher(config))
-    watch = observation(state)
+    watch = _observation(state)
     state.observers.append(watch)
     included = [*routers(), watch.router()]
     app = FastAPI(
@@ -70,20 +70,20 @@ def image_fetcher(config: ServerConfig) -> ImageFetcher:
     return RemoteImages(config.allowed_image_hosts, max_fetches=config.max_image_fetches)
 
 
-def observation(state: ServerState) -> Observation:
+def _observation(state: ServerState) -> Observation:
     endpoint = state.config.otlp_endpoint
     tracer = None if endpoint is None else otlp_provider("kestrel", endpoint)
     return Observation(lambda: state.engine, lambda: state.model_name, tracer)
 
 
 def routers() -> list[APIRouter]:
-    return [operation_routes(), native_routes(), openai_routes(), playground_routes()]
+    return [_operation_routes(), native_routes(), openai_routes(), playground_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:
     """Outermost first."""
     config = state.config
-    layers = [Middleware(RequestIds), *watch.middleware(routes)]
+    layers = watch.middleware(routes)
     if config.cors_origins:
         everything = ["*"]
         layers.append(
@@ -92,7 +92,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
                 allow_origins=list(config.cors_origins),
                 allow_methods=everything,
                 allow_headers=everything,
-                expose_headers=[HEADER],
+                expose_headers=[REQUEST_ID_HEADER],
             )
         )
     return [
@@ -100,8 +100,57 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
         Middleware(ErrorBoundary),
         Middleware(HeadLimit, config=config),
         Middleware(WebPages, config=config),
-        Middleware(Authentication, config=config, keys=state.keys),
+        Middleware(Authentication, state=state),
         Middleware(ClientLimit, state=state),
         Middleware(BodyLimit, state=state),
         Middleware(DirectRoutes, routes=routes),
     ]
+
+
+# ---------------------------------------------------------------------- routes for operators
+
+
+async def healthy(request: Request) -> Response:
+    """200 once the engine is warm and as long as its worker lives and gets on; draining is healthy."""
+    state = state_of(request)
+    return _status(state, state.is_warm)
+
+
+async def ready(request: Request) -> Response:
+    """200 while new requests are taken and steps end in time."""
+    state = state_of(request)
+    return _status(state, state.ready)
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__, "model": state_of(request).model_name})
+
+
+def _status(state: ServerState, is_well: bool) -> Response:
+    headers = {} if is_well else {"retry-after": str(RETRY_AFTER_S)}
+    return json_response({"status": state.status, "model": state.model_name}, 200 if is_well else 503, headers)
+
+
+_MODEL: Schema = {"type": ["string", "null"]}
+_STATUS = record({"status": {"enum": [*(phase.value for phase in Phase), STALLED]}, "model": _MODEL})
+_VERSION = record({"version": {"type": "string"}, "model": _MODEL})
+
+
+def _answer(description: str, schema: Schema) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+_ROUTES = {"/healthz": healthy, "/health": healthy, "/readyz": ready, "/ready": ready, "/version": version}
+_RESPONSES: dict[Callable[[Request], Awaitable[Response]], dict[int | str, dict[str, Any]]] = {
+    healthy: {200: _answer("It is warm and alive.", _STATUS), 503: _answer("Not yet, or no more.", _STATUS)},
+    ready: {200: _answer("New requests are taken.", _STATUS), 503: _answer("Starting, draining or stalled.", _STATUS)},
+    version: {200: _answer("The program and the model.", _VERSION)},
+}
+
+
+def _operation_routes() -> APIRouter:
+    router = APIRouter(tags=["operations"])
+    for path, endpoint in _ROUTES.items():
+        router.add_api_route(path, endpoint, methods=["GET"], responses=_RESPONSES[endpoint], response_model=None)
+        router.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
+    return router

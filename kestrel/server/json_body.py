@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from kestrel.errors import RequestError, shown
 from kestrel.server.errors import ClientGone, UnsupportedEncoding
-from kestrel.server.headers import header_of
+from kestrel.server.records import header_of
 from kestrel.server.state import state_of
 
 LARGE_BODY_BYTES = 2**18

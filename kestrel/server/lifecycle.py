@@ -3,7 +3,7 @@
 The application loads its engine in the background of its own start, so that health routes answer from the first moment.
 `serve` runs it under uvicorn with the signals handled here:
 - the first SIGTERM or SIGINT stops admission (503), lets accepted requests finish within the drain time, exits with 0
-- a second one ends the process at once
+- a second one ends the process immediately
 - when the model is lost, clients are told and `serve` raises why, also in the middle of a drain
 """
 
@@ -28,8 +28,13 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.warm_up import warm_up
 from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
-from kestrel.server.connections import ListeningSocket, connection_limit, raise_file_limit
-from kestrel.server.protocol import TimedProtocol, timed_protocol
+from kestrel.server.connections import (
+    ListeningSocket,
+    TimedProtocol,
+    connection_limit,
+    raise_file_limit,
+    timed_protocol,
+)
 from kestrel.server.state import Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")
@@ -120,7 +125,7 @@ def _set_apart_what_stays() -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket. It names TCP: asyncio sends small writes at once only on sockets that do."""
+    """The listening socket. It names TCP: asyncio sends small writes immediately only on sockets that do."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listening = ListeningSocket(family, connection_limit(config), config.send_timeout_s)
     try:

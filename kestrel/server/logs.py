@@ -21,12 +21,12 @@ from typing import Any, TextIO
 
 from kestrel.errors import ConfigError, shown
 from kestrel.server.config import LOG_FORMATS
-from kestrel.server.records import RequestRecord
+from kestrel.server.records import HEALTH_PATHS, RequestRecord
 
 LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
 """Ours, and that of the HTTP server underneath, whose own account of its start and end is left out at info level."""
-QUIET_ROUTES = frozenset({"/health", "/healthz", "/ready", "/readyz", "/metrics"})
+QUIET_ROUTES = HEALTH_PATHS | {"/metrics"}
 """Asked every few seconds by machines: logged at debug level, a 503 while starting or draining included."""
 BUSY = 503
 """Overloaded, starting or draining: to be expected, and not a fault."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +18,12 @@ from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
-from kestrel.server.direct_routes import DirectRoute
 from kestrel.server.errors import ModelNotFound
-from kestrel.server.images import image_bytes
 from kestrel.server.json_body import read_object
-from kestrel.server.native_schemas import (
+from kestrel.server.middleware import DirectRoute
+from kestrel.server.request_images import image_bytes
+from kestrel.server.responses import EventStream, event, json_response
+from kestrel.server.schemas import (
     PICTURE,
     REFS,
     RESPONSE_FORMAT,
@@ -34,7 +34,6 @@ from kestrel.server.native_schemas import (
     skill_responses,
     text,
 )
-from kestrel.server.sse import EventStream, event
 from kestrel.server.state import RequestInfo, ServerState, state_of
 from kestrel.skills.fields import MAX_OBJECTS
 
@@ -133,8 +132,8 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
         state_of(request).require_serving()
         body = await read_object(request)
         accepted = accept(request)
-        wants_stream = take_flag(body, "stream")
-        fields = await engine_fields(accepted, skill, body)
+        wants_stream = _take_flag(body, "stream")
+        fields = await _engine_fields(accepted, skill, body)
         adapter, request_id = fields.get("adapter"), fields.pop("request_id", None)
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError("request_id", f"must be text (got {shown(request_id)})")
@@ -149,25 +148,25 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
             return _stream(request, skill, info, fields)
         with accepted.interruptible():
             result = await until_gone(request.receive, _result(request, info, fields))
-        return Response(orjson.dumps(result_body(result)), media_type="application/json")
+        return json_response(_result_body(result))
 
     return handle
 
 
 async def _result(request: Request, info: RequestInfo, fields: dict[str, Any]) -> EngineResult:
-    async with native_call(request, info, fields) as stream:
+    async with _native_call(request, info, fields) as stream:
         return await stream.result()
 
 
 def _stream(request: Request, skill: NativeSkill, info: RequestInfo, fields: dict[str, Any]) -> Response:
     def events(stream: EngineStream) -> AsyncIterator[bytes]:
-        return stream_events(stream, "chunk" if skill.streams_text else "type")
+        return _stream_events(stream, "chunk" if skill.streams_text else "type")
 
-    return EventStream(native_call(request, info, fields), events, state_of(request).config)
+    return EventStream(_native_call(request, info, fields), events, state_of(request).config)
 
 
 @asynccontextmanager
-async def native_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
+async def _native_call(request: Request, info: RequestInfo, fields: dict[str, Any]) -> AsyncIterator[EngineStream]:
     """An engine call whose refusals name the picture as the client did."""
     try:
         async with engine_call(request, info, fields) as stream:
@@ -181,7 +180,7 @@ async def native_call(request: Request, info: RequestInfo, fields: dict[str, Any
 # ---------------------------------------------------------------------- what goes in
 
 
-async def engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's fields for a body: null means not given, the picture is bytes, the rest as it came."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name in fields:
@@ -200,7 +199,7 @@ async def engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Map
     return fields
 
 
-def take_flag(body: dict[str, Any], name: str) -> bool:
+def _take_flag(body: dict[str, Any], name: str) -> bool:
     value = body.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise RequestError(name, f"must be true or false (got {shown(value)})")
@@ -251,14 +250,14 @@ def _bounds_tokens(fields: Mapping[str, Any]) -> bool:
 # ---------------------------------------------------------------------- what comes out
 
 
-def result_body(result: EngineResult) -> dict[str, Any]:
+def _result_body(result: EngineResult) -> dict[str, Any]:
     """A finished request, as every native answer has it."""
     metrics = result.metrics
     return {
         "request_id": result.request_id,
         "finish_reason": result.finish_reason,
         **result.output,
-        "metrics": metrics_body(metrics),
+        "metrics": _metrics_body(metrics),
         "processing_latency_s": metrics.processing_latency_s,
         "ttft_s": metrics.ttft_s,
         "decode_latency_s": metrics.decode_latency_s,
@@ -266,7 +265,7 @@ def result_body(result: EngineResult) -> dict[str, Any]:
     }
 
 
-def metrics_body(metrics: RequestMetrics) -> dict[str, float]:
+def _metrics_body(metrics: RequestMetrics) -> dict[str, float]:
     return {
         "input_tokens": metrics.input_tokens,
         "output_tokens": metrics.output_tokens,
@@ -278,9 +277,9 @@ def metrics_body(metrics: RequestMetrics) -> dict[str, float]:
     }
 
 
-async def stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes]:
+async def _stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes]:
     """Every piece as it comes, then the whole result."""
     async for chunk in stream:
         yield event(chunk_body(chunk))
     opening = {"chunk": ""} if style == "chunk" else {"type": "final"}
-    yield event({**opening, "completed": True, **result_body(await stream.result())})
+    yield event({**opening, "completed": True, **_result_body(await stream.result())})

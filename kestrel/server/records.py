@@ -1,11 +1,14 @@
-"""One record per HTTP request: handlers fill it, the access log, the metrics and the tracing read it.
+"""One HTTP request: its id, what is read from its scope, and the record that log, metrics and spans are made of.
 
-`RecordedRequests` is the outermost ASGI layer. It opens the record, gives the request its id, and tells the watchers
-once the last byte is out or the client is gone. A record holds numbers and names only, never a prompt or a picture.
+`RecordedRequests` is the outermost ASGI layer. It gives the request its id, opens the record, which handlers fill, and
+tells the watchers once the last byte is out or the client is gone. A record holds numbers and names only, never a
+prompt or a picture.
 """
 
 from __future__ import annotations
 
+import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +18,14 @@ from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.request import RequestMetrics
-from kestrel.server.request_ids import HEADER, sane_id
 
+REQUEST_ID_HEADER = "x-request-id"
+HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
 UNMATCHED = "unmatched"
 """The route of a request whose path no route knows, so that unknown paths do not become labels."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
@@ -29,6 +34,52 @@ OTHER_METHOD = "_OTHER"
 SETTINGS = ("temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty", "presence_penalty")
 _SCOPE_KEY = "kestrel.record"
 _ROUTES_KEY = "kestrel.routes"
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_NUMBERS = random.Random()
+"""Seeded once: reading OS entropy per request releases the GIL to the worker."""
+
+
+# ---------------------------------------------------------------------- what is read from a scope
+
+
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The first header of that name, given in lower case. Starlette's mapping decodes and compares all of them."""
+    for given, value in scope["headers"]:
+        if given == name:
+            return value.decode("latin-1")
+    return None
+
+
+def route_path(scope: Scope) -> str:
+    """The path without `root_path`, which a proxy may have taken off or left on."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+
+
+def request_id_of(connection: HTTPConnection) -> str:
+    return connection.scope["state"]["request_id"]
+
+
+def client_of(connection: HTTPConnection) -> str:
+    """Who calls, for limits and logs: a key's name or an address."""
+    return connection.scope["state"]["client"]
+
+
+def tenant_of(connection: HTTPConnection) -> str | None:
+    """Whose cached KV the request may share."""
+    return connection.scope["state"]["tenant"]
+
+
+def fresh_id() -> str:
+    return f"{_NUMBERS.getrandbits(128):032x}"
+
+
+def _chosen_id(scope: Scope) -> str:
+    """The client's own id when it is a plain one, else a new one."""
+    given = header_of(scope, REQUEST_ID_HEADER.encode()) or ""
+    return given if _PLAIN_ID.fullmatch(given) else fresh_id()
+
+
+# ---------------------------------------------------------------------- the record
 
 
 @dataclass(slots=True)
@@ -86,6 +137,12 @@ class RequestRecord:
         if self.route == UNMATCHED and isinstance(route, Route):
             self.route = route.path
 
+    def tell(self, watchers: Sequence[RequestWatcher]) -> None:
+        """The request is over."""
+        self.latency_s = time.monotonic() - self.started_s
+        for watcher in watchers:
+            watcher(self)
+
 
 def _route_of_path(scope: Scope) -> Route | None:
     """The route that knows the path, for a request that was refused before the routes saw it."""
@@ -95,22 +152,15 @@ def _route_of_path(scope: Scope) -> Route | None:
     return next((route for route in known if route.matches(scope)[0] is not Match.NONE), None)
 
 
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in METHODS else OTHER_METHOD
+
+
 RequestWatcher: TypeAlias = Callable[[RequestRecord], None]
 _current: ContextVar[RequestRecord | None] = ContextVar("kestrel_record", default=None)
 
 
-@contextmanager
-def recorded(record: RequestRecord, watchers: Sequence[RequestWatcher]) -> Iterator[None]:
-    """The same for a request that came by another protocol; whoever serves it fills in the status."""
-    token = _current.set(record)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-        record.latency_s = time.monotonic() - record.started_s
-        record.client_gone = record.status is None
-        for watcher in watchers:
-            watcher(record)
+# ---------------------------------------------------------------------- who makes records
 
 
 class RecordedRequests:
@@ -128,7 +178,8 @@ class RecordedRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(_request_id(scope), _method(scope))
+        record = RequestRecord(_chosen_id(scope), _method(scope))
+        scope.setdefault("state", {})["request_id"] = record.request_id
         scope[_SCOPE_KEY] = record
         scope[_ROUTES_KEY] = self._routes
         token = _current.set(record)
@@ -143,13 +194,8 @@ class RecordedRequests:
             raise
         finally:
             _current.reset(token)
-            self._close(record, scope)
-
-    def _close(self, record: RequestRecord, scope: Scope) -> None:
-        record.latency_s = time.monotonic() - record.started_s
-        record.find_route(scope)
-        for watcher in self._watchers:
-            watcher(record)
+            record.find_route(scope)
+            record.tell(self._watchers)
 
 
 class _Exchange:
@@ -172,8 +218,8 @@ class _Exchange:
             self._record.status = message["status"]
             message.setdefault("headers", [])
             headers = MutableHeaders(scope=message)
-            headers.setdefault(HEADER, self._record.request_id)
-            self._record.request_id = headers[HEADER]
+            headers.setdefault(REQUEST_ID_HEADER, self._record.request_id)
+            self._record.request_id = headers[REQUEST_ID_HEADER]
         try:
             await self._send(message)
         except OSError:
@@ -183,13 +229,13 @@ class _Exchange:
             self._is_answered = True
 
 
-def _request_id(scope: Scope) -> str:
-    """The one that an outer layer chose; else the client's own when it is a plain one, else a new one."""
-    chosen = scope.get("state", {}).get("request_id")
-    if chosen is not None:
-        return chosen
-    return sane_id(scope)
-
-
-def _method(scope: Scope) -> str:
-    return scope["method"] if scope["method"] in METHODS else OTHER_METHOD
+@contextmanager
+def recorded(record: RequestRecord, watchers: Sequence[RequestWatcher]) -> Iterator[None]:
+    """The block serves a request that came by another protocol, and fills in the status."""
+    token = _current.set(record)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        record.client_gone = record.status is None
+        record.tell(watchers)

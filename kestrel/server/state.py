@@ -1,10 +1,13 @@
-"""What all routes share: the engine, the configuration, where the server is in its life, and who watches."""
+"""What all routes share: the engine, the configuration, where the server is in its life, its clients and observers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, cast
@@ -14,17 +17,17 @@ from starlette.requests import HTTPConnection
 
 from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, InferenceEngine
-from kestrel.errors import EngineStopped, KestrelError, NotServing
-from kestrel.server.client_counts import ClientCounts
+from kestrel.errors import EngineStopped, KestrelError, NotServing, QueueFull, RequestError, TooManyRequests
 from kestrel.server.config import ServerConfig
-from kestrel.server.images import ImageFetcher, NoRemoteImages
-from kestrel.server.interruption import Interruption
+from kestrel.server.request_images import ImageFetcher, NoRemoteImages
 from kestrel.threads import Threads
 
 logger = logging.getLogger("kestrel.server")
 
 END_S = 10.0
 """What a server gets to end in: after its drain time, or once its model is lost."""
+KEY_CLIENT = "key "
+"""What stands before a key's name in the name of a client."""
 UNREADY_SHARE = 0.1
 """Of `step_timeout_s`: so long a step may take before no new requests should come here."""
 
@@ -65,12 +68,86 @@ class Observer(Protocol):
     def finished(self, request: RequestInfo, outcome: EngineResult | BaseException) -> None: ...
 
 
+class Arriving(Protocol):
+    """A request that waits for more of its body."""
+
+    def interrupt(self, error: BaseException) -> None: ...
+
+
 class Accepted(Protocol):
     """A request between its receipt and its answer."""
 
     def end(self, reason: KestrelError) -> None:
         """Whoever works on it gets the reason."""
         ...
+
+
+class ClientCounts:
+    """How many unanswered requests each client has, whichever protocol they came by: every prompt and choice is one.
+
+    Refuses a client with more than `limit`; None is no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._unanswered: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, client: str) -> Iterator[None]:
+        """One request of a client, from its arrival to its answer. Raises TooManyRequests."""
+        if self._limit is not None and self._unanswered[client] >= self._limit:
+            raise TooManyRequests(
+                f"{self._limit} requests of this client are unanswered (max_requests_per_client); retry later"
+            )
+        with self._held(client, 1):
+            yield
+
+    @contextmanager
+    def all_counted(self, client: str, number: int, field: str) -> Iterator[None]:
+        """The answers that a counted request asks for with `field`, until all are there. The first is counted already.
+
+        Raises TooManyRequests, and RequestError where it could never succeed.
+        """
+        if self._limit is not None and number > self._limit:
+            most = f"one client may have {self._limit} (max_requests_per_client)"
+            raise RequestError(field, f"asks for {number} answers at once; {most}; ask for fewer at a time")
+        if self._limit is not None and self._unanswered[client] + number - 1 > self._limit:
+            others = f"{self._unanswered[client] - 1} other requests of this client are unanswered"
+            raise TooManyRequests(
+                f"{field} asks for {number} answers and {others}; "
+                f"{self._limit} may be (max_requests_per_client); retry later"
+            )
+        with self._held(client, number - 1):
+            yield
+
+    @contextmanager
+    def _held(self, client: str, number: int) -> Iterator[None]:
+        self._unanswered[client] += number
+        try:
+            yield
+        finally:
+            self._unanswered[client] -= number
+            if not self._unanswered[client]:
+                del self._unanswered[client]
+
+
+class HeldBytes:
+    """The bytes of one request. With those of all others they may not exceed `max_pending_body_bytes`."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises QueueFull."""
+        self.num_bytes += num_bytes
+        self._state.pending_body_bytes += num_bytes
+        if self._state.pending_body_bytes > self._state.config.max_pending_body_bytes:
+            raise QueueFull("bodies of unanswered requests fill max_pending_body_bytes; retry later")
+
+    def release(self) -> None:
+        self._state.pending_body_bytes -= self.num_bytes
+        self.num_bytes = 0
 
 
 @dataclass
@@ -91,8 +168,7 @@ class ServerState:
     num_fetching: int = 0
     """Pictures that requests wait for; they count as part of the queue."""
     pending_body_bytes: int = 0
-    arriving: set[Interruption] = field(default_factory=set)
-    """Requests that wait for more of their bodies."""
+    arriving: set[Arriving] = field(default_factory=set)
     started_at_s: int = field(default_factory=lambda: int(time.time()))
     """When the server was made, in seconds since 1970."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -156,6 +232,14 @@ class ServerState:
         if self.phase is Phase.FAILED:
             raise NotServing("the server has lost its model; send the request to another one")
         raise NotServing("the server is still starting; retry when /ready answers 200")
+
+    def identify(self, offered: Sequence[bytes] | None, address: str) -> tuple[str, str | None]:
+        """A client's name for limits and logs, and the tenant whose cached KV it shares. Raises Unauthorised.
+
+        Without keys, and where none is asked for (`offered` is None), the name is the address.
+        """
+        name = self.keys.require(offered) if self.keys and offered is not None else None
+        return f"{KEY_CLIENT}{name}" if name else address, name if self.config.isolate_prefix_cache else None
 
     def refuse_arriving(self) -> None:
         """At the beginning of a drain: what is still on its way would be refused once it is here."""

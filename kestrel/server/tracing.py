@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kestrel.errors import ConfigError
 from kestrel.server.logs import QUIET_ROUTES
-from kestrel.server.paths import route_path
-from kestrel.server.records import RequestRecord
+from kestrel.server.records import SETTINGS, RequestRecord, route_path
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
 PROVIDER = "kestrel"
 OPERATIONS = {"chat": "chat", "complete": "text_completion", "embed": "embeddings"}
 """Skills with a well-known operation name; the others go by their own."""
-SETTINGS = {
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "max_tokens": "gen_ai.request.max_tokens",
-    "seed": "gen_ai.request.seed",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-}
 REMEDY = "needs OpenTelemetry, which is not installed; run `pip install -e '.[otel]'` in the checkout, or leave it out"
 
 
@@ -120,10 +110,10 @@ def _genai_attributes(record: RequestRecord, model_name: str) -> Mapping[str, st
         "gen_ai.request.model": model_name,
         "gen_ai.response.finish_reasons": None if record.finish_reason is None else [record.finish_reason],
     }
-    for setting, attribute in SETTINGS.items():
+    for setting in SETTINGS:
         value = record.settings.get(setting)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            attributes[attribute] = value
+            attributes[f"gen_ai.request.{setting}"] = value
     if record.metrics is not None:
         attributes["gen_ai.usage.input_tokens"] = record.metrics.input_tokens
         attributes["gen_ai.usage.output_tokens"] = record.metrics.output_tokens

@@ -13,8 +13,8 @@ import yaml
 
 from kestrel.config import RuntimeConfig
 from kestrel.environment import environment_names
-from kestrel.integrations.inference_protocol.inputs import BOOL, INPUTS, SKILLS
-from kestrel.integrations.triton_server.backend import DRAIN_S
+from kestrel.integrations.inference_protocol import BOOL, INPUTS, SKILLS
+from kestrel.integrations.triton_server import DRAIN_S
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "triton.md").read_text(encoding="utf-8")

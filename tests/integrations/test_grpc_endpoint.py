@@ -23,7 +23,7 @@ from tritonclient.utils import InferenceServerException
 from kestrel import __version__
 from kestrel.cli.grpc_port import grpc_beside
 from kestrel.errors import ConfigError
-from kestrel.integrations.inference_protocol.inputs import INPUTS
+from kestrel.integrations.inference_protocol import INPUTS
 from kestrel.server.config import ServerConfig
 from kestrel.server.state import ServerState
 from tests.integrations.asking import open_stream, tensors

@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 from tritonclient.grpc import service_pb2
 
-from kestrel.integrations.grpc.connections import Connections
-from kestrel.integrations.grpc.health import WATCHES_PER_ADDRESS
+from kestrel.integrations.grpc.calls import Connections
+from kestrel.integrations.grpc.services import WATCHES_PER_ADDRESS
 from tests.integrations.endpoints import Endpoint, start_native
 from tests.integrations.raw_http2 import RawConnection
 from tests.server.conftest import data_url, encoded

@@ -13,9 +13,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from kestrel.integrations.grpc.protocol import DESCRIPTORS
-from kestrel.integrations.inference_protocol.inputs import BOOL, INPUTS, MODEL
-from kestrel.integrations.inference_protocol.outputs import OUTPUT
+from kestrel.integrations.grpc.messages import DESCRIPTORS
+from kestrel.integrations.inference_protocol import BOOL, INPUTS, MODEL, OUTPUT
 
 ROOT = Path(__file__).parents[2]
 OURS = {file.name: file for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file}

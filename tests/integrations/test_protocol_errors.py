@@ -7,8 +7,15 @@ import pytest
 
 from kestrel import errors
 from kestrel.errors import RequestError
-from kestrel.integrations.inference_protocol.errors import ERROR_KINDS, TritonCode, kind_of, message_of
-from kestrel.integrations.inference_protocol.inputs import MAX_JSON_BYTES, InputTensor, read_call
+from kestrel.integrations.inference_protocol import (
+    ERROR_KINDS,
+    MAX_JSON_BYTES,
+    InputTensor,
+    TritonCode,
+    kind_of,
+    message_of,
+    read_call,
+)
 from kestrel.threads import Threads
 
 

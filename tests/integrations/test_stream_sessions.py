@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kestrel.errors import DeadlineExceeded
-from kestrel.integrations.grpc.streams import MAX_REQUESTS, AnswerAll, ClientGone, StreamLimits, StreamSession, Write
-from kestrel.server.interruption import Interruption
+from kestrel.integrations.grpc.services import MAX_REQUESTS, AnswerAll, ClientGone, StreamLimits, StreamSession, Write
+from kestrel.server.calls import Interruption
 
 
 class Stalled(Exception):

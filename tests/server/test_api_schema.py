@@ -18,7 +18,7 @@ from kestrel.server.api_docs import current_document
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ERROR_KINDS
 from kestrel.server.native import NATIVE_SKILLS
-from kestrel.server.native_schemas import TINY_PICTURE
+from kestrel.server.schemas import TINY_PICTURE
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.pages import Page
 

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from kestrel.errors import QueueTimeout
 from kestrel.server.config import ServerConfig
 from kestrel.server.host import ServerHost
-from kestrel.server.remote_images import RemoteImages
+from kestrel.server.request_images import RemoteImages
 from kestrel.server.state import app_state
 from tests.server.conftest import SCENE_BYTES, RunningServer, runtime_config, start_server
 from tests.server.leftovers import holdings

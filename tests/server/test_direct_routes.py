@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kestrel.server.direct_routes import DirectRoute, DirectRoutes
+from kestrel.server.middleware import DirectRoute, DirectRoutes
 
 
 class CountedApp:

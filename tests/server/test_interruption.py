@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kestrel.server.interruption import Interruption
+from kestrel.server.calls import Interruption
 
 
 class Late(Exception):

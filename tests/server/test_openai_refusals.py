@@ -8,7 +8,7 @@ import httpx
 import jsonschema
 import pytest
 
-from kestrel.server.openai.parts import MAX_IMAGES
+from kestrel.server.openai.chat import MAX_IMAGES
 from tests.server.conftest import SCENE_URL, RunningServer, data_url
 from tests.server.sockets import eventually
 from tests.server.test_server_errors import refusal

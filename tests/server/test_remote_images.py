@@ -14,8 +14,7 @@ import pytest
 import trustme
 
 from kestrel.errors import ConfigError, RequestError
-from kestrel.server.addresses import is_public
-from kestrel.server.remote_images import RemoteImages, Resolver
+from kestrel.server.request_images import RemoteImages, Resolver, is_public
 from tests.server.picture_hosts import host, ok, redirect
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kestrel.server.protocol import HeadWithBody
+from kestrel.server.connections import HeadWithBody
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 

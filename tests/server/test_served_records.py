@@ -48,9 +48,10 @@ def test_sampling_settings_are_recorded_and_nothing_else_is(server: RunningServe
     assert record.settings == {"temperature": 0.5, "top_p": 0.9, "seed": 7, "max_tokens": 2}
 
 
-def test_settings_that_were_refused_are_not_recorded(server: RunningServer) -> None:
+@pytest.mark.parametrize(("path", "body"), [("/v1/query", QUESTION), ("/v1/completions", {"prompt": "Who"})])
+def test_settings_that_were_refused_are_not_recorded(server: RunningServer, path: str, body: dict[str, str]) -> None:
     """They may be of any size, and one that does not fit into a span would lose a whole batch of them."""
-    record = record_of(server, "POST", "/v1/query", {**QUESTION, "seed": 2**63})
+    record = record_of(server, "POST", path, {**body, "seed": 2**63})
     assert (record.status, record.settings) == (400, {})
 
 

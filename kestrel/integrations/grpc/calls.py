@@ -7,36 +7,44 @@ key is checked first, and a message is waited for under a deadline.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kestrel.api_keys import offered_keys
-from kestrel.errors import DeadlineExceeded, RequestError
-from kestrel.integrations.grpc.connections import Connections, address_of
-from kestrel.integrations.grpc.host import Host, Visitor
-from kestrel.integrations.grpc.places import Places, Turns
-from kestrel.integrations.grpc.protocol import Message
-from kestrel.integrations.inference_protocol.errors import kind_of, message_of
+from kestrel.engine import EngineStream
+from kestrel.errors import DeadlineExceeded, RequestError, TooManyRequests
+from kestrel.integrations.grpc.messages import Message
+from kestrel.integrations.inference_protocol import kind_of, message_of
+from kestrel.threads import Threads
 
 Context: TypeAlias = grpc.aio.ServicerContext
 OPEN_CALLS, OPEN_CALLS_PER_ADDRESS = 256, 64
 """Calls that need no key; they take nothing from those that do."""
 OPEN_READS, OPEN_READS_PER_ADDRESS = 16, 4
-"""Messages that are read from callers without a key at once; the others wait. Each may be as large as any."""
+"""Messages that are read from callers without a key at the same time; the others wait. Each may be as large as any."""
 OPEN_RECEIVE_S = 5.0
 """What such a message, a few bytes, gets to arrive."""
 READS_PER_CLIENT = 16
-"""Messages of one client with a key that are read at once."""
+"""Messages of one client with a key that are read at the same time."""
 SHARE_OF_CALLS = 4
 """One client may have this part of max_grpc_calls."""
 GRACE_S = 1.0
 """What a refusal at the deadline gets to leave."""
+OPEN_FILES = "/dev/fd"
 
 logger = logging.getLogger("kestrel.grpc")
 
@@ -78,7 +86,7 @@ class Call:
         self.requests = requests
         self.write = context.write
         self._read = context.read
-        self.address = address_of(peer)
+        self.address = _address_of(peer)
         self.visitor: Visitor | None = None
         self.must_leave_s: float | None = None
         """When the answer must have left, on the loop's clock."""
@@ -113,8 +121,8 @@ class Gate:
 
     def __init__(self, host: Host, max_calls: int) -> None:
         self.host = host
-        self.reads = Turns(READS_PER_CLIENT)
-        self.open_reads_of_one = Turns(OPEN_READS_PER_ADDRESS)
+        self.reads = _Turns(READS_PER_CLIENT)
+        self.open_reads_of_one = _Turns(OPEN_READS_PER_ADDRESS)
         self.open_reads = asyncio.Semaphore(OPEN_READS)
         self._calls = Places(
             "gRPC calls",
@@ -231,3 +239,180 @@ def log_fault(error: BaseException) -> None:
 def _keys_of(context: Context) -> list[bytes]:
     headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     return offered_keys(headers.get("authorization", ""), headers.get("x-moondream-auth", ""))
+
+
+# ---------------------------------------------------------------------- how many at a time, of one client and in all
+
+
+class Places:
+    """Refuses who finds none free. `what` is counted, `remedy` is what a refused client is told."""
+
+    def __init__(self, what: str, remedy: str, *, per_client: int, in_all: int) -> None:
+        self._what = what
+        self._remedy = remedy
+        self._per_client = per_client
+        self._in_all = in_all
+        self._taken: Counter[str] = Counter()
+        self.num_taken = 0
+
+    def take(self, client: str) -> None:
+        """Raises TooManyRequests."""
+        if self._taken[client] >= self._per_client:
+            raise TooManyRequests(f"this client has {self._per_client} {self._what} open; {self._remedy}")
+        if self.num_taken >= self._in_all:
+            raise TooManyRequests(f"the server has {self._in_all} {self._what} open; {self._remedy}")
+        self._taken[client] += 1
+        self.num_taken += 1
+
+    def give_back(self, client: str) -> None:
+        self.num_taken -= 1
+        self._taken[client] -= 1
+        if not self._taken[client]:
+            del self._taken[client]
+
+
+class _Turns:
+    """Lets who finds none free wait: `async with turns.of(client):`."""
+
+    def __init__(self, per_client: int) -> None:
+        self._per_client = per_client
+        self._by_client: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def of(self, client: str) -> asyncio.Semaphore:
+        turns = self._by_client.get(client)
+        if turns is None:
+            turns = self._by_client[client] = asyncio.Semaphore(self._per_client)
+        return turns
+
+
+# ---------------------------------------------------------------------- connections
+
+
+class Connections:
+    """Ends a connection whose client does not read its answers, once no other call lives on it.
+
+    A status waits behind an answer that does not leave, and grpc.aio cannot reset a single call. A proxy may carry
+    calls of several clients over one connection. A peer is named as by gRPC: "ipv4:10.0.0.1:5000".
+    """
+
+    def __init__(self) -> None:
+        self._live: Counter[str] = Counter()
+        self._stalled: set[str] = set()
+
+    def begin(self, peer: str) -> None:
+        self._live[peer] += 1
+
+    def end(self, peer: str, *, is_stalled: bool) -> None:
+        if is_stalled:
+            self._stalled.add(peer)
+        self._live[peer] -= 1
+        if self._live[peer]:
+            return
+        del self._live[peer]
+        if peer in self._stalled:
+            self._stalled.discard(peer)
+            _hang_up(peer)
+
+
+def _address_of(peer: str) -> str:
+    """The client's address without its port: "ipv4:10.0.0.1:5000" is 10.0.0.1."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]") or "unknown"
+
+
+def _hang_up(peer: str) -> None:
+    """End the connection with a peer. Where open files cannot be listed, it ends when gRPC finds out by itself."""
+    wanted = (_plain(_address_of(peer)), peer.rpartition(":")[2])
+    with suppress(OSError):
+        for name in os.listdir(OPEN_FILES):
+            with suppress(OSError, ValueError):
+                _shut_if(wanted, int(name))
+
+
+def _shut_if(wanted: tuple[str, str], open_file: int) -> None:
+    if not stat.S_ISSOCK(os.fstat(open_file).st_mode):
+        return
+    with socket.socket(fileno=os.dup(open_file)) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            address, port, *_ = found.getpeername()
+            if (_plain(address), str(port)) == wanted:
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address that came through an IPv6 socket is the same address."""
+    with suppress(ValueError):
+        known = ipaddress.ip_address(address.partition("%")[0])
+        return str(getattr(known, "ipv4_mapped", None) or known)
+    return address
+
+
+# ---------------------------------------------------------------------- what is asked of the process
+
+
+class HostedRequest(Protocol):
+    """One request between its arrival and its answer."""
+
+    def run(
+        self, skill: str, fields: Mapping[str, Any], *, stream: bool
+    ) -> AbstractAsyncContextManager[EngineStream]: ...
+
+
+class Visitor(Protocol):
+    """A client that was let in."""
+
+    @property
+    def client(self) -> str:
+        """Its name in counts and logs."""
+        ...
+
+    def request(self, route: str, num_bytes: int) -> AbstractContextManager[HostedRequest]:
+        """Raises when there is no room for it, or the server is not serving. Its bytes count until it runs."""
+        ...
+
+
+class Interruption(Protocol):
+    """A block that `interrupt` ends with an error, from a callback."""
+
+    def __enter__(self) -> Interruption: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+
+class Host(Protocol):
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        """The engine's model under all its names."""
+        ...
+
+    @property
+    def max_image_bytes(self) -> int: ...
+
+    @property
+    def body_threads(self) -> Threads:
+        """Where large pictures are decoded from base64."""
+        ...
+
+    @property
+    def receive_timeout_s(self) -> float: ...
+
+    @property
+    def request_timeout_s(self) -> float: ...
+
+    @property
+    def stream_idle_timeout_s(self) -> float: ...
+
+    def interruption(self, error: Exception) -> Interruption: ...
+
+    def admit(self, keys: Sequence[bytes], address: str) -> Visitor:
+        """Raises Unauthorised."""
+        ...

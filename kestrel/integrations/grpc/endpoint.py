@@ -12,11 +12,9 @@ from types import TracebackType
 import grpc
 
 from kestrel.errors import ConfigError
-from kestrel.integrations.grpc.calls import OPEN_CALLS, Gate
-from kestrel.integrations.grpc.health import HealthService
-from kestrel.integrations.grpc.host import Host
-from kestrel.integrations.grpc.protocol import HEALTH, INFERENCE, Protocol
-from kestrel.integrations.grpc.service import InferenceService
+from kestrel.integrations.grpc.calls import OPEN_CALLS, Gate, Host
+from kestrel.integrations.grpc.messages import HEALTH, INFERENCE, Protocol
+from kestrel.integrations.grpc.services import HealthService, InferenceService
 
 KEEP_ALIVE_MS = 60_000
 """After so much silence a client is asked whether it is there; one that vanished without a word is noticed so."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,64 +12,72 @@ from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import read_object
-from kestrel.server.openai.engine_work import EngineWork
-from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
-from kestrel.server.openai.logprobs import LARGE_LOGPROBS, LogprobWish, chat_logprobs
-from kestrel.server.openai.messages import skill_messages
+from kestrel.server.openai.generation import (
+    EngineWork,
+    Generation,
+    Piece,
+    PromptShare,
+    generation_response,
+    one_per_choice,
+    sampling_fields,
+)
+from kestrel.server.openai.logprobs import LARGE_LOGPROBS, chat_logprobs, require_few_logprobs
 from kestrel.server.openai.parameters import (
-    MAX_TOKENS,
+    NOT_TRAINED,
     REFUSED_IN_CHAT,
     TOP_LOGPROBS,
     Body,
     EngineFields,
-    Parameter,
     given,
-    integer_schema,
     refuse,
     take_choices,
     take_flag,
     take_integer,
     take_stream,
+    token_bounds,
 )
-from kestrel.server.openai.parts import PartReader
-from kestrel.server.openai.stream import Piece
-from kestrel.server.openai.usage import PromptShare
+from kestrel.server.request_images import image_bytes
 from kestrel.server.state import state_of
 from kestrel.skills.base import Tokenizer
 
-BOUNDS = (
-    Parameter("max_tokens", integer_schema(1, MAX_TOKENS), "max_tokens"),
-    Parameter("max_completion_tokens", integer_schema(1, MAX_TOKENS), "max_tokens"),
-)
+BOUNDS = token_bounds(1)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+ROLES = {"developer": "system"}
+"""Other names of the chat skill's roles."""
+TOOL_ROLES = ("tool", "function")
+MAX_MESSAGES = 1000
+MAX_PARTS = 4096
+"""Parts in one request, where the context has room for so many."""
+MAX_IMAGES = 8
+"""Pictures in one request."""
+_SHAPES = '{"type": "text", "text": …} or {"type": "image_url", "image_url": {"url": …}}'
 
 
 async def chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state_of(request).require_serving()
     body = given(await read_object(request))
-    return await generation_response(request, await chat_generation(accept(request), body))
+    return await generation_response(request, await _chat_generation(accept(request), body))
 
 
-async def chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
+async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
-    wish, num_choices = take_stream(body), take_choices(body)
+    options, num_choices = take_stream(body), take_choices(body)
     fields = sampling_fields(state, body, BOUNDS, None)
     num_top = _take_logprobs(body, fields)
-    asked = LogprobWish(state, "top_logprobs", fields.values)
-    is_large = asked.require_few([()], num_choices) > LARGE_LOGPROBS
+    num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
     shows_thinking = _take_reasoning(body, fields)
     parts = PartReader(accepted)
-    fields.values["messages"] = await skill_messages(body.get("messages"), parts)
+    fields.values["messages"] = await _skill_messages(body.get("messages"), parts)
     places = parts.image_places
     names = {**fields.names, "prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}
     return Generation(
         EngineWork("chat", one_per_choice(fields.values, num_choices), names),
-        ChatShape(engine.profile.tokenizer, num_top, shows_thinking),
-        wish,
+        _ChatShape(engine.profile.tokenizer, num_top, shows_thinking),
+        options,
         PromptShare(num_choices, len(places) * engine.num_image_positions),
-        is_large,
+        num_logprobs > LARGE_LOGPROBS,
     )
 
 
@@ -94,19 +102,19 @@ def _take_reasoning(body: Body, fields: EngineFields) -> bool:
         raise RequestError("reasoning", f'must be true, false or {{"effort": …}} (got {shown(body["reasoning"])})')
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError("reasoning_effort", f"must be one of: {', '.join(EFFORTS)} (got {shown(effort)})")
-    wishes = {
+    asks = {
         "reasoning": reasoning,
         "reasoning_effort": effort != "none",
         "include_reasoning": take_flag(body, "include_reasoning"),
     }
-    asked = [name for name, is_wanted in wishes.items() if is_wanted]
+    asked = [name for name, is_asked in asks.items() if is_asked]
     fields.values["reasoning"] = bool(asked)
     if asked:
         fields.names["reasoning"] = asked[0]
     return take_flag(body, "include_reasoning", default=True)
 
 
-class ChatShape:
+class _ChatShape:
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -146,3 +154,70 @@ def _chunk_choice(
     index: int, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+# ---------------------------------------------------------------------- messages and their parts
+
+
+async def _skill_messages(value: Any, parts: PartReader) -> list[dict[str, Any]]:
+    """Roles and contents; further fields of a message, such as `name`, are ignored."""
+    if not isinstance(value, list) or not value:
+        raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages (got {shown(value)})")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError("messages", f"has {len(value)} entries; give at most {MAX_MESSAGES}")
+    return [await _message(f"messages[{index}]", raw, parts) for index, raw in enumerate(value)]
+
+
+async def _message(name: str, raw: Any, parts: PartReader) -> dict[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
+    role, content = raw.get("role"), raw.get("content")
+    if role in TOOL_ROLES:
+        raise RequestError(f"{name}.role", f"is {role!r}: {NOT_TRAINED}")
+    for field in ("tool_calls", "function_call", "audio"):
+        if raw.get(field):
+            raise RequestError(f"{name}.{field}", f"is not supported: {NOT_TRAINED}")
+    if isinstance(content, list):
+        content = await parts.read_all(f"{name}.content", content)
+    return {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
+
+
+class PartReader:
+    """Reads the parts of one request, and counts them and its pictures."""
+
+    def __init__(self, accepted: AcceptedRequest) -> None:
+        self._fetch = accepted.fetch
+        self._threads = accepted.state.body_threads
+        self._max_bytes = accepted.engine.config.max_image_bytes
+        self._max_parts = min(MAX_PARTS, accepted.engine.max_model_length)
+        self._num_parts = 0
+        self.image_places: list[str] = []
+
+    async def read_all(self, name: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
+        self._num_parts += len(parts)
+        if self._num_parts > self._max_parts:
+            raise RequestError(name, f"brings the request to {self._num_parts} parts; give at most {self._max_parts}")
+        return [await self._read(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    async def _read(self, name: str, part: Any) -> dict[str, Any]:
+        """A part as the chat skill takes it: {"type": "text", "text"} or {"type": "image", "image": bytes}."""
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if kind != "image_url":
+            raise RequestError(name, f"must be {_SHAPES} (got {shown(part)})")
+        return {"type": "image", "image": await self._image(f"{name}.image_url", part.get("image_url"))}
+
+    async def _image(self, name: str, value: Any) -> bytes:
+        """`value` is a URL or an object with one; its `detail` means nothing here."""
+        if len(self.image_places) >= MAX_IMAGES:
+            raise RequestError(name, f"is one picture too many; send at most {MAX_IMAGES} in a request")
+        self.image_places.append(name)
+        if isinstance(value, Mapping):
+            name, value = f"{name}.url", value.get("url")
+        try:
+            return await image_bytes(value, self._max_bytes, self._fetch, self._threads, name)
+        except RequestError as error:
+            if error.field == name:
+                raise
+            raise RequestError(name, str(error).removeprefix(f"{error.field}: ")) from error

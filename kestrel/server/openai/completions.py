@@ -12,38 +12,38 @@ from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import accept
 from kestrel.server.json_body import read_object
-from kestrel.server.openai.engine_work import EngineWork
-from kestrel.server.openai.generation import Generation, generation_response, one_per_choice, sampling_fields
-from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, LogprobWish, add_prompt
+from kestrel.server.openai.generation import (
+    EngineWork,
+    Generation,
+    Piece,
+    PromptShare,
+    generation_response,
+    one_per_choice,
+    sampling_fields,
+)
+from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, add_prompt, require_few_logprobs
 from kestrel.server.openai.parameters import (
-    MAX_TOKENS,
     REFUSED_IN_COMPLETIONS,
     TOP_LOGPROBS,
     Body,
     EngineFields,
-    Parameter,
     given,
-    integer_schema,
     refuse,
     take_choices,
     take_flag,
     take_integer,
     take_stream,
+    token_bounds,
 )
-from kestrel.server.openai.stream import Piece
-from kestrel.server.openai.usage import PromptShare
 from kestrel.server.state import ServerState, state_of
 from kestrel.skills.base import Tokenizer
 
-BOUNDS = (
-    Parameter("max_tokens", integer_schema(0, MAX_TOKENS), "max_tokens"),
-    Parameter("max_completion_tokens", integer_schema(0, MAX_TOKENS), "max_tokens"),
-)
+BOUNDS = token_bounds(0)
 DEFAULT_MAX_TOKENS = 16
 """As in the API this follows: a raw prompt may never end by itself."""
 MAX_PROMPTS = 2048
 MAX_STREAMED = 128
-"""Choices that one stream may carry, all of which run at once."""
+"""Choices that one stream may carry, all of which run at the same time."""
 
 Prompt = str | list[int]
 
@@ -53,34 +53,34 @@ async def completion(request: Request) -> Response:
     state_of(request).require_serving()
     body = given(await read_object(request))
     accept(request)
-    return await generation_response(request, completion_generation(state_of(request), body))
+    return await generation_response(request, _completion_generation(state_of(request), body))
 
 
-def completion_generation(state: ServerState, body: Body) -> Generation:
+def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
-    wish, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
+    options, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
     if body.get("best_of", num_choices) != num_choices:
         raise RequestError(
             "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
         )
-    prompts = take_prompts(body)
-    _require_few(len(prompts), num_choices, wish.stream)
+    prompts = _take_prompts(body)
+    _require_few(len(prompts), num_choices, options.stream)
     fields = sampling_fields(state, body, BOUNDS, DEFAULT_MAX_TOKENS)
     has_logprobs = _take_logprobs(body, fields, echoes)
-    asked = LogprobWish(state, "logprobs", fields.values)
-    num_logprobs = asked.require_few(prompts if echoes else [()] * len(prompts), num_choices)
-    if echoes and has_logprobs and wish.stream:
+    shown_prompts = prompts if echoes else [()] * len(prompts)
+    num_logprobs = require_few_logprobs(state, "logprobs", fields.values, shown_prompts, num_choices)
+    if echoes and has_logprobs and options.stream:
         raise RequestError("echo", "does not go with logprobs in a stream; leave out one of the three")
     each = [one for prompt in prompts for one in one_per_choice({**fields.values, "prompt": prompt}, num_choices)]
     echoed = [prompt for prompt in prompts for _ in range(num_choices)] if echoes else None
-    shape = CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
+    shape = _CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)
     names = {**fields.names, "prompt_logprobs": "logprobs"}
     work = EngineWork("complete", each, names, many="prompt" if len(prompts) > 1 else "n")
     is_large = echoes or num_logprobs > LARGE_LOGPROBS
-    return Generation(work, shape, wish, PromptShare(num_choices), is_large)
+    return Generation(work, shape, options, PromptShare(num_choices), is_large)
 
 
-def take_prompts(body: Body) -> Sequence[Prompt]:
+def _take_prompts(body: Body) -> Sequence[Prompt]:
     """A text, token ids, or a list of either."""
     value = body.get("prompt")
     if isinstance(value, str):
@@ -105,7 +105,7 @@ def _require_few(num_prompts: int, num_choices: int, stream: bool) -> None:
 
 
 def _take_logprobs(body: Body, fields: EngineFields, echoes: bool) -> bool:
-    """Sets the engine's wishes for log-probabilities; whether the client wants to see them."""
+    """Sets the engine's fields for log-probabilities; whether the client wants to see them."""
     has_logprobs = "logprobs" in body
     if echoes:
         fields.values["echo"] = True
@@ -116,7 +116,7 @@ def _take_logprobs(body: Body, fields: EngineFields, echoes: bool) -> bool:
     return has_logprobs
 
 
-class CompletionShape:
+class _CompletionShape:
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
 

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import accept, until_gone
-from kestrel.server.json_answer import listed_response
 from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
-from kestrel.server.openai.engine_work import EngineWork, all_results, answering_model
+from kestrel.server.openai.chat import PartReader
+from kestrel.server.openai.generation import EngineWork, all_results, answering_model
 from kestrel.server.openai.parameters import Body, given
-from kestrel.server.openai.parts import PartReader
+from kestrel.server.responses import listed_response
 from kestrel.server.state import state_of
 
 MAX_INPUTS = 2048

@@ -23,38 +23,31 @@ LARGE_LOGPROBS = 4096
 # ---------------------------------------------------------------------- how many
 
 
-@dataclass(frozen=True)
-class LogprobWish:
-    """What one request asks for."""
+def require_few_logprobs(
+    state: ServerState, name: str, fields: Mapping[str, Any], prompts: Sequence[str | Sequence[int]], num_choices: int
+) -> int:
+    """The most that the answer can hold, of so many choices of each prompt. Raises when that is more than allowed.
 
-    state: ServerState
-    name: str
-    """What the client calls the number of likely tokens."""
-    fields: Mapping[str, Any]
-    """Of the engine."""
-
-    def require_few(self, prompts: Sequence[str | Sequence[int]], num_choices: int) -> int:
-        """The most that the answer can hold, of so many choices of each prompt. Raises when that is more than allowed.
-
-        An empty prompt stands for one that is not shown.
-        """
-        num_top = self.fields.get("logprobs")
-        if num_top is None:
-            return 0
-        engine = self.state.require_serving()
-        longest = engine.max_model_length
-        num_new = self.fields.get("max_tokens", engine.profile.defaults.max_new_tokens)
-        num_new = num_new if isinstance(num_new, int) else 0
-        num_positions = sum(min(_most_tokens(prompt) + num_new, longest) for prompt in prompts)
-        num_logprobs = num_positions * num_choices * (num_top + 1)
-        most = max(self.state.config.max_logprobs, longest * (MAX_LOGPROBS + 1))
-        if num_logprobs > most:
-            raise RequestError(
-                self.name,
-                f"asks for up to {num_logprobs} log-probabilities over all prompts and choices; at most {most} go in a "
-                "request (max_logprobs): send fewer prompts at once, or ask for fewer likely or new tokens",
-            )
-        return num_logprobs
+    `name` is what the client calls the number of likely tokens, `fields` are the engine's. An empty prompt stands for
+    one that is not shown.
+    """
+    num_top = fields.get("logprobs")
+    if num_top is None:
+        return 0
+    engine = state.require_serving()
+    longest = engine.max_model_length
+    num_new = fields.get("max_tokens", engine.profile.defaults.max_new_tokens)
+    num_new = num_new if isinstance(num_new, int) else 0
+    num_positions = sum(min(_most_tokens(prompt) + num_new, longest) for prompt in prompts)
+    num_logprobs = num_positions * num_choices * (num_top + 1)
+    most = max(state.config.max_logprobs, longest * (MAX_LOGPROBS + 1))
+    if num_logprobs > most:
+        raise RequestError(
+            name,
+            f"asks for up to {num_logprobs} log-probabilities over all prompts and choices; at most {most} go in a "
+            "request (max_logprobs): send fewer prompts at once, or ask for fewer likely or new tokens",
+        )
+    return num_logprobs
 
 
 def _most_tokens(prompt: str | Sequence[int]) -> int:

@@ -6,29 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kestrel.engine.intake import MAX_PRIORITY
 from kestrel.errors import RequestError, shown
 from kestrel.prompt_outputs import MAX_LOGPROBS
-from kestrel.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_SEED,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-)
+from kestrel.sampling_params import MAX_SEED
+from kestrel.server.schemas import COMMON_FIELDS, RESPONSE_FORMAT, SETTINGS, Schema, integer
+from kestrel.skills.fields import MAX_TOKENS
 
 MAX_CHOICES = 128
 """Answers one request may ask for (`n`)."""
-MAX_TOKENS = 2**31 - 1
 MAX_SEEDS = MAX_SEED + 1
 
 Body: TypeAlias = Mapping[str, Any]
-Schema: TypeAlias = Mapping[str, Any]
 
 
-def _as_given(name: str, value: Any) -> Any:
+def _as_given(value: Any) -> Any:
     return value
 
 
@@ -40,7 +31,7 @@ class Parameter:
     schema: Schema
     setting: str
     """The engine's name for it."""
-    convert: Callable[[str, Any], Any] = _as_given
+    convert: Callable[[Any], Any] = _as_given
     """From the value of this dialect to the engine's, where they differ."""
 
 
@@ -69,12 +60,12 @@ class EngineFields:
 # ---------------------------------------------------------------------- values that differ from the engine's
 
 
-def _top_k(name: str, value: Any) -> Any:
+def _top_k(value: Any) -> Any:
     """-1 keeps all, as 0 does."""
     return 0 if value == -1 and not isinstance(value, bool) else value
 
 
-def _seed(name: str, value: Any) -> Any:
+def _seed(value: Any) -> Any:
     """Every integer of 64 bits names a seed; the engine's are not negative."""
     is_negative = isinstance(value, int) and not isinstance(value, bool) and -MAX_SEEDS <= value < 0
     return value + MAX_SEEDS if is_negative else value
@@ -85,54 +76,33 @@ def derived_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) % MAX_SEEDS
 
 
-def integer_schema(low: int, high: int) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def number_schema(low: float, high: float) -> Schema:
-    return {"type": "number", "minimum": low, "maximum": high}
-
-
 BOOLEAN: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
-_STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
-_STOP: Schema = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS}]}
-_TOKEN_IDS: Schema = {"type": "array", "items": integer_schema(0, MAX_TOKENS), "maxItems": MAX_STOP_TOKEN_IDS}
-_LOGIT_BIAS: Schema = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-    "additionalProperties": number_schema(-100, 100),
-    "maxProperties": MAX_LOGIT_BIAS,
-}
-_RESPONSE_FORMAT: Schema = {
-    "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "regex", "choice"]}},
-    "required": ["type"],
-}
 
-PRIORITY: Schema = {
-    **integer_schema(-MAX_PRIORITY, MAX_PRIORITY),
-    "description": "Lower runs sooner; below 0 needs an urgent key.",
-}
+
+def _as_in_native(*names: str) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name, SETTINGS[name], name) for name in names)
+
 
 SAMPLING = (
-    Parameter("temperature", number_schema(0, MAX_TEMPERATURE), "temperature"),
-    Parameter("top_p", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "top_p"),
-    Parameter("top_k", integer_schema(-1, MAX_TOKENS), "top_k", _top_k),
-    Parameter("min_p", number_schema(0, 1), "min_p"),
-    Parameter("seed", integer_schema(-MAX_SEEDS, MAX_SEED), "seed", _seed),
-    Parameter("stop", _STOP, "stop"),
-    Parameter("stop_token_ids", _TOKEN_IDS, "stop_token_ids"),
-    Parameter("min_tokens", integer_schema(0, MAX_TOKENS), "min_tokens"),
-    Parameter("ignore_eos", BOOLEAN, "ignore_eos"),
-    Parameter("presence_penalty", number_schema(-2, 2), "presence_penalty"),
-    Parameter("frequency_penalty", number_schema(-2, 2), "frequency_penalty"),
-    Parameter("repetition_penalty", number_schema(MIN_REPETITION_PENALTY, 2), "repetition_penalty"),
-    Parameter("logit_bias", _LOGIT_BIAS, "logit_bias"),
-    Parameter("response_format", _RESPONSE_FORMAT, "response_format"),
-    Parameter("priority", PRIORITY, "priority"),
+    *_as_in_native("temperature", "top_p"),
+    Parameter("top_k", integer(-1, MAX_TOKENS), "top_k", _top_k),
+    *_as_in_native("min_p"),
+    Parameter("seed", integer(-MAX_SEEDS, MAX_SEED), "seed", _seed),
+    *_as_in_native("stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *_as_in_native("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    Parameter("response_format", RESPONSE_FORMAT, "response_format"),
+    Parameter("priority", COMMON_FIELDS["priority"], "priority"),
 )
-TOP_LOGPROBS = integer_schema(0, MAX_LOGPROBS)
+
+
+def token_bounds(least: int) -> tuple[Parameter, Parameter]:
+    """The two names of `max_tokens`."""
+    bound = integer(least, MAX_TOKENS)
+    return Parameter("max_tokens", bound, "max_tokens"), Parameter("max_completion_tokens", bound, "max_tokens")
+
+
+TOP_LOGPROBS = integer(0, MAX_LOGPROBS)
 """How many likely tokens may be asked for beside each."""
 
 NOT_TRAINED = "the model was not trained to call tools; leave it out"
@@ -167,7 +137,7 @@ def refuse(body: Body, refusals: Mapping[str, Refusal]) -> None:
 def take_settings(body: Body, parameters: Sequence[Parameter], fields: EngineFields) -> None:
     for parameter in parameters:
         if parameter.name in body:
-            value = parameter.convert(parameter.name, body[parameter.name])
+            value = parameter.convert(body[parameter.name])
             fields.add(parameter.setting, parameter.name, value)
 
 
@@ -187,11 +157,11 @@ def take_integer(body: Body, name: str, schema: Schema, default: int) -> int:
 
 
 def take_choices(body: Body) -> int:
-    return take_integer(body, "n", integer_schema(1, MAX_CHOICES), 1)
+    return take_integer(body, "n", integer(1, MAX_CHOICES), 1)
 
 
 @dataclass(frozen=True)
-class StreamWish:
+class StreamOptions:
     """Whether to stream, and which usage to send on the way."""
 
     stream: bool
@@ -199,11 +169,11 @@ class StreamWish:
     continuous_usage: bool = False
 
 
-def take_stream(body: Body) -> StreamWish:
+def take_stream(body: Body) -> StreamOptions:
     stream = take_flag(body, "stream")
     options = body.get("stream_options")
     if options is None:
-        return StreamWish(stream)
+        return StreamOptions(stream)
     if not stream:
         raise RequestError("stream_options", "is only for streams; set stream to true or leave it out")
     if not isinstance(options, Mapping):
@@ -216,4 +186,4 @@ def take_stream(body: Body) -> StreamWish:
         if value is not None and not isinstance(value, bool):
             raise RequestError(f"stream_options.{name}", f"must be true or false (got {shown(value)})")
         flags.append(bool(value))
-    return StreamWish(stream, include_usage=flags[0], continuous_usage=flags[1])
+    return StreamOptions(stream, include_usage=flags[0], continuous_usage=flags[1])

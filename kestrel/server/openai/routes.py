@@ -1,8 +1,8 @@
-"""The dialect's routes and their description."""
+"""The dialect's routes, and their bodies as JSON Schema. What a parameter may be is said beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,229 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kestrel.server.direct_routes import DirectRoute
-from kestrel.server.native_schemas import REFUSALS
-from kestrel.server.openai import schemas
-from kestrel.server.openai.chat import chat_completion
+from kestrel.server.middleware import DirectRoute
+from kestrel.server.openai import chat, completions
+from kestrel.server.openai.chat import MAX_MESSAGES, chat_completion
 from kestrel.server.openai.completions import completion
-from kestrel.server.openai.embeddings import embeddings
-from kestrel.server.openai.models import list_models, retrieve_model
-from kestrel.server.openai.parameters import Schema
-from kestrel.server.openai.tokenize import detokenize, tokenize, tokenizer_info
+from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, embeddings
+from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
+from kestrel.server.openai.parameters import (
+    BOOLEAN,
+    MAX_CHOICES,
+    SAMPLING,
+    TEXT,
+    TOP_LOGPROBS,
+    Parameter,
+)
+from kestrel.server.schemas import (
+    COMMON_FIELDS,
+    NULL,
+    REFUSALS,
+    Schema,
+    integer,
+    list_of,
+    nullable,
+    number,
+    record,
+    refusals,
+)
+
+COUNT = integer(0, 2**53)
+TOKEN_ID = integer(0, 2**31 - 1)
+
+
+def body(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
+    """A request: null means not given, and further fields are ignored."""
+    properties = {**required, **{name: nullable(schema) for name, schema in optional.items()}}
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _parameters(parameters: Sequence[Parameter]) -> dict[str, Schema]:
+    return {parameter.name: parameter.schema for parameter in parameters}
+
+
+# ---------------------------------------------------------------------- requests
+
+_IMAGE: Schema = {"anyOf": [TEXT, record({"url": TEXT, "detail": {}}, "detail")]}
+PART: Schema = {
+    "oneOf": [
+        record({"type": {"const": "text"}, "text": TEXT}),
+        record({"type": {"const": "image_url"}, "image_url": _IMAGE}),
+    ]
+}
+_MESSAGE = record(
+    {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": {"anyOf": [TEXT, list_of(PART)]}}
+)
+_STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN})
+_COMMON: Mapping[str, Schema] = {
+    "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
+    "n": integer(1, MAX_CHOICES),
+    "stream": BOOLEAN,
+    "stream_options": _STREAM_OPTIONS,
+    "user": {"description": "Taken and not used."},
+}
+CHAT_REQUEST = body(
+    {"messages": list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)},
+    {
+        **_COMMON,
+        **_parameters((*chat.BOUNDS, *SAMPLING)),
+        "logprobs": BOOLEAN,
+        "top_logprobs": TOP_LOGPROBS,
+        "reasoning": {"anyOf": [BOOLEAN, body({}, {"effort": {"enum": list(chat.EFFORTS)}, "enabled": BOOLEAN})]},
+        "reasoning_effort": {"enum": list(chat.EFFORTS)},
+        "include_reasoning": BOOLEAN,
+    },
+)
+_IDS = list_of(TOKEN_ID, minItems=1)
+_TEXT_OR_IDS: Schema = {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}
+COMPLETION_REQUEST = body(
+    {
+        "prompt": {
+            "anyOf": [
+                _TEXT_OR_IDS,
+                list_of({"type": "string", "minLength": 1}, minItems=1, maxItems=completions.MAX_PROMPTS),
+                list_of(_IDS, minItems=1, maxItems=completions.MAX_PROMPTS),
+            ]
+        }
+    },
+    {
+        **_COMMON,
+        **_parameters((*completions.BOUNDS, *SAMPLING)),
+        "echo": BOOLEAN,
+        "logprobs": TOP_LOGPROBS,
+        "best_of": {"type": "integer", "description": "Must equal `n`."},
+    },
+)
+EMBEDDING_REQUEST = body(
+    {
+        "input": {
+            "anyOf": [
+                _TEXT_OR_IDS,
+                list_of(PART, minItems=1),
+                list_of({"anyOf": [_TEXT_OR_IDS, list_of(PART, minItems=1)]}, minItems=1, maxItems=MAX_INPUTS),
+            ]
+        }
+    },
+    {
+        "model": _COMMON["model"],
+        "encoding_format": {"enum": list(ENCODINGS)},
+        "dimensions": {"type": "integer", "description": "Must be the model's own number."},
+        "priority": COMMON_FIELDS["priority"],
+        "user": _COMMON["user"],
+    },
+)
+TOKENIZE_REQUEST = body({"prompt": TEXT}, {"model": _COMMON["model"], "add_special_tokens": BOOLEAN})
+DETOKENIZE_REQUEST = body({"tokens": list_of(TOKEN_ID)}, {"model": _COMMON["model"]})
+
+# ---------------------------------------------------------------------- answers
+
+_NUMBER: Schema = {"type": "number"}
+_USAGE = record(
+    {
+        "prompt_tokens": COUNT,
+        "completion_tokens": COUNT,
+        "total_tokens": COUNT,
+        "prompt_tokens_details": nullable(record({"cached_tokens": COUNT, "image_tokens": COUNT})),
+        "completion_tokens_details": record({"reasoning_tokens": COUNT}),
+    }
+)
+_CHAT_TOKEN = {"token": TEXT, "bytes": nullable(list_of(integer(0, 255))), "logprob": _NUMBER}
+_CHAT_LOGPROBS = record(
+    {
+        "content": list_of(record({**_CHAT_TOKEN, "top_logprobs": list_of(record(_CHAT_TOKEN))})),
+        "refusal": NULL,
+    }
+)
+_COLUMNS = record(
+    {
+        "tokens": list_of(TEXT),
+        "token_logprobs": list_of(nullable(_NUMBER)),
+        "top_logprobs": list_of(nullable({"type": "object", "additionalProperties": number(-1e30, 0)})),
+        "text_offset": list_of(COUNT),
+    }
+)
+_FINISH: Schema = {"enum": ["stop", "length"]}
+_ENVELOPE: Mapping[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
+CHAT_ANSWER = record(
+    {
+        **_ENVELOPE,
+        "object": {"const": "chat.completion"},
+        "choices": list_of(
+            record(
+                {
+                    "index": COUNT,
+                    "message": record(
+                        {
+                            "role": {"const": "assistant"},
+                            "content": TEXT,
+                            "refusal": NULL,
+                            "reasoning_content": TEXT,
+                        },
+                        "reasoning_content",
+                    ),
+                    "logprobs": nullable(_CHAT_LOGPROBS),
+                    "finish_reason": _FINISH,
+                }
+            )
+        ),
+        "usage": _USAGE,
+    }
+)
+COMPLETION_ANSWER = record(
+    {
+        **_ENVELOPE,
+        "object": {"const": "text_completion"},
+        "choices": list_of(
+            record({"index": COUNT, "text": TEXT, "logprobs": nullable(_COLUMNS), "finish_reason": _FINISH})
+        ),
+        "usage": _USAGE,
+    }
+)
+EMBEDDING_ANSWER = record(
+    {
+        "object": {"const": "list"},
+        "data": list_of(
+            record(
+                {
+                    "object": {"const": "embedding"},
+                    "index": COUNT,
+                    "embedding": {"anyOf": [list_of(_NUMBER), {"type": "string", "contentEncoding": "base64"}]},
+                }
+            )
+        ),
+        "model": TEXT,
+        "usage": record({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+    }
+)
+TOKENIZE_ANSWER = record({"count": COUNT, "max_model_len": COUNT, "tokens": list_of(TOKEN_ID)})
+DETOKENIZE_ANSWER = record({"prompt": TEXT})
+TOKENIZER_INFO = record(
+    {
+        "tokenizer_class": TEXT,
+        "bos_token": nullable(TEXT),
+        "eos_token": nullable(TEXT),
+        "bos_token_id": TOKEN_ID,
+        "eos_token_id": TOKEN_ID,
+        "add_bos_token": BOOLEAN,
+        "vocab_size": COUNT,
+        "model_max_length": COUNT,
+        "chat_template": nullable(TEXT),
+    }
+)
+MODEL = record(
+    {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": COUNT,
+        "owned_by": TEXT,
+        "root": TEXT,
+        "parent": nullable(TEXT),
+        "max_model_len": COUNT,
+    }
+)
+MODELS = record({"object": {"const": "list"}, "data": list_of(MODEL)})
+
+# ---------------------------------------------------------------------- routes
 
 
 @dataclass(frozen=True)
@@ -33,14 +247,14 @@ class DialectRoute:
 
 
 ROUTES = (
-    DialectRoute("/v1/models", list_models, schemas.MODELS),
-    DialectRoute("/v1/models/{model:path}", retrieve_model, schemas.MODEL, path_parameters=("model",)),
-    DialectRoute("/v1/chat/completions", chat_completion, schemas.CHAT_ANSWER, schemas.CHAT_REQUEST, streams=True),
-    DialectRoute("/v1/completions", completion, schemas.COMPLETION_ANSWER, schemas.COMPLETION_REQUEST, streams=True),
-    DialectRoute("/v1/embeddings", embeddings, schemas.EMBEDDING_ANSWER, schemas.EMBEDDING_REQUEST),
-    DialectRoute("/tokenize", tokenize, schemas.TOKENIZE_ANSWER, schemas.TOKENIZE_REQUEST),
-    DialectRoute("/detokenize", detokenize, schemas.DETOKENIZE_ANSWER, schemas.DETOKENIZE_REQUEST),
-    DialectRoute("/tokenizer_info", tokenizer_info, schemas.TOKENIZER_INFO),
+    DialectRoute("/v1/models", list_models, MODELS),
+    DialectRoute("/v1/models/{model:path}", retrieve_model, MODEL, path_parameters=("model",)),
+    DialectRoute("/v1/chat/completions", chat_completion, CHAT_ANSWER, CHAT_REQUEST, streams=True),
+    DialectRoute("/v1/completions", completion, COMPLETION_ANSWER, COMPLETION_REQUEST, streams=True),
+    DialectRoute("/v1/embeddings", embeddings, EMBEDDING_ANSWER, EMBEDDING_REQUEST),
+    DialectRoute("/tokenize", tokenize, TOKENIZE_ANSWER, TOKENIZE_REQUEST),
+    DialectRoute("/detokenize", detokenize, DETOKENIZE_ANSWER, DETOKENIZE_REQUEST),
+    DialectRoute("/tokenizer_info", tokenizer_info, TOKENIZER_INFO),
 )
 
 
@@ -66,11 +280,7 @@ def _responses(route: DialectRoute) -> dict[int | str, dict[str, Any]]:
     content: dict[str, Any] = {"application/json": {"schema": route.answer}}
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    failures = {
-        status: {"description": meaning, "content": {"application/json": {"schema": schemas.ERROR}}}
-        for status, meaning in REFUSALS.items()
-    }
-    return {200: {"description": "The answer.", "content": content}, **failures}
+    return {200: {"description": "The answer.", "content": content}, **refusals(*REFUSALS)}
 
 
 def _extra(route: DialectRoute) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from kestrel.errors import RequestCancelled
-from kestrel.server.playground.assets import FOLDER
+from kestrel.server.playground.routes import FOLDER
 from tests.server.conftest import RunningServer
 from tests.server.playground.browser import WAIT_S, Page
 from tests.server.playground.conftest import (

@@ -15,7 +15,7 @@ from PIL import Image
 from kestrel.engine import InferenceEngine
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
-from kestrel.server.playground.assets import FOLDER, read_page
+from kestrel.server.playground.routes import FOLDER, read_page
 from tests.server.playground.scenes import samples
 
 MAX_SAMPLE_BYTES = 60_000

@@ -1,24 +1,29 @@
-"""Pictures by URL: off unless the operator names hosts, and then only from public addresses of those hosts.
+"""Pictures as requests carry them: a base64 data URL, raw base64, or a URL that the operator allows.
 
-The name is resolved here, every address it has is checked, and the connection goes to a checked address, with the name
-in the Host header and in TLS. So a name that resolves differently a moment later (DNS rebinding) gains nothing. Each
-redirect is a new URL and passes the same checks. No proxy, cookie or credential is used.
+URLs are off unless the operator names hosts, and then only public addresses of those hosts are asked. The name is
+resolved here, every address it has is checked, and the connection goes to a checked address, with the name in the Host
+header and in TLS. So a name that resolves differently a moment later (DNS rebinding) gains nothing. Each redirect is a
+new URL and passes the same checks. No proxy, cookie or credential is used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import httpx
 
 from kestrel.errors import ConfigError, RequestError, shown
-from kestrel.server.addresses import is_public
+from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
 from kestrel.threads import Threads
 
+LARGE_TEXT = 2**20
+"""Base64 from this length on is decoded off the event loop."""
 FIELD = "image_url"
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -26,9 +31,74 @@ REQUEST_HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-age
 
 Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """From host name and port to its addresses."""
+_GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
+_WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
 
-class SystemResolver:
+class ImageFetcher(Protocol):
+    """Fetches pictures from hosts that the operator allows."""
+
+    async def fetch(self, url: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+        """`hold` is told of bytes as they arrive, and may refuse them."""
+        ...
+
+
+class NoRemoteImages:
+    """The fetcher of a server that fetches nothing."""
+
+    async def fetch(self, url: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+        raise RequestError("image_url", "web addresses are not fetched here; send the picture as a base64 data URL")
+
+
+async def image_bytes(
+    value: object,
+    max_bytes: int,
+    fetch: Callable[[str], Awaitable[bytes]],
+    threads: Threads,
+    field: str = "image_url",
+) -> bytes:
+    """The encoded picture. The media type of a data URL is not used: the bytes say what they are."""
+    if not isinstance(value, str):
+        raise RequestError(field, f"must be a base64 data URL or raw base64 as text (got {shown(value)})")
+    if _WEB_URL.match(value):
+        return await fetch(value)
+    if len(value) < LARGE_TEXT:
+        return _decoded(value, max_bytes, field)
+    return await threads.run(_decoded, value, max_bytes, field)
+
+
+def _decoded(value: str, max_bytes: int, field: str) -> bytes:
+    payload = base64_payload(value, field)
+    require_decodable(payload, max_bytes, field)
+    return decode_base64(payload, field)
+
+
+# ---------------------------------------------------------------------- pictures by URL
+
+
+def is_public(address: str) -> bool:
+    """False for private, loopback, link-local, shared, multicast, reserved and unspecified addresses.
+
+    IPv6 forms that carry an IPv4 address (mapped, compatible, 6to4, Teredo, NAT64) are refused whatever they carry;
+    of the rest only 2000::/3 has ever been given out for the public.
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if parsed.is_multicast or parsed.is_reserved or parsed.is_unspecified or not parsed.is_global:
+        return False
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return parsed in _GLOBAL_IPV6 and not _carries_ipv4(parsed)
+    return True
+
+
+def _carries_ipv4(address: ipaddress.IPv6Address) -> bool:
+    carried = (address.ipv4_mapped, address.sixtofour, address.teredo)
+    return any(c is not None for c in carried)
+
+
+class _SystemResolver:
     """The system's own look-up, on threads of its own: a name server that is silent holds up nothing else."""
 
     def __init__(self, num_threads: int) -> None:
@@ -58,7 +128,7 @@ class RemoteImages:
         self._turns = asyncio.Semaphore(max_fetches)
         self._timeout_s = timeout_s
         self._max_redirects = max_redirects
-        self._resolve = resolve or SystemResolver(max_fetches)
+        self._resolve = resolve or _SystemResolver(max_fetches)
         self._may_connect = may_connect
         self._tls = tls or ssl.create_default_context()
 

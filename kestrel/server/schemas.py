@@ -1,4 +1,4 @@
-"""The native routes as JSON Schema: what a skill takes, what it answers, and every way it may refuse."""
+"""The API as JSON Schema: its building blocks, what a native skill takes and answers, and every way to refuse."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ RESPONSE_FORMAT = described(
 
 SETTINGS: Mapping[str, Schema] = {
     "temperature": described("0 takes the likeliest token.", number(0, MAX_TEMPERATURE)),
-    "top_p": described("Share of probability to draw from.", SHARE),
+    "top_p": described(
+        "Share of probability to draw from, above 0.", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+    ),
     "top_k": described("Tokens to draw from; 0 for all.", integer(0, MAX_TOKENS)),
     "min_p": described("Least probability, as a share of the likeliest token's.", SHARE),
     "seed": described("The same seed gives the same answer.", integer(0, MAX_SEED)),

@@ -1,4 +1,7 @@
-"""Server-Sent Events: exact framing, sent as they happen, kept open by comments, ended by an error event if need be."""
+"""Answers: JSON, whole or in pieces, and streams of Server-Sent Events.
+
+Events are sent as they happen, a stream is kept open by comments, and ended by an error event if need be.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import orjson
@@ -23,6 +27,8 @@ from kestrel.server.records import RequestRecord
 
 logger = logging.getLogger("kestrel.server")
 
+PIECE_BYTES = 2**18
+"""More JSON than this leaves in pieces, as the client reads it: otherwise it would be copied as a whole."""
 PING = b": ping\n\n"
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -30,12 +36,65 @@ HEADERS = {
     "x-accel-buffering": "no",
 }
 FIRST_EVENT_WAIT_S = 0.25
-"""How long the headers wait for the first event, so that a request refused at once gets a status of its own."""
-
+"""How long the headers wait for the first event, so that a request refused immediately gets a status of its own."""
 STALL_CHECK_S = 0.25
-
 T = TypeVar("T")
 """What runs: one engine request or several."""
+
+
+def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+def listed_response(
+    before: Mapping[str, Any], name: str, entries: Iterable[bytes], after: Mapping[str, Any], timeout_s: float
+) -> Response:
+    """One object: the fields before, a list of entries that are JSON already, the fields after."""
+    head = orjson.dumps({**before, name: []}).removesuffix(b"]}")
+    tail = b"]," + orjson.dumps(after).removeprefix(b"{")
+    commas = chain.from_iterable((b",", entry) for entry in entries)
+    next(commas, None)
+    parts = [head, *commas, tail]
+    if sum(map(len, parts)) <= PIECE_BYTES:
+        return Response(b"".join(parts), media_type="application/json")
+    return _InPieces(parts, timeout_s)
+
+
+class _InPieces(Response):
+    """Hangs up on a client that has not read it within `timeout_s`."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes], timeout_s: float) -> None:
+        super().__init__()
+        self._parts = parts
+        self._timeout_s = timeout_s
+        self.headers["content-length"] = str(sum(map(len, parts)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, hang_up, scope)
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for piece in _pieces(self._parts):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            timer.cancel()
+
+
+def _pieces(parts: Iterable[bytes]) -> Iterable[bytes]:
+    """Small parts together, large ones cut."""
+    waiting = bytearray()
+    for part in parts:
+        for at in range(0, len(part), PIECE_BYTES):
+            waiting += part[at : at + PIECE_BYTES]
+            if len(waiting) >= PIECE_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    yield bytes(waiting)
+
+
+# ---------------------------------------------------------------------- Server-Sent Events
 
 
 def event(value: Any) -> bytes:

@@ -1,20 +1,64 @@
-"""Messages <-> named tensors, in both forms that the protocol has for a tensor's contents."""
+"""The protocol's messages and services, made from descriptors when the endpoint starts, and the tensors in them.
+
+The messages live in a pool of their own: generated code would enter them into the process-wide one, where a client of
+the same protocol in the same process has messages of the same names.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 
 from kestrel.errors import ModelNotFound, RequestError, shown
-from kestrel.integrations.grpc.protocol import Message
-from kestrel.integrations.inference_protocol.errors import Unsupported
-from kestrel.integrations.inference_protocol.inputs import BOOL, BYTES, VERSION, InputTensor
-from kestrel.integrations.inference_protocol.outputs import OUTPUT, Answer
+from kestrel.integrations.inference_protocol import BOOL, BYTES, OUTPUT, VERSION, Answer, InputTensor, Unsupported
 
+DESCRIPTORS = Path(__file__).parent / "descriptors.binpb"
+"""Compiled from the .proto files beside it by scripts/compile-protocol."""
+INFERENCE = "inference.GRPCInferenceService"
+HEALTH = "grpc.health.v1.Health"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 """Asks for a last empty response where the last full one is not marked as such; here it always is."""
 FINAL = "triton_final_response"
 _LENGTH = struct.Struct("<I")
+
+Message: TypeAlias = Any
+"""A message whose type exists at run time only."""
+Behaviour: TypeAlias = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Any]
+
+
+class Protocol:
+    def __init__(self) -> None:
+        self._pool = DescriptorPool()
+        for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
+            self._pool.Add(file)
+
+    def message(self, name: str) -> Callable[..., Message]:
+        """The type of a message, such as inference.ModelInferRequest."""
+        return GetMessageClass(self._pool.FindMessageTypeByName(name))
+
+    def handler(self, service: str, behaviours: Mapping[str, Behaviour]) -> grpc.GenericRpcHandler:
+        """A service with a behaviour for each of its methods. All get their messages as an iterator of bytes."""
+        methods = self._pool.FindServiceByName(service).methods
+        return grpc.method_handlers_generic_handler(
+            service, {method.name: _method_handler(method, behaviours[method.name]) for method in methods}
+        )
+
+
+def _method_handler(method: Any, behaviour: Behaviour) -> grpc.RpcMethodHandler:
+    """One message or many is the same to HTTP/2; gRPC reads those of a stream only when it is asked for them."""
+    streams = method.server_streaming
+    make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+    return make(behaviour, response_serializer=GetMessageClass(method.output_type).SerializeToString)
+
+
+# ---------------------------------------------------------------------- tensors
 
 
 def require_model(name: str, version: str, known: tuple[str, ...]) -> None:
@@ -39,6 +83,7 @@ def require_usual(request: Message) -> None:
 
 
 def input_tensors(request: Message) -> Iterator[InputTensor]:
+    """In either of the two forms that the protocol has for a tensor's contents."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise RequestError("raw_input_contents", f"has {len(raw)} entries for {len(request.inputs)} inputs")

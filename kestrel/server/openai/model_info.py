@@ -1,6 +1,8 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the model's tokens, for clients that count or choose them."""
+"""`/v1/models`, `/tokenize`, `/detokenize` and `/tokenizer_info`: the served model by all its names, and its tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,15 +10,61 @@ from starlette.responses import Response
 from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import MAX_CHARACTERS_PER_POSITION, require_readable
 from kestrel.errors import RequestError, shown
-from kestrel.server.json_answer import json_response
+from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
-from kestrel.server.native import take_model
+from kestrel.server.native import adapter_in, take_model
 from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
-from kestrel.server.state import state_of
+from kestrel.server.responses import json_response
+from kestrel.server.state import ServerState, state_of
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.checks import any_text, token_ids
 
+OWNER = "kestrel"
 REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}
+
+
+async def list_models(request: Request) -> Response:
+    """The model under each of its names, the one that clients are told first; then each adapter behind that name."""
+    state = state_of(request)
+    engine = state.require_serving()
+    names = dict.fromkeys(name for name in (state.model_name, engine.model_name) if name is not None)
+    cards = [_model_card(state, name) for name in names]
+    cards += [_adapter_card(state, listing.name) for listing in await engine.list_adapters()]
+    return json_response({"object": "list", "data": cards})
+
+
+async def retrieve_model(request: Request) -> Response:
+    """One model by its name."""
+    state, name = state_of(request), request.path_params["model"]
+    state.require_serving()
+    adapter = adapter_in(state, name)
+    if adapter is None:
+        return json_response(_model_card(state, name))
+    listed = [listing.name for listing in await state.require_serving().list_adapters()]
+    if adapter not in listed:
+        raise ModelNotFound(f"model {shown(name)} is not listed here; see GET /v1/models")
+    return json_response(_adapter_card(state, adapter))
+
+
+def _adapter_card(state: ServerState, adapter: str) -> dict[str, Any]:
+    parent = state.model_name or ""
+    return {**_model_card(state, f"{parent}/{adapter}"), "parent": parent}
+
+
+def _model_card(state: ServerState, name: str) -> dict[str, Any]:
+    engine = state.require_serving()
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started_at_s,
+        "owned_by": OWNER,
+        "root": engine.model_name,
+        "parent": None,
+        "max_model_len": engine.max_model_length,
+    }
+
+
+# ---------------------------------------------------------------------- tokens
 
 
 async def tokenize(request: Request) -> Response:
@@ -32,13 +80,13 @@ async def tokenize(request: Request) -> Response:
     opening = [engine.profile.ids.bos] if take_flag(body, "add_special_tokens", default=True) else []
 
     def answer() -> Response:
-        ids = [*opening, *prompt_ids(engine.profile, text)]
+        ids = [*opening, *_prompt_ids(engine.profile, text)]
         return json_response({"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids})
 
     return await engine.text_threads.run(answer)
 
 
-def prompt_ids(profile: ModelProfile, text: str) -> list[int]:
+def _prompt_ids(profile: ModelProfile, text: str) -> list[int]:
     """The ids of a text. Clients learn special ids by asking for their names, so a name all alone is its id."""
     for token_id in (profile.ids.bos, profile.ids.eos):
         if text == profile.tokenizer.token_name(token_id):
