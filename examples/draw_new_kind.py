@@ -22,10 +22,9 @@ from PIL import Image, ImageDraw
 
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, load_or_build_atlas
-from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED, SceneDifficulty
+from kestrel.train.scenes.catalogue import is_emoji, kind_index
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.kinds import is_emoji, kind_index
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import FIRST_HELD_OUT_SEED, SceneDifficulty, sample_batch, scene_at
 from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 from kestrel.train.scenes.truth import SceneBatch
 from kestrel.train.tasks import counting, locating, naming

@@ -10,10 +10,9 @@ import numpy as np
 from kestrel.errors import ConfigError
 from kestrel.evals.plan import HELD_OUT_DIFFICULTY
 from kestrel.images.rgb import RgbImage
-from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
+from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas, missing_fonts
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.fonts import missing_fonts
-from kestrel.train.scenes.placement import sample_batch
+from kestrel.train.scenes.sampling import sample_batch
 from kestrel.train.scenes.textures import upload_atlas
 
 PIXELS_AT_ONCE = 2**24

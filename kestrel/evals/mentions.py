@@ -10,8 +10,7 @@ from collections import Counter
 from functools import lru_cache
 
 from kestrel.evals.normal_form import NUMBER_WORDS, number_value
-from kestrel.train.scenes.colours import COLOUR_NAMES
-from kestrel.train.scenes.kinds import KINDS
+from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS
 from kestrel.train.tasks.world import UNKNOWN_THINGS
 
 _QUOTED = re.compile(r'"[^"]*"|“[^”]*”')

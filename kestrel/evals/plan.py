@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED, HELD_OUT
-from kestrel.train.scenes.placement import MIN_PICTURE_PX
+from kestrel.train.scenes.sampling import FIRST_HELD_OUT_SEED, HELD_OUT, MIN_PICTURE_PX
 from kestrel.train.tasks.mix import SAMPLERS
 
 HELD_OUT_SEED = FIRST_HELD_OUT_SEED

@@ -27,7 +27,7 @@ from kestrel.evals.truths import (
     Truth,
 )
 from kestrel.train.scenes.outlines import unit_path
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import sample_batch, scene_at
 from kestrel.train.scenes.truth import SceneObject
 from kestrel.train.tasks.answers import yes_or_no
 from kestrel.train.tasks.counting import counted_group, how_many, is_there, sought_group

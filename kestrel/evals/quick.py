@@ -22,9 +22,8 @@ from kestrel.errors import RequestError
 from kestrel.evals.metrics import Box, CharacterErrors, Matches, PrecisionRecall, box_iou, match_boxes, match_points
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.scenes.atlas import load_or_build_atlas
-from kestrel.train.scenes.difficulty import HELD_OUT
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
 from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.scenes.truth import Scene
 from kestrel.train.tasks.example import Apart, SpecialToken, TaskExample

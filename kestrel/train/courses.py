@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.difficulty import EASY, NORMAL, PRINTED, SceneDifficulty
+from kestrel.train.scenes.sampling import EASY, NORMAL, PRINTED, SceneDifficulty
 from kestrel.train.tasks.mix import TaskMix
 
 

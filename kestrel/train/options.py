@@ -12,7 +12,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.train.courses import EVERYTHING, Course
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH
-from kestrel.train.scenes.placement import MIN_PICTURE_PX
+from kestrel.train.scenes.sampling import MIN_PICTURE_PX
 
 PROGRESS = "progress.json"
 MAX_PICTURE_PX = 4096

@@ -20,8 +20,7 @@ from kestrel.errors import ConfigError
 from kestrel.moondream.sections import TokenizerConfig
 from kestrel.skills.base import SpecialIds, Template
 from kestrel.skills.svg import UNITS
-from kestrel.train.scenes.difficulty import NORMAL
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene
 from kestrel.train.tasks.example import TaskExample
 from kestrel.train.tasks.mix import TaskMix, sample_tasks

@@ -265,7 +265,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(
 def test_missing_fonts_are_named_with_a_remedy(
     kestrel: Kestrel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kestrel.train.scenes.fonts.FONT_FOLDERS", (tmp_path,))
+    monkeypatch.setattr("kestrel.train.scenes.atlas.FONT_FOLDERS", (tmp_path,))
     flags = ("--folder", tmp_path / "model", "--steps", "1", "--atlas", tmp_path / "atlas.npz")
     outcome = kestrel("train", "tiny", *flags)
     assert outcome.code == 2

@@ -18,8 +18,7 @@ from kestrel.evals.truths import (
     ReadingTruth,
     ThoughtTruth,
 )
-from kestrel.train.scenes.difficulty import EASY, NORMAL
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import EASY, NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import Scene
 from kestrel.train.tasks.answers import spelt
 from kestrel.train.tasks.example import SpecialToken

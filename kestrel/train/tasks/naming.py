@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-from kestrel.train.scenes.backdrop_choice import STYLE_PHRASES
-from kestrel.train.scenes.colours import BACKGROUND_NAMES
+from kestrel.train.scenes.catalogue import BACKGROUND_NAMES
+from kestrel.train.scenes.sampling import STYLE_PHRASES
 from kestrel.train.tasks.answers import NOTHING, UNANSWERABLE, UNANSWERABLE_SHARE, direct
 from kestrel.train.tasks.captions import short_list
 from kestrel.train.tasks.example import TaskExample

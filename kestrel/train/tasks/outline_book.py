@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kestrel.train.scenes.atlas import SpriteAtlas
-from kestrel.train.scenes.kinds import NUM_SPRITE_KINDS
+from kestrel.train.scenes.catalogue import NUM_SPRITE_KINDS
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from kestrel.train.scenes.colours import COLOUR_NAMES
-from kestrel.train.scenes.kinds import KINDS, has_colour
+from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS, has_colour
 
 # Things nobody draws here, singular and plural; asked for so that an unknown word means "not there".
 UNKNOWN_THINGS: Mapping[str, str] = {

@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.colours import COLOUR_NAMES, COLOUR_RGB, colour_distance, colour_table
-from kestrel.train.scenes.kinds import (
+from kestrel.train.scenes.catalogue import (
+    COLOUR_NAMES,
+    COLOUR_RGB,
     EMOJI_KINDS,
     KINDS,
     SHAPE_KINDS,
+    WORDS,
+    colour_distance,
+    colour_table,
+    decode_text,
+    encode_text,
     has_colour,
     is_emoji,
     is_shape,
@@ -18,9 +24,9 @@ from kestrel.train.scenes.kinds import (
     kind_index,
     kind_name,
     kind_plural,
+    word_table,
 )
 from kestrel.train.scenes.truth import MAX_TEXT
-from kestrel.train.scenes.words import WORDS, decode_text, encode_text, word_table
 
 
 def test_catalogue_has_sixty_kinds_with_different_names_and_plurals():

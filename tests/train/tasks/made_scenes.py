@@ -9,10 +9,8 @@ import numpy as np
 
 from kestrel.skills import SkillRegistry, default_registry
 from kestrel.skills.base import ModelProfile
-from kestrel.train.scenes.colours import COLOUR_NAMES
-from kestrel.train.scenes.difficulty import NORMAL
-from kestrel.train.scenes.kinds import KINDS, NUMBER, WORD, has_colour, kind_index
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS, NUMBER, WORD, has_colour, kind_index
+from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene, SceneObject
 from kestrel.train.tasks.prompt_format import PromptFormat
 from kestrel.train.tasks.view import SceneView
