@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from kestrel.evals.normal_form import NUMBER_WORDS, number_value
 from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS
-from kestrel.train.tasks.world import UNKNOWN_THINGS
+from kestrel.train.tasks.view import UNKNOWN_THINGS
 
 _QUOTED = re.compile(r'"[^"]*"|“[^”]*”')
 

@@ -29,14 +29,12 @@ from kestrel.evals.truths import (
 from kestrel.train.scenes.outlines import unit_path
 from kestrel.train.scenes.sampling import sample_batch, scene_at
 from kestrel.train.scenes.truth import SceneObject
-from kestrel.train.tasks.answers import yes_or_no
-from kestrel.train.tasks.counting import counted_group, how_many, is_there, sought_group
-from kestrel.train.tasks.example import Apart, Piece, SpecialToken, TaskExample
+from kestrel.train.tasks.example import Apart, Piece, SpecialToken, TaskExample, yes_or_no
 from kestrel.train.tasks.locating import box_tokens, located_group
 from kestrel.train.tasks.mix import SAMPLERS
+from kestrel.train.tasks.questions import counted_group, how_many, is_there, sought_group
 from kestrel.train.tasks.references import clear_box, share_inside
-from kestrel.train.tasks.view import Group, SceneView
-from kestrel.train.tasks.world import TaskWorld
+from kestrel.train.tasks.view import Group, SceneView, TaskWorld
 
 SCENES_SAMPLED_AT_ONCE = 64
 MAX_SCENES_PER_QUESTION = 64

@@ -28,8 +28,7 @@ from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.scenes.truth import Scene
 from kestrel.train.tasks.example import Apart, SpecialToken, TaskExample
 from kestrel.train.tasks.mix import TaskMix, sample_tasks
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.world import task_world
+from kestrel.train.tasks.view import path_book, task_world
 
 FIRST_SEED = 10**12
 _DRAWN_AT_ONCE = 32

@@ -25,8 +25,7 @@ from kestrel.evals.truths import Question
 from kestrel.images.rgb import RgbImage
 from kestrel.train.scenes.atlas import SpriteAtlas
 from kestrel.train.scenes.truth import MAX_OBJECTS
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.world import task_world
+from kestrel.train.tasks.view import path_book, task_world
 
 MAX_ANSWER_OBJECTS = 4 * MAX_OBJECTS
 """Most points or boxes in an answer, which bounds models that do not stop."""

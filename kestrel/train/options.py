@@ -10,9 +10,9 @@ from typing import Any
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.train.courses import EVERYTHING, Course
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH
 from kestrel.train.scenes.sampling import MIN_PICTURE_PX
+from kestrel.train.tasks.mix import EVERYTHING, Course
 
 PROGRESS = "progress.json"
 MAX_PICTURE_PX = 4096

@@ -30,8 +30,8 @@ from kestrel.train.saving import save_folder
 from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.textures import upload_atlas
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.prompt_format import PromptFormat
+from kestrel.train.tasks.example import PromptFormat
+from kestrel.train.tasks.view import path_book
 from kestrel.train.tiny import initialise, tiny_config
 from kestrel.train.tokenizer import build_tokenizer, prompt_format
 

@@ -22,11 +22,9 @@ from kestrel.skills.base import SpecialIds, Template
 from kestrel.skills.svg import UNITS
 from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene
-from kestrel.train.tasks.example import TaskExample
+from kestrel.train.tasks.example import PromptFormat, TaskExample
 from kestrel.train.tasks.mix import TaskMix, sample_tasks
-from kestrel.train.tasks.outline_book import PathBook
-from kestrel.train.tasks.prompt_format import PromptFormat
-from kestrel.train.tasks.world import TaskWorld, task_world
+from kestrel.train.tasks.view import PathBook, TaskWorld, task_world
 
 NUM_CONTROL_IDS = 21
 VOCAB_SIZE = 2048

@@ -20,8 +20,7 @@ from kestrel.evals.truths import (
 )
 from kestrel.train.scenes.sampling import EASY, NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import Scene
-from kestrel.train.tasks.answers import spelt
-from kestrel.train.tasks.example import SpecialToken
+from kestrel.train.tasks.example import SpecialToken, spelt
 from kestrel.train.tasks.mix import SAMPLERS
 from tests.train.tasks.driving import meant_by, phrase_in
 from tests.train.tasks.made_scenes import world

@@ -15,7 +15,7 @@ from kestrel.skills.svg import UNITS
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.adapter.mistakes import Mistake
 from kestrel.train.tasks.example import Apart, Piece
-from kestrel.train.tasks.outlines import path_pieces
+from kestrel.train.tasks.locating import path_pieces
 from kestrel.train.tasks.view import reading_place
 
 Point = tuple[float, float]
