@@ -15,10 +15,20 @@ from random import Random
 from typing import Any, TypeGuard
 
 from kestrel.errors import shown
-from kestrel.train.adapter.mistakes import Mistake, MistakeList
-from kestrel.train.adapter.pictures import Picture, PictureFolder
-from kestrel.train.adapter.places import Box, Point, Scale, box_pieces, outline_pieces, point_pieces, read_polygon
-from kestrel.train.adapter.rows import Sample
+from kestrel.train.adapter.samples import (
+    Box,
+    Mistake,
+    MistakeList,
+    Picture,
+    PictureFolder,
+    Point,
+    Sample,
+    Scale,
+    box_pieces,
+    outline_pieces,
+    point_pieces,
+    read_polygon,
+)
 from kestrel.train.tasks.example import TaskExample
 
 IMAGE_FOLDER = "images"

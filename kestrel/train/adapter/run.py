@@ -20,13 +20,20 @@ from kestrel.moondream.spec import LoadedMoondream
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.runtime.wide_products import fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
-from kestrel.train.adapter.encoding import SampleEncoder, TrainingRow
-from kestrel.train.adapter.loop import AdapterTask, Ending, LoopPlan, StepLine, train_adapter
-from kestrel.train.adapter.lora import Factors
-from kestrel.train.adapter.mistakes import MistakeList
+from kestrel.train.adapter.encoding import EmbeddedPictures, SampleEncoder, TrainingRow
+from kestrel.train.adapter.loop import (
+    AdapterTask,
+    Ending,
+    Factors,
+    LoopPlan,
+    StepLine,
+    TrainingState,
+    read_state,
+    train_adapter,
+    write_state,
+)
 from kestrel.train.adapter.options import CURVES, PICTURE, STATE, AdapterRun
-from kestrel.train.adapter.pictures import EmbeddedPictures, PictureFolder
-from kestrel.train.adapter.state import TrainingState, read_state, write_state
+from kestrel.train.adapter.samples import MistakeList, PictureFolder
 from kestrel.train.curves import CurveWriter, draw_curves
 
 CURVE_COLOURS = {"loss": "#2563eb", "val_loss": "#dc2626", "text": "#94a3b8", "token_accuracy": "#9333ea"}
