@@ -8,7 +8,7 @@ import torch
 from kestrel.kernels.moe_mlp import route_top_k
 from kestrel.moondream.config import MoeConfig
 from kestrel.moondream.moe import MoeMlp
-from kestrel.train.experts import AllExpertsMlp, among_top
+from kestrel.train.objective import AllExpertsMlp, among_top
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

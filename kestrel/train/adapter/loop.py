@@ -29,7 +29,7 @@ from kestrel.models.contract import Adapt
 from kestrel.moondream.model import MoondreamModel
 from kestrel.skills.base import SpecialIds
 from kestrel.train.adapter.encoding import EmbeddedPictures, RowOrder, TrainingRow
-from kestrel.train.matrices import adamw
+from kestrel.train.loop import adamw
 from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
 from kestrel.train.packing import pack
 

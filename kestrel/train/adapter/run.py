@@ -74,7 +74,7 @@ class RunReport(Protocol):
 
 def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[], bool] = lambda: False) -> Trained:
     """Trains and saves; ends early, saving all the same, after a step at which `should_stop` says so."""
-    check_output(options)
+    _check_output(options)
     config = options.runtime_config()
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
     folder = PictureFolder(options.data, limits)
@@ -82,7 +82,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     dataset = read_dataset(options.data, folder, choice)
     loaded = load_base(options)
     train, val = encoded(dataset, loaded, options)
-    state = starting_state(options, dataset, loaded.name)
+    state = _starting_state(options, dataset, loaded.name)
     pictures = EmbeddedPictures(
         folder, MoondreamDecoder(loaded.model), dataset.pictures, options.picture_memory_mb * 2**20
     )
@@ -90,7 +90,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     factors = Factors(
         adapter_shape(loaded.config.text), options.matrices, options.rank, options.scale_alpha, options.seed, device
     )
-    plan = loop_plan(options, len(train), loaded.config.text.dim)
+    plan = _loop_plan(options, len(train), loaded.config.text.dim)
     report.beginning(
         Beginning(
             loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
@@ -104,7 +104,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     return keeper.finish(task, val, plan, state, ending)
 
 
-def check_output(options: AdapterRun) -> None:
+def _check_output(options: AdapterRun) -> None:
     if not options.output.absolute().parent.is_dir():
         raise ConfigError("output", f"{options.output.parent} is not a folder; create it first")
     state = options.folder / STATE
@@ -140,17 +140,17 @@ def encoded(
     return train, val
 
 
-def starting_state(options: AdapterRun, dataset: Dataset, base_model: str) -> TrainingState:
+def _starting_state(options: AdapterRun, dataset: Dataset, base_model: str) -> TrainingState:
     if options.resume:
-        return read_state(options.folder / STATE, made_with(options, dataset, base_model))
+        return read_state(options.folder / STATE, _made_with(options, dataset, base_model))
     return TrainingState()
 
 
-def made_with(options: AdapterRun, dataset: Dataset, base_model: str) -> dict[str, Any]:
+def _made_with(options: AdapterRun, dataset: Dataset, base_model: str) -> dict[str, Any]:
     return {**options.what_must_not_change(), "base_model": base_model, "data": dataset.digest()}
 
 
-def loop_plan(options: AdapterRun, num_rows: int, width: int) -> LoopPlan:
+def _loop_plan(options: AdapterRun, num_rows: int, width: int) -> LoopPlan:
     return LoopPlan(
         steps=options.num_steps(num_rows),
         steps_between_looks=options.steps_between_looks(num_rows),
@@ -179,7 +179,7 @@ class _Keeper:
         self._base_model = base_model
         self._factors = factors
         self._report = report
-        self._made_with = made_with(options, dataset, base_model)
+        self._made_with = _made_with(options, dataset, base_model)
         options.folder.mkdir(exist_ok=True)
         self._curves_path = options.folder / CURVES
         self._is_first_line = True

@@ -14,7 +14,7 @@ from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene, SceneObject
 from kestrel.train.tasks.example import PromptFormat
 from kestrel.train.tasks.view import SceneView, TaskWorld, task_world
-from kestrel.train.tokenizer import build_tokenizer, prompt_format
+from kestrel.train.tiny import build_tokenizer, prompt_format
 
 
 class DiamondOutlines:

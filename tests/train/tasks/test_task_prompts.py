@@ -11,7 +11,7 @@ from kestrel.moondream.sections import derived_generation
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.tasks.example import Apart, SpecialToken, TaskEncoder, TaskExample, direct, encode
 from kestrel.train.tasks.mix import SAMPLERS
-from kestrel.train.tokenizer import tokenizer_config
+from kestrel.train.tiny import tokenizer_config
 
 from .driving import examples_of
 from .made_scenes import profile, registry, task_format

@@ -11,7 +11,7 @@ from kestrel.moondream.sections import TokenizerConfig
 from kestrel.skills.svg import PathCommand, parse_path
 from kestrel.train.scenes.catalogue import WORDS
 from kestrel.train.tasks.locating import path_pieces
-from kestrel.train.tokenizer import PATH_LETTERS, build_tokenizer, prompt_format, tokenizer_config, train_tokenizer
+from kestrel.train.tiny import PATH_LETTERS, build_tokenizer, prompt_format, tokenizer_config, train_tokenizer
 
 from .driving import examples_of
 from .made_scenes import profile, task_format, world
