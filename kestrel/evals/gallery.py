@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel.evals.questions import question_about
-from kestrel.evals.results import CaptionResult, DetectResult, PointResult, SegmentResult
-from kestrel.evals.scoring import Reply, score
-from kestrel.evals.truths import Question
+from kestrel.evals.questions import Question, question_about
+from kestrel.evals.scoring import CaptionResult, DetectResult, PointResult, Reply, SegmentResult, score
 from kestrel.train.scenes.atlas import SpriteAtlas
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at

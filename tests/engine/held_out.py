@@ -14,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel.engine import EngineResult, InferenceEngine
-from kestrel.evals.questions import question_about
-from kestrel.evals.results import FamilyResult
-from kestrel.evals.scoring import Reply, score
-from kestrel.evals.truths import Question
+from kestrel.evals.questions import Question, question_about
+from kestrel.evals.scoring import FamilyResult, Reply, score
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
 from kestrel.train.tasks.view import SceneView, path_book, task_world

@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.evals.plan import FAMILY_NAMES, HELD_OUT_DIFFICULTY, HELD_OUT_SEED, EvalPlan
-from kestrel.evals.questions import held_out_questions, said
-from kestrel.evals.truths import (
+from kestrel.evals.questions import (
+    FAMILY_NAMES,
+    HELD_OUT_DIFFICULTY,
+    HELD_OUT_SEED,
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
+    EvalPlan,
     OutlineTruth,
     PointsTruth,
     Question,
     ReadingTruth,
     ThoughtTruth,
+    held_out_questions,
+    said,
 )
 from kestrel.train.scenes.sampling import EASY, NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import Scene

@@ -11,10 +11,8 @@ import pytest
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import EngineStopped, RequestError
-from kestrel.evals.drawing import ScenePictures, num_held_at_once
-from kestrel.evals.plan import HELD_OUT_SEED, EvalPlan
-from kestrel.evals.run import Evaluation, run_eval
-from kestrel.evals.throughput import Tally
+from kestrel.evals.questions import HELD_OUT_SEED, EvalPlan
+from kestrel.evals.run import Evaluation, ScenePictures, Tally, num_held_at_once, run_eval
 from kestrel.request import RequestMetrics
 from kestrel.train.scenes.atlas import SpriteAtlas
 from tests.moondream.coarse import coarse_folder

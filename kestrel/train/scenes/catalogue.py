@@ -111,14 +111,6 @@ def kind_index(name: str) -> int:
         raise ConfigError("kind", f"there is no {name!r}; known are {', '.join(_INDEX_OF_NAME)}") from None
 
 
-def kind_name(kind: int) -> str:
-    return KINDS[kind].name
-
-
-def kind_plural(kind: int) -> str:
-    return KINDS[kind].plural
-
-
 def is_emoji(kind: int) -> bool:
     return 0 <= kind < NUM_EMOJI
 

@@ -21,6 +21,7 @@ from kestrel.train.scenes.catalogue import (
     CHARACTERS,
     COLOUR_NAMES,
     COLOUR_RGB,
+    KINDS,
     NUM_EMOJI,
     NUM_SPRITE_KINDS,
     NUMBER,
@@ -30,7 +31,6 @@ from kestrel.train.scenes.catalogue import (
     colour_table,
     decode_text,
     is_text,
-    kind_name,
     word_table,
 )
 from kestrel.train.scenes.random_numbers import SceneRandom
@@ -141,7 +141,7 @@ def _object_at(batch: SceneBatch, index: int, slot: int) -> SceneObject:
     x, y, width, height = (float(value) for value in batch.box[index, slot])
     return SceneObject(
         kind=kind,
-        name=kind_name(kind),
+        name=KINDS[kind].name,
         colour=None if colour == NO_COLOUR else COLOUR_NAMES[colour],
         x=x,
         y=y,

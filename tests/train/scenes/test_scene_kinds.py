@@ -22,8 +22,6 @@ from kestrel.train.scenes.catalogue import (
     is_shape,
     is_text,
     kind_index,
-    kind_name,
-    kind_plural,
     word_table,
 )
 from kestrel.train.scenes.truth import MAX_TEXT
@@ -38,8 +36,8 @@ def test_catalogue_has_sixty_kinds_with_different_names_and_plurals():
 
 
 def test_names_and_indices_lead_to_each_other():
-    assert [kind_index(kind_name(index)) for index in range(len(KINDS))] == list(range(len(KINDS)))
-    assert kind_plural(kind_index("butterfly")) == "butterflies"
+    assert [kind_index(KINDS[index].name) for index in range(len(KINDS))] == list(range(len(KINDS)))
+    assert KINDS[kind_index("butterfly")].plural == "butterflies"
 
 
 def test_every_kind_is_exactly_one_of_emoji_shape_and_text():
