@@ -148,7 +148,7 @@ class Question:
 
 # ---------------------------------------------------------------------- questions about scenes
 
-SCENES_SAMPLED_AT_ONCE = 64
+SCENES_PER_BATCH = 64
 MAX_SCENES_PER_QUESTION = 64
 """How long to look for scenes that offer a question; every family finds one in three or so."""
 
@@ -166,8 +166,8 @@ def held_out_questions(plan: EvalPlan, world: TaskWorld) -> list[AskedScene]:
     """Scenes in the order of their seeds, until every family has its questions (or hardly any scene offers one)."""
     missing = dict.fromkeys(plan.families, plan.num_questions)
     asked: list[AskedScene] = []
-    for first in range(0, MAX_SCENES_PER_QUESTION * plan.num_questions, SCENES_SAMPLED_AT_ONCE):
-        seeds = HELD_OUT_SEED + np.arange(first, first + SCENES_SAMPLED_AT_ONCE)
+    for first in range(0, MAX_SCENES_PER_QUESTION * plan.num_questions, SCENES_PER_BATCH):
+        seeds = HELD_OUT_SEED + np.arange(first, first + SCENES_PER_BATCH)
         batch = sample_batch(seeds, *plan.size, HELD_OUT_DIFFICULTY)
         for row in range(len(seeds)):
             missing = {family: count for family, count in missing.items() if count}

@@ -64,9 +64,9 @@ async def run_eval(
     interview = Interview(engine, plan, sum(len(scene.questions) for scene in scenes), on_answer)
     pictures = await asyncio.to_thread(ScenePictures, atlas, plan.size)
     replies: dict[str, list[Reply[Any]]] = defaultdict(list)
-    at_once = num_held_at_once(plan.size)
-    for first in range(0, len(scenes), at_once):
-        together = scenes[first : first + at_once]
+    batch_size = pictures_per_batch(plan.size)
+    for first in range(0, len(scenes), batch_size):
+        together = scenes[first : first + batch_size]
         images = await asyncio.to_thread(pictures.draw, [scene.seed for scene in together])
         asked = [
             (question, image) for scene, image in zip(together, images, strict=True) for question in scene.questions
@@ -192,8 +192,8 @@ def _without(scenes: Sequence[AskedScene], families: Mapping[str, str]) -> list[
 
 # ---------------------------------------------------------------------- pictures
 
-PIXELS_AT_ONCE = 2**24
-MAX_SCENES_AT_ONCE = 64
+PIXELS_PER_BATCH = 2**24
+MAX_PICTURES_PER_BATCH = 64
 
 
 def open_atlas(path: Path) -> SpriteAtlas:
@@ -207,9 +207,9 @@ def open_atlas(path: Path) -> SpriteAtlas:
     return load_or_build_atlas(path)
 
 
-def num_held_at_once(size: tuple[int, int]) -> int:
+def pictures_per_batch(size: tuple[int, int]) -> int:
     """How many pictures of a height and width to draw and hold in memory together."""
-    return min(max(PIXELS_AT_ONCE // (size[0] * size[1]), 1), MAX_SCENES_AT_ONCE)
+    return min(max(PIXELS_PER_BATCH // (size[0] * size[1]), 1), MAX_PICTURES_PER_BATCH)
 
 
 class ScenePictures:

@@ -43,31 +43,14 @@ from kestrel.train.tasks.view import PathBook, TaskWorld, task_world
 
 def tiny_config(vocab_size: int, tokenizer: TokenizerConfig) -> MoondreamConfig:
     text = TextConfig(
-        dim=256,
-        ff_dim=1024,
-        n_layers=6,
-        vocab_size=vocab_size,
-        max_context=2048,
-        n_heads=4,
-        n_kv_heads=4,
-        prefix_attn=730,
-        rope_theta=10_000.0,
-        tau_attn=True,
+        dim=256, ff_dim=1024, n_layers=6, vocab_size=vocab_size, max_context=2048, n_heads=4, n_kv_heads=4,
+        prefix_attn=730, rope_theta=10_000.0, tau_attn=True,
         moe=MoeConfig(num_experts=8, start_layer=2, experts_per_token=2, expert_inner_dim=128),
-    )
+    )  # fmt: skip
     vision = VisionConfig(
-        enc_dim=192,
-        enc_patch_size=14,
-        enc_n_layers=8,
-        enc_ff_dim=768,
-        enc_n_heads=3,
-        proj_out_dim=text.dim,
-        crop_size=378,
-        in_channels=3,
-        max_crops=12,
-        overlap_margin=4,
-        proj_inner_dim=512,
-    )
+        enc_dim=192, enc_patch_size=14, enc_n_layers=8, enc_ff_dim=768, enc_n_heads=3, proj_out_dim=text.dim,
+        crop_size=378, in_channels=3, max_crops=12, overlap_margin=4, proj_inner_dim=512,
+    )  # fmt: skip
     region = RegionConfig(
         text.dim, coord_feat_dim=128, coord_out_dim=1024, size_feat_dim=128, size_out_dim=2048, has_ln=True
     )

@@ -115,7 +115,7 @@ class AdapterTask:
         """The loss over rows, a label counting the same in every batch."""
         adapt = self.adapt(adapter)
         total, num_labels = 0.0, 0
-        with repeatable():
+        with deterministic():
             for first in range(0, len(rows), batch_size):
                 found, count = self.losses(rows[first : first + batch_size], adapt)
                 total += found.total.item() * count
@@ -140,7 +140,7 @@ def train_adapter(
         optimiser.load_state_dict(state.optimiser)
     order = RowOrder(len(train), plan.batch_size, plan.seed)
     window = _Window(state.seconds)
-    with repeatable():
+    with deterministic():
         while True:
             ending = _ending(state, plan, window, should_stop)
             if ending is not None:
@@ -244,7 +244,7 @@ class _Window:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Inside, equal inputs give equal bits on one machine: no sums in the order in which threads happen to finish."""
     before = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic

@@ -1,4 +1,4 @@
-"""Making up scenes: from seeds and a difficulty to arrays for many scenes at once, and the truth of one.
+"""Making up scenes: from seeds and a difficulty to arrays for many scenes, and the truth of one.
 
 A scene follows from its seed, the difficulty and the picture's size alone, without fonts or an atlas.
 """
