@@ -22,24 +22,20 @@ from PIL import Image, ImageDraw
 
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, load_or_build_atlas
-from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED, SceneDifficulty
+from kestrel.train.scenes.catalogue import is_emoji, kind_index
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.kinds import is_emoji, kind_index
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import FIRST_HELD_OUT_SEED, SceneDifficulty, sample_batch, scene_at
 from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 from kestrel.train.scenes.truth import SceneBatch
-from kestrel.train.tasks import counting, locating, naming
-from kestrel.train.tasks.answers import direct, yes_or_no
-from kestrel.train.tasks.example import Piece, TaskExample
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.view import Group, SceneView
-from kestrel.train.tasks.world import TaskWorld, task_world
+from kestrel.train.tasks import locating, questions
+from kestrel.train.tasks.example import Piece, TaskExample, direct, yes_or_no
+from kestrel.train.tasks.view import Group, SceneView, TaskWorld, path_book, task_world
 
 NAME, PLURAL = "windmill", "windmills"
 REPLACED, INSTEAD = "camera", "clock"  # the sprite whose place the new kind takes, and what is drawn for it
 SIDE_PX, SPRITE_PX = 378, 128
 DIFFICULTY = SceneDifficulty(max_objects=8, min_scale=0.08, text_probability=0.15)
-KNOWN = (counting.count, counting.presence, locating.point, locating.detect, naming.what, naming.colour)
+KNOWN = (questions.count, questions.presence, locating.point, locating.detect, questions.what, questions.colour)
 
 
 def windmill() -> np.ndarray:
@@ -78,8 +74,8 @@ def tasks_about(view: SceneView) -> Iterator[TaskExample]:
     """Four tasks about windmills, whether there are any or not, and some about what is known."""
     rng = Random(view.scene.seed)
     group = next((each for each in view.by_name if each.singular == NAME), Group(NAME, PLURAL))
-    yield direct("presence", counting.is_there(rng, group), yes_or_no(len(group) > 0))
-    yield direct("count", counting.how_many(rng, group), str(len(group)))
+    yield direct("presence", questions.is_there(rng, group), yes_or_no(len(group) > 0))
+    yield direct("count", questions.how_many(rng, group), str(len(group)))
     yield TaskExample("point", "point", {"object": NAME}, locating.points(group.objects))
     yield TaskExample("detect", "detect", {"object": NAME}, locating.boxes(group.objects))
     known = (rng.choice(KNOWN)(view, rng) for _ in range(6))

@@ -18,7 +18,7 @@ from kestrel.cli.drawing import draw_result
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.evals.gallery import DRAWN, LEAST_OBJECTS, NUM_SCENES, GalleryScene, gallery_scenes, is_right
-from kestrel.evals.truths import Question
+from kestrel.evals.questions import Question
 from kestrel.images.decode import ImageLimits, decode_image
 from kestrel.train.scenes.atlas import load_or_build_atlas
 

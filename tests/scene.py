@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from kestrel.cli.demo import SCENE_SEED, SCENE_SIZE
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
 
 SCENE = Path(__file__).with_name("scene.png")
 OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, build_atlas
-from kestrel.train.scenes.fonts import missing_fonts
+from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, build_atlas, missing_fonts
 from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 
 REPOSITORY = Path(__file__).parents[1]

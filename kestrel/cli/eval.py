@@ -18,10 +18,9 @@ from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.sizes import parse_size
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.evals.drawing import open_atlas
-from kestrel.evals.plan import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
+from kestrel.evals.questions import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
 from kestrel.evals.report import as_json, as_tables
-from kestrel.evals.run import Evaluation, run_eval
+from kestrel.evals.run import Evaluation, open_atlas, run_eval
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas
 

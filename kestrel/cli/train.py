@@ -23,9 +23,8 @@ from kestrel.cli.training_report import TrainingReport
 from kestrel.errors import ConfigError
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import run_adapter
-from kestrel.train.courses import COURSES, named_courses
-from kestrel.train.options import TinyRun
-from kestrel.train.run import run
+from kestrel.train.run import TinyRun, run
+from kestrel.train.tasks.mix import COURSES, named_courses
 
 
 def make_group() -> typer.Typer:

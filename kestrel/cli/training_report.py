@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from kestrel.cli.console import note, write
 from kestrel.train.loop import StepReport
-from kestrel.train.options import TinyRun
+from kestrel.train.run import TinyRun
 
 _COLUMNS = (
     TextColumn("step {task.fields[step]}"),

@@ -13,18 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel.evals.questions import question_about
-from kestrel.evals.results import CaptionResult, DetectResult, PointResult, SegmentResult
-from kestrel.evals.scoring import Reply, score
-from kestrel.evals.truths import Question
+from kestrel.evals.questions import Question, question_about
+from kestrel.evals.scoring import CaptionResult, DetectResult, PointResult, Reply, SegmentResult, score
 from kestrel.train.scenes.atlas import SpriteAtlas
-from kestrel.train.scenes.difficulty import HELD_OUT
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
 from kestrel.train.scenes.textures import upload_atlas
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.world import task_world
+from kestrel.train.tasks.view import SceneView, path_book, task_world
 
 FIRST_SEED = 2 * 10**12 + 7000
 SIZES = ((378, 378), (420, 560), (560, 420), (480, 640), (378, 756), (600, 600))

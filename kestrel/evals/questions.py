@@ -1,4 +1,4 @@
-"""Questions about held-out scenes, with their exact truth.
+"""What an evaluation asks: a plan of it, and questions about held-out scenes with their exact truth.
 
 A question depends on its family and its scene's seed alone, so that a run over some of the families, or a shorter run,
 asks a part of the same questions. Points, boxes and counted thoughts are asked by the singular name.
@@ -9,36 +9,146 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from kestrel.errors import ConfigError
 from kestrel.evals.metrics import Box
-from kestrel.evals.plan import HELD_OUT_DIFFICULTY, HELD_OUT_SEED, EvalPlan
-from kestrel.evals.truths import (
-    AnswerTruth,
-    BoxesTruth,
-    CaptionTruth,
-    CountTruth,
-    OutlineTruth,
-    PointsTruth,
-    Question,
-    ReadingTruth,
-    ThoughtTruth,
-    Truth,
-)
 from kestrel.train.scenes.outlines import unit_path
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import FIRST_HELD_OUT_SEED, HELD_OUT, MIN_PICTURE_PX, sample_batch, scene_at
 from kestrel.train.scenes.truth import SceneObject
-from kestrel.train.tasks.answers import yes_or_no
-from kestrel.train.tasks.counting import counted_group, how_many, is_there, sought_group
-from kestrel.train.tasks.example import Apart, Piece, SpecialToken, TaskExample
+from kestrel.train.tasks.example import Apart, Piece, SpecialToken, TaskExample, yes_or_no
 from kestrel.train.tasks.locating import box_tokens, located_group
 from kestrel.train.tasks.mix import SAMPLERS
+from kestrel.train.tasks.questions import counted_group, how_many, is_there, sought_group
 from kestrel.train.tasks.references import clear_box, share_inside
-from kestrel.train.tasks.view import Group, SceneView
-from kestrel.train.tasks.world import TaskWorld
+from kestrel.train.tasks.view import Group, SceneView, TaskWorld
 
-SCENES_SAMPLED_AT_ONCE = 64
+HELD_OUT_SEED = FIRST_HELD_OUT_SEED
+HELD_OUT_DIFFICULTY = HELD_OUT
+FAMILY_NAMES = tuple(SAMPLERS)
+DEFAULT_SIZE = (378, 378)
+MAX_PICTURE_PX = 4096
+MAX_QUESTIONS = 10**6
+MAX_CONCURRENCY = 4096
+MAX_TOKENS = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalPlan:
+    """Which families, how many questions of each, at which picture size."""
+
+    num_questions: int = 1000
+    """Questions of each family."""
+    families: tuple[str, ...] = FAMILY_NAMES
+    size: tuple[int, int] = DEFAULT_SIZE
+    """Height and width of the pictures."""
+    concurrency: int = 16
+    """Requests that are unanswered at the same time."""
+    max_new_tokens: int = 256
+    """Bound of every text, thought and outline, far above the right ones: it ends what does not stop by itself."""
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.num_questions, 1, MAX_QUESTIONS)
+        _check_range("concurrency", self.concurrency, 1, MAX_CONCURRENCY)
+        _check_range("max_new_tokens", self.max_new_tokens, 1, MAX_TOKENS)
+        for side in self.size:
+            _check_range("size", side, MIN_PICTURE_PX, MAX_PICTURE_PX)
+        if not self.families:
+            raise ConfigError("families", f"names none; known are: {', '.join(FAMILY_NAMES)}")
+        for name in self.families:
+            if name not in FAMILY_NAMES:
+                raise ConfigError("families", f"there is no {name!r}; known are: {', '.join(FAMILY_NAMES)}")
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(field, f"must be from {low} to {high} (got {value})")
+
+
+# ---------------------------------------------------------------------- right replies, one type for each way of judging
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTruth:
+    answer: str
+    is_printed: bool = False
+    """Whether the answer is text of the picture, to be given exactly as printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountTruth:
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingTruth:
+    answer: AnswerTruth
+    """Not printed where there is nothing to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointsTruth:
+    boxes: tuple[Box, ...]
+    """Of every object asked about; none when it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxesTruth:
+    kind: str
+    """The class that average precision counts it under: the name asked for, without a colour."""
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineTruth:
+    height: int
+    width: int
+    box: Box | None
+    """None when the object asked about is not there."""
+    path: str
+    """SVG, from 0 to 1 inside the box."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionTruth:
+    caption: str
+    names: tuple[str, ...]
+    """The kind of every object, repeated as often as it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtTruth:
+    answer: AnswerTruth
+    boxes: tuple[Box, ...] | None
+    """Where a thought may point; None where it has no reason to point at all."""
+
+
+Truth: TypeAlias = (
+    AnswerTruth | CountTruth | ReadingTruth | PointsTruth | BoxesTruth | OutlineTruth | CaptionTruth | ThoughtTruth
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`fields` go to the skill as a caller would give them, without the picture."""
+
+    family: str
+    skill: str
+    fields: Mapping[str, Any]
+    truth: Truth
+    sees_image: bool = True
+
+    @property
+    def direct_fields(self) -> Mapping[str, Any] | None:
+        """The same question to be answered without thinking; None for one that is not thought about."""
+        return {**self.fields, "reasoning": False} if isinstance(self.truth, ThoughtTruth) else None
+
+
+# ---------------------------------------------------------------------- questions about scenes
+
+SCENES_PER_BATCH = 64
 MAX_SCENES_PER_QUESTION = 64
 """How long to look for scenes that offer a question; every family finds one in three or so."""
 
@@ -56,8 +166,8 @@ def held_out_questions(plan: EvalPlan, world: TaskWorld) -> list[AskedScene]:
     """Scenes in the order of their seeds, until every family has its questions (or hardly any scene offers one)."""
     missing = dict.fromkeys(plan.families, plan.num_questions)
     asked: list[AskedScene] = []
-    for first in range(0, MAX_SCENES_PER_QUESTION * plan.num_questions, SCENES_SAMPLED_AT_ONCE):
-        seeds = HELD_OUT_SEED + np.arange(first, first + SCENES_SAMPLED_AT_ONCE)
+    for first in range(0, MAX_SCENES_PER_QUESTION * plan.num_questions, SCENES_PER_BATCH):
+        seeds = HELD_OUT_SEED + np.arange(first, first + SCENES_PER_BATCH)
         batch = sample_batch(seeds, *plan.size, HELD_OUT_DIFFICULTY)
         for row in range(len(seeds)):
             missing = {family: count for family, count in missing.items() if count}

@@ -11,8 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kestrel.evals.plan import HELD_OUT_SEED
-from kestrel.evals.results import (
+from kestrel.evals.questions import HELD_OUT_SEED
+from kestrel.evals.run import MAX_ANSWER_OBJECTS, Evaluation
+from kestrel.evals.scoring import (
     AnswerResult,
     CaptionResult,
     CountResult,
@@ -23,7 +24,6 @@ from kestrel.evals.results import (
     SegmentResult,
     ThinkingResult,
 )
-from kestrel.evals.run import MAX_ANSWER_OBJECTS, Evaluation
 
 FORMAT = 1
 NOTHING_JUDGED = "–"

@@ -1,32 +1,35 @@
-"""Asking a running engine everything a plan wants to know.
+"""One evaluation: drawing held-out scenes, asking a running engine everything a plan wants to know, keeping the time.
 
-Scenes are drawn some at a time and the clock stands still meanwhile, so that throughput is the engine's alone.
-Answers are greedy. A request that the model refuses or fails counts as a wrong answer and is reported as a failure.
+Pictures are always drawn on the CPU, so that all models see the same pixels. Scenes are drawn some at a time and the
+clock stands still meanwhile, so that throughput is the engine's alone. Answers are greedy. A request that the model
+refuses or fails counts as a wrong answer and is reported as a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kestrel.engine import EngineResult, InferenceEngine
-from kestrel.errors import NumericalError, RequestError
-from kestrel.evals.drawing import ScenePictures, num_held_at_once
-from kestrel.evals.plan import EvalPlan
-from kestrel.evals.questions import AskedScene, held_out_questions
-from kestrel.evals.results import FamilyResult
-from kestrel.evals.scoring import Reply, score
-from kestrel.evals.throughput import Tally, Throughput
-from kestrel.evals.truths import Question
+from kestrel.errors import ConfigError, NumericalError, RequestError
+from kestrel.evals.questions import HELD_OUT_DIFFICULTY, AskedScene, EvalPlan, Question, held_out_questions
+from kestrel.evals.scoring import FamilyResult, Reply, score
 from kestrel.images.rgb import RgbImage
-from kestrel.train.scenes.atlas import SpriteAtlas
+from kestrel.request import RequestMetrics
+from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas, missing_fonts
+from kestrel.train.scenes.draw import draw_batch
+from kestrel.train.scenes.sampling import sample_batch
+from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.scenes.truth import MAX_OBJECTS
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.world import task_world
+from kestrel.train.tasks.view import path_book, task_world
 
 MAX_ANSWER_OBJECTS = 4 * MAX_OBJECTS
 """Most points or boxes in an answer, which bounds models that do not stop."""
@@ -61,9 +64,9 @@ async def run_eval(
     interview = Interview(engine, plan, sum(len(scene.questions) for scene in scenes), on_answer)
     pictures = await asyncio.to_thread(ScenePictures, atlas, plan.size)
     replies: dict[str, list[Reply[Any]]] = defaultdict(list)
-    at_once = num_held_at_once(plan.size)
-    for first in range(0, len(scenes), at_once):
-        together = scenes[first : first + at_once]
+    batch_size = pictures_per_batch(plan.size)
+    for first in range(0, len(scenes), batch_size):
+        together = scenes[first : first + batch_size]
         images = await asyncio.to_thread(pictures.draw, [scene.seed for scene in together])
         asked = [
             (question, image) for scene, image in zip(together, images, strict=True) for question in scene.questions
@@ -185,3 +188,83 @@ def _without(scenes: Sequence[AskedScene], families: Mapping[str, str]) -> list[
         for scene in scenes
     )
     return [scene for scene in kept if scene.questions]
+
+
+# ---------------------------------------------------------------------- pictures
+
+PIXELS_PER_BATCH = 2**24
+MAX_PICTURES_PER_BATCH = 64
+
+
+def open_atlas(path: Path) -> SpriteAtlas:
+    """The atlas at `path`; built from this machine's fonts and saved there when there is none."""
+    if not path.exists() and (missing := missing_fonts()):
+        raise ConfigError(
+            "atlas",
+            f"there is no {path}, and building it needs fonts this machine lacks ({', '.join(missing)}); "
+            "install them with scripts/install-fonts, or bring an atlas from a machine that has them",
+        )
+    return load_or_build_atlas(path)
+
+
+def pictures_per_batch(size: tuple[int, int]) -> int:
+    """How many pictures of a height and width to draw and hold in memory together."""
+    return min(max(PIXELS_PER_BATCH // (size[0] * size[1]), 1), MAX_PICTURES_PER_BATCH)
+
+
+class ScenePictures:
+    """Draws held-out scenes of one size."""
+
+    def __init__(self, atlas: SpriteAtlas, size: tuple[int, int]) -> None:
+        self._textures = upload_atlas(atlas)
+        self._size = size
+
+    def draw(self, seeds: Sequence[int]) -> list[RgbImage]:
+        batch = sample_batch(np.array(seeds, np.int64), *self._size, HELD_OUT_DIFFICULTY)
+        return [RgbImage.from_pixels(pixels) for pixels in draw_batch(batch, self._textures).numpy()]
+
+
+# ---------------------------------------------------------------------- how fast answers came
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    num_requests: int
+    seconds: float
+    """Wall time during which requests were running; drawing pictures is not in it."""
+    requests_per_s: float
+    output_tokens: int
+    tokens_per_s: float
+    p50_latency_ms: float
+    """From handing a request over to its whole answer, with all the others around."""
+    p95_latency_ms: float
+
+
+class Tally:
+    """Adds up what answers took."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._latencies_s: list[float] = []
+        self._output_tokens = 0
+
+    def add(self, latency_s: float, metrics: RequestMetrics) -> None:
+        self._latencies_s.append(latency_s)
+        self._output_tokens += metrics.output_tokens
+
+    def throughput(self) -> Throughput:
+        answered = sorted(self._latencies_s)
+        return Throughput(
+            num_requests=len(answered),
+            seconds=self.busy_s,
+            requests_per_s=len(answered) / self.busy_s if self.busy_s else 0.0,
+            output_tokens=self._output_tokens,
+            tokens_per_s=self._output_tokens / self.busy_s if self.busy_s else 0.0,
+            p50_latency_ms=1000 * _quantile(answered, 0.5),
+            p95_latency_ms=1000 * _quantile(answered, 0.95),
+        )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that this share of all values does not exceed; 0 of nothing."""
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

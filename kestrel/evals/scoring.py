@@ -7,13 +7,14 @@ of their questions, because average precision ranks boxes by their place in each
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kestrel.errors import RequestError
-from kestrel.evals.mentions import mentioned_names
 from kestrel.evals.metrics import (
     Box,
     CharacterErrors,
@@ -26,20 +27,7 @@ from kestrel.evals.metrics import (
     match_boxes,
     match_points,
 )
-from kestrel.evals.normal_form import is_right, only_number_in
-from kestrel.evals.results import (
-    AnswerResult,
-    CaptionResult,
-    CountBand,
-    CountResult,
-    DetectResult,
-    FamilyResult,
-    PointResult,
-    ReadingResult,
-    SegmentResult,
-    ThinkingResult,
-)
-from kestrel.evals.truths import (
+from kestrel.evals.questions import (
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
@@ -50,6 +38,8 @@ from kestrel.evals.truths import (
     ThoughtTruth,
 )
 from kestrel.images.masks import BOX_FIELDS, Mask, rasterise_path
+from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS
+from kestrel.train.tasks.view import UNKNOWN_THINGS
 
 MOST_COUNTED = 6
 """The counts that the headline figure is about go from 0 to this."""
@@ -276,3 +266,179 @@ def _share(values: Iterable[float]) -> float | None:
     """The mean; None of nothing."""
     given = list(values)
     return sum(given) / len(given) if given else None
+
+
+# ---------------------------------------------------------------------- results of one family
+# Shares are from 0 to 1; None where there was nothing to judge.
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerResult:
+    n: int
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class CountBand:
+    """Questions of one true count, or of a range of them."""
+
+    n: int
+    accuracy: float | None
+    within_one: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CountResult:
+    n: int
+    accuracy: float
+    within_one: float
+    up_to_six: CountBand
+    by_count: Mapping[str, CountBand]
+    """By the true count."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingResult:
+    n: int
+    accuracy: float
+    character_error_rate: float | None
+    """Over what is really printed."""
+    num_characters: int
+    unanswerable_accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    n: int
+    precision: float
+    recall: float
+    f1: float
+    exact: float
+    """Share of questions without a missing or a wrong point."""
+    absent_accuracy: float | None
+    """Share of nothing found, where nothing was to be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetectResult:
+    n: int
+    map50: float | None
+    """Mean over kinds of the average precision at an overlap of 0.5; kinds that are never there are left out."""
+    ap50: float | None
+    """Average precision of all kinds together."""
+    precision: float
+    recall: float
+    f1: float
+    mean_iou: float | None
+    """Of boxes that overlap a true one by 0.5."""
+    absent_accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    n: int
+    num_present: int
+    mean_iou: float | None
+    """Of filled outlines, where the object is there."""
+    mean_box_iou: float | None
+    absent_accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionResult:
+    n: int
+    recall: float | None
+    """Objects mentioned among those there."""
+    precision: float | None
+    """Objects there among those mentioned."""
+    exact: float
+    """Share of captions that are word for word as a scene's caption should be."""
+    num_present: int
+    num_mentioned: int
+    num_matched: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingResult:
+    n: int
+    accuracy: float
+    direct_accuracy: float
+    """Of the same questions, answered without thinking."""
+    num_points: int
+    """Points in thoughts about groups of objects."""
+    num_points_right: int
+    """Those of them that lie on an object of the group."""
+    grounded_share: float | None
+
+
+FamilyResult: TypeAlias = (
+    AnswerResult
+    | CountResult
+    | ReadingResult
+    | PointResult
+    | DetectResult
+    | SegmentResult
+    | CaptionResult
+    | ThinkingResult
+)
+
+
+# ---------------------------------------------------------------------- when two answers are the same
+# Case, a leading article, a full stop and quotation marks do not matter. Text read off a picture is the exception: it
+# must be as printed.
+
+_NUMBER_WORDS = "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+_VALUES = {word: value for value, word in enumerate(_NUMBER_WORDS.split("|"))}
+_NUMBER = re.compile(rf"\b(?:[0-9]{{1,6}}|{_NUMBER_WORDS})\b")
+_ARTICLE = re.compile(r"(?:an?|the)\s+")
+_AROUND = " \t\n\"'.!"
+
+
+def is_right(reply: str, truth: AnswerTruth) -> bool:
+    if truth.is_printed:
+        return reply.strip() == truth.answer
+    return normal_form(reply) == normal_form(truth.answer)
+
+
+def normal_form(answer: str) -> str:
+    text = answer.casefold().strip(_AROUND)
+    text = _ARTICLE.sub("", text, count=1) if _ARTICLE.match(text) else text
+    text = " ".join(text.split())
+    return str(_VALUES[text]) if text in _VALUES else text
+
+
+def only_number_in(answer: str) -> int | None:
+    """The number an answer gives, in digits or as a word; None when it gives none or several."""
+    numbers = _NUMBER.findall(answer.casefold())
+    return _number_value(numbers[0]) if len(numbers) == 1 else None
+
+
+def _number_value(text: str) -> int:
+    """Of digits or a number word."""
+    return _VALUES[text] if text in _VALUES else int(text)
+
+
+# ---------------------------------------------------------------------- what a caption mentions
+# Names of things with how many of them, as in "A cat, 2 red stars and the word "tea"." Text in quotation marks is what
+# is printed and names nothing. A plural without a number counts as one mention.
+
+_QUOTED = re.compile(r'"[^"]*"|“[^”]*”')
+
+
+def mentioned_names(caption: str) -> Counter[str]:
+    """How often each name is mentioned, by its singular; things that are never drawn are names too."""
+    pattern, singulars = _vocabulary()
+    mentioned: Counter[str] = Counter()
+    for number, name in pattern.findall(_QUOTED.sub(" ", caption.casefold())):
+        mentioned[singulars[name]] += _number_value(number) if number else 1
+    return +mentioned
+
+
+@lru_cache
+def _vocabulary() -> tuple[re.Pattern[str], dict[str, str]]:
+    singulars = {form: name for name, plural in UNKNOWN_THINGS.items() for form in (name, plural)}
+    singulars |= {form: kind.name for kind in KINDS for form in (kind.name, kind.plural)}
+    longest_first = sorted(singulars, key=len, reverse=True)
+    number = rf"(?:([0-9]{{1,3}}|{_NUMBER_WORDS})\s+)?"
+    colour = rf"(?:(?:{'|'.join(COLOUR_NAMES)})\s+)?"
+    return re.compile(rf"\b{number}{colour}({'|'.join(longest_first)})\b"), singulars

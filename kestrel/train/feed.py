@@ -28,15 +28,12 @@ import numpy as np
 
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.skills import default_registry
-from kestrel.train.courses import EVERYTHING, Course
 from kestrel.train.packing import IMAGE_POSITIONS, PackedTasks, pack
-from kestrel.train.scenes.difficulty import FIRST_HELD_OUT_SEED
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import FIRST_HELD_OUT_SEED, sample_batch, scene_at
 from kestrel.train.scenes.truth import SceneBatch
-from kestrel.train.tasks.example import TaskEncoder
-from kestrel.train.tasks.mix import sample_tasks
-from kestrel.train.tasks.prompt_format import PromptFormat
-from kestrel.train.tasks.world import OutlineBook, task_world
+from kestrel.train.tasks.example import PromptFormat, TaskEncoder
+from kestrel.train.tasks.mix import EVERYTHING, Course, sample_tasks
+from kestrel.train.tasks.view import OutlineBook, task_world
 
 _BATCHES_AHEAD = 4
 _PATIENCE_S = 5.0

@@ -7,7 +7,11 @@ A run starts from the folder's weights if it has any, trains on the next unseen 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,19 +27,129 @@ from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.feed import ExampleFeed, FeedPlan
 from kestrel.train.loop import Batch, StepReport, TrainingPlan, train
 from kestrel.train.objective import TaskTensors
-from kestrel.train.options import Progress, TinyRun
 from kestrel.train.packing import IMAGE_POSITIONS
 from kestrel.train.prefetch import Prefetcher
 from kestrel.train.saving import save_folder
-from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
+from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
+from kestrel.train.scenes.sampling import MIN_PICTURE_PX
 from kestrel.train.scenes.textures import upload_atlas
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.prompt_format import PromptFormat
-from kestrel.train.tiny import initialise, tiny_config
-from kestrel.train.tokenizer import build_tokenizer, prompt_format
+from kestrel.train.tasks.example import PromptFormat
+from kestrel.train.tasks.mix import EVERYTHING, Course
+from kestrel.train.tasks.view import path_book
+from kestrel.train.tiny import build_tokenizer, initialise, prompt_format, tiny_config
 
 CURVES, PICTURE = "curves.csv", "curves.png"
+PROGRESS = "progress.json"
+MAX_PICTURE_PX = 4096
+MAX_SHARDS = 99_999
+
+
+def _doc(text: str, **extra: Any) -> dict[str, Any]:
+    return {"help": text, **extra}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyRun:
+    """One run, from a folder to a folder. Every field is also a CLI flag."""
+
+    folder: Path = field(
+        metadata=_doc(
+            "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR"
+        )
+    )
+    steps: int = field(metadata=_doc("Batches to train on."))
+    batch_size: int = field(default=128, metadata=_doc("Scenes in a batch."))
+    tasks_per_scene: int = field(default=14, metadata=_doc("Tasks _drawn for each scene."))
+    length: int = field(
+        default=294, metadata=_doc("Positions for tasks behind each picture; tasks that do not fit are left out.")
+    )
+    sizes: tuple[tuple[int, int], ...] = field(
+        default=((378, 378),), metadata=_doc("Heights and widths; each batch takes one by chance.", flags=())
+    )
+    courses: tuple[Course, ...] = field(
+        default=(EVERYTHING,), metadata=_doc("What is shown and asked; each batch takes one by chance.", flags=())
+    )
+    lr: float = field(default=1e-3, metadata=_doc("Learning rate after the warm-up."))
+    final_lr: float = field(default=1e-3, metadata=_doc("Learning rate at the end, reached along a half cosine."))
+    warmup_steps: int = field(default=200, metadata=_doc("Steps in which the learning rate rises."))
+    ema_decay: float = field(default=0.999, metadata=_doc("How slowly the averaged weights follow; they are saved."))
+    orthogonal: bool = field(
+        default=True, metadata=_doc("Orthogonal steps for the matrices inside blocks, instead of AdamW.")
+    )
+    max_seconds: float = field(
+        default=math.inf, metadata=_doc("End after this time if the steps are not done by then.", show_default=False)
+    )
+    seed: int = field(default=0, metadata=_doc("Of a fresh model's weights and tokenizer."))
+    workers: int = field(default=4, metadata=_doc("Processes that make batches; 0 makes them between the steps."))
+    device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
+    log_every: int = field(default=25, metadata=_doc("Steps between two rows of the curves."))
+    shards: int = field(default=1, metadata=_doc("Weights files to save."))
+    atlas: Path = field(
+        default=DEFAULT_ATLAS_PATH,
+        metadata=_doc(
+            "Sprites to draw scenes with. Built from this machine's fonts when there is none.", metavar="FILE"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = self.__dict__[name]
+            if not low <= value <= high:
+                raise ConfigError(name, f"must be from {low:g} to {high:g} (got {value:g})")
+        if not self.max_seconds > 0.0:
+            raise ConfigError("max_seconds", f"must be above 0 (got {self.max_seconds:g}); leave it out for no limit")
+        RuntimeConfig(device=self.device)  # refuses devices that do not exist
+        if not self.sizes or not self.courses:
+            raise ConfigError("courses" if self.sizes else "sizes", "is empty; give at least one")
+        for height, width in self.sizes:
+            if not (MIN_PICTURE_PX <= height <= MAX_PICTURE_PX and MIN_PICTURE_PX <= width <= MAX_PICTURE_PX):
+                raise ConfigError(
+                    "sizes", f"sides must be from {MIN_PICTURE_PX} to {MAX_PICTURE_PX} (got {height}x{width})"
+                )
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (1, 10**9),
+    "batch_size": (1, 65_536),
+    "tasks_per_scene": (1, 1024),
+    "length": (1, 65_536),
+    "lr": (0.0, 1.0),
+    "final_lr": (0.0, 1.0),
+    "warmup_steps": (0, 10**9),
+    "ema_decay": (0.0, 0.999999),
+    "seed": (0, 2**63 - 1),
+    "workers": (0, 1024),
+    "log_every": (1, 10**9),
+    "shards": (1, MAX_SHARDS),
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What earlier runs did; seeds below `next_seed` have been seen."""
+
+    next_seed: int = 0
+    scenes: int = 0
+    seconds: float = 0.0
+    runs: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Progress:
+        """Nothing, where the folder says nothing."""
+        path = folder / PROGRESS
+        if not path.exists():
+            return cls()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{each.name: content[each.name] for each in fields(cls)})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                "folder", f"{path} does not say what earlier runs did ({error!r}); mend it, or delete it to start over"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        (folder / PROGRESS).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
 
 def run(
@@ -46,12 +160,12 @@ def run(
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.set_num_threads(1)  # the cores belong to the feed; what is left here are tiny operations
-    make_folder(options)
+    _make_folder(options)
     progress = Progress.read(options.folder)
     atlas = load_or_build_atlas(options.atlas)
-    model, tokenizer_json = start_model(options, device)
-    require_room(options, model.config)
-    plan = feed_plan(options, prompt_format(tokenizer_json, model.config.tokenizer), atlas, progress.next_seed)
+    model, tokenizer_json = _start_model(options, device)
+    _require_room(options, model.config)
+    plan = _feed_plan(options, prompt_format(tokenizer_json, model.config.tokenizer), atlas, progress.next_seed)
     seconds = 0.0
 
     def keep_time(line: StepReport) -> None:
@@ -62,9 +176,9 @@ def run(
     curves = options.folder / CURVES
     with (
         ExampleFeed(plan, options.workers) as feed,
-        Prefetcher(drawn(feed, atlas, device), batch_tensors, device) as batches,
+        Prefetcher(_drawn(feed, atlas, device), _batch_tensors, device) as batches,
     ):
-        training = training_plan(options, device)
+        training = _training_plan(options, device)
         scenes = train(model, batches, training, CurveWriter(curves), keep_time, progress.scenes, should_stop)
     seen = scenes - progress.scenes
     done = Progress(progress.next_seed + seen, scenes, progress.seconds + seconds, progress.runs + 1)
@@ -75,20 +189,20 @@ def run(
     return done
 
 
-def make_folder(options: TinyRun) -> None:
+def _make_folder(options: TinyRun) -> None:
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("folder", f"{options.folder} cannot be made ({error.strerror}); name another one") from error
 
 
-def require_room(options: TinyRun, config: MoondreamConfig) -> None:
+def _require_room(options: TinyRun, config: MoondreamConfig) -> None:
     most = config.text.max_context - IMAGE_POSITIONS
     if options.length > most:
         raise ConfigError("length", f"must be {most} or less to fit the model's context (got {options.length})")
 
 
-def feed_plan(options: TinyRun, prompts: PromptFormat, atlas: SpriteAtlas, start_seed: int) -> FeedPlan:
+def _feed_plan(options: TinyRun, prompts: PromptFormat, atlas: SpriteAtlas, start_seed: int) -> FeedPlan:
     return FeedPlan(
         prompt_format=prompts,
         outlines=path_book(atlas),
@@ -101,7 +215,7 @@ def feed_plan(options: TinyRun, prompts: PromptFormat, atlas: SpriteAtlas, start
     )
 
 
-def training_plan(options: TinyRun, device: torch.device) -> TrainingPlan:
+def _training_plan(options: TinyRun, device: torch.device) -> TrainingPlan:
     return TrainingPlan(
         steps=options.steps,
         lr=options.lr,
@@ -115,11 +229,11 @@ def training_plan(options: TinyRun, device: torch.device) -> TrainingPlan:
     )
 
 
-def start_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
+def _start_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
     """The folder's model, or a fresh one; fp32 for training."""
     content = read_config(options.folder)
     if content is None:
-        return fresh_model(options, device)
+        return _fresh_model(options, device)
     config = MoondreamConfig.from_dict(content)
     tokenizer_json = find_tokenizer(find_weights(options.folder), None).read_text(encoding="utf-8")
     with open_checkpoint(options.folder) as checkpoint:
@@ -127,7 +241,7 @@ def start_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel,
     return model.requires_grad_(True), tokenizer_json
 
 
-def fresh_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
+def _fresh_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
     """Only where there is none: saving replaces what is in the folder."""
     if (options.folder / CONFIG_NAME).exists() or any(options.folder.glob("*.safetensors")):
         raise ConfigError(
@@ -139,11 +253,11 @@ def fresh_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel,
     return initialise(model, options.seed).to(device), tokenizer_json
 
 
-def drawn(feed: ExampleFeed, atlas: SpriteAtlas, device: torch.device) -> Iterator[Batch]:
+def _drawn(feed: ExampleFeed, atlas: SpriteAtlas, device: torch.device) -> Iterator[Batch]:
     textures = upload_atlas(atlas, device)
     for scenes, packed in feed:
         yield draw_batch(scenes, textures), TaskTensors.upload(packed, device)
 
 
-def batch_tensors(batch: Batch) -> list[torch.Tensor]:
+def _batch_tensors(batch: Batch) -> list[torch.Tensor]:
     return [batch[0], *batch[1].tensors()]

@@ -23,10 +23,9 @@ from kestrel.cli.training_report import TrainingReport
 from kestrel.moondream.config import MoeConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.train.loop import StepReport
-from kestrel.train.options import TinyRun
+from kestrel.train.run import TinyRun
 from kestrel.train.saving import save_folder
-from kestrel.train.tiny import initialise, tiny_config
-from kestrel.train.tokenizer import build_tokenizer
+from kestrel.train.tiny import build_tokenizer, initialise, tiny_config
 from tests.sprites import known_textures, sprite_atlas
 
 from .conftest import Kestrel
@@ -265,7 +264,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(
 def test_missing_fonts_are_named_with_a_remedy(
     kestrel: Kestrel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kestrel.train.scenes.fonts.FONT_FOLDERS", (tmp_path,))
+    monkeypatch.setattr("kestrel.train.scenes.atlas.FONT_FOLDERS", (tmp_path,))
     flags = ("--folder", tmp_path / "model", "--steps", "1", "--atlas", tmp_path / "atlas.npz")
     outcome = kestrel("train", "tiny", *flags)
     assert outcome.code == 2

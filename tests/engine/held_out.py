@@ -14,16 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel.engine import EngineResult, InferenceEngine
-from kestrel.evals.questions import question_about
-from kestrel.evals.results import FamilyResult
-from kestrel.evals.scoring import Reply, score
-from kestrel.evals.truths import Question
-from kestrel.train.scenes.difficulty import HELD_OUT
+from kestrel.evals.questions import Question, question_about
+from kestrel.evals.scoring import FamilyResult, Reply, score
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.placement import sample_batch, scene_at
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.world import task_world
+from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
+from kestrel.train.tasks.view import SceneView, path_book, task_world
 from tests.sprites import sprite_atlas, sprite_textures
 
 FIRST_SEED = 2 * 10**12 + 1000

@@ -14,7 +14,7 @@ import pytest
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import RequestCancelled
-from kestrel.evals.results import AnswerResult, CaptionResult, CountResult, DetectResult, ThinkingResult
+from kestrel.evals.scoring import AnswerResult, CaptionResult, CountResult, DetectResult, ThinkingResult
 
 from .held_out import Asked, asked_about, scored
 

@@ -15,8 +15,7 @@ from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.evals.metrics import box_iou, match_points
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
 
 OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
 BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]

@@ -7,20 +7,20 @@ from functools import lru_cache
 from typing import Any
 
 from kestrel.evals.metrics import Box
-from kestrel.evals.plan import EvalPlan
-from kestrel.evals.questions import held_out_questions
-from kestrel.evals.scoring import Reply
-from kestrel.evals.truths import (
+from kestrel.evals.questions import (
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
     CountTruth,
+    EvalPlan,
     OutlineTruth,
     PointsTruth,
     Question,
     ReadingTruth,
     ThoughtTruth,
+    held_out_questions,
 )
+from kestrel.evals.scoring import Reply
 from kestrel.images.masks import BOX_FIELDS
 from tests.train.tasks.made_scenes import world
 

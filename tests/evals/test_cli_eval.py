@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kestrel.cli.app import run
-from kestrel.evals import drawing
 
 Kestrel = Callable[..., tuple[int, str, str]]
 
@@ -79,7 +78,7 @@ def test_a_model_folder_must_exist(kestrel: Kestrel, atlas_file: Path) -> None:
 def test_without_fonts_and_atlas_the_way_to_get_them_is_named(
     kestrel: Kestrel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "missing_fonts", lambda: ["NotoColorEmoji.ttf"])
+    monkeypatch.setattr("kestrel.evals.run.missing_fonts", lambda: ["NotoColorEmoji.ttf"])
     code, out, err = kestrel("eval", "--weights", "/no/such/folder", "--atlas", tmp_path / "atlas.npz")
     assert (code, out) == (2, "")
     assert "NotoColorEmoji.ttf" in err

@@ -6,23 +6,25 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.evals.plan import FAMILY_NAMES, HELD_OUT_DIFFICULTY, HELD_OUT_SEED, EvalPlan
-from kestrel.evals.questions import held_out_questions, said
-from kestrel.evals.truths import (
+from kestrel.evals.questions import (
+    FAMILY_NAMES,
+    HELD_OUT_DIFFICULTY,
+    HELD_OUT_SEED,
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
+    EvalPlan,
     OutlineTruth,
     PointsTruth,
     Question,
     ReadingTruth,
     ThoughtTruth,
+    held_out_questions,
+    said,
 )
-from kestrel.train.scenes.difficulty import EASY, NORMAL
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import EASY, NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import Scene
-from kestrel.train.tasks.answers import spelt
-from kestrel.train.tasks.example import SpecialToken
+from kestrel.train.tasks.example import SpecialToken, spelt
 from kestrel.train.tasks.mix import SAMPLERS
 from tests.train.tasks.driving import meant_by, phrase_in
 from tests.train.tasks.made_scenes import world

@@ -8,12 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from kestrel.evals.plan import FAMILY_NAMES, HELD_OUT_SEED, EvalPlan
+from kestrel.evals.questions import FAMILY_NAMES, HELD_OUT_SEED, EvalPlan
 from kestrel.evals.report import as_json, as_tables, summary
-from kestrel.evals.results import CaptionResult, ThinkingResult
-from kestrel.evals.run import Evaluation
-from kestrel.evals.scoring import score
-from kestrel.evals.throughput import Throughput
+from kestrel.evals.run import Evaluation, Throughput
+from kestrel.evals.scoring import CaptionResult, ThinkingResult, score
 
 from .perfect_replies import perfect_replies
 

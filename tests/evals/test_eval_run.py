@@ -11,10 +11,8 @@ import pytest
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import EngineStopped, RequestError
-from kestrel.evals.drawing import ScenePictures, num_held_at_once
-from kestrel.evals.plan import HELD_OUT_SEED, EvalPlan
-from kestrel.evals.run import Evaluation, run_eval
-from kestrel.evals.throughput import Tally
+from kestrel.evals.questions import HELD_OUT_SEED, EvalPlan
+from kestrel.evals.run import Evaluation, ScenePictures, Tally, pictures_per_batch, run_eval
 from kestrel.request import RequestMetrics
 from kestrel.train.scenes.atlas import SpriteAtlas
 from tests.moondream.coarse import coarse_folder
@@ -81,7 +79,7 @@ def test_a_scene_looks_the_same_alone_and_among_others(atlas: SpriteAtlas) -> No
 
 def test_fewer_large_pictures_are_held_at_once() -> None:
     sizes = ((378, 378), (1024, 2048), (2048, 2048), (4096, 4096), (4096, 8192))
-    assert [num_held_at_once(size) for size in sizes] == [64, 8, 4, 1, 1]
+    assert [pictures_per_batch(size) for size in sizes] == [64, 8, 4, 1, 1]
 
 
 def test_throughput_is_over_busy_time() -> None:

@@ -7,34 +7,9 @@ from typing import Any
 
 import pytest
 
-from kestrel.evals.mentions import mentioned_names
 from kestrel.evals.metrics import Box
-from kestrel.evals.normal_form import is_right, normal_form, only_number_in
-from kestrel.evals.plan import FAMILY_NAMES
-from kestrel.evals.questions import question_about
-from kestrel.evals.results import (
-    AnswerResult,
-    CaptionResult,
-    CountBand,
-    CountResult,
-    DetectResult,
-    PointResult,
-    ReadingResult,
-    SegmentResult,
-    ThinkingResult,
-)
-from kestrel.evals.scoring import (
-    Reply,
-    score,
-    score_boxes,
-    score_captions,
-    score_counts,
-    score_outlines,
-    score_points,
-    score_reading,
-    score_thoughts,
-)
-from kestrel.evals.truths import (
+from kestrel.evals.questions import (
+    FAMILY_NAMES,
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
@@ -43,6 +18,31 @@ from kestrel.evals.truths import (
     PointsTruth,
     ReadingTruth,
     ThoughtTruth,
+    question_about,
+)
+from kestrel.evals.scoring import (
+    AnswerResult,
+    CaptionResult,
+    CountBand,
+    CountResult,
+    DetectResult,
+    PointResult,
+    ReadingResult,
+    Reply,
+    SegmentResult,
+    ThinkingResult,
+    is_right,
+    mentioned_names,
+    normal_form,
+    only_number_in,
+    score,
+    score_boxes,
+    score_captions,
+    score_counts,
+    score_outlines,
+    score_points,
+    score_reading,
+    score_thoughts,
 )
 from kestrel.train.scenes.truth import Scene
 from kestrel.train.tasks.mix import SAMPLERS

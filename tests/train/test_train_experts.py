@@ -7,7 +7,7 @@ import torch
 
 from kestrel.kernels.moe_mlp import route_top_k
 from kestrel.layers.mlp import Moe
-from kestrel.train.experts import AllExpertsMlp, among_top
+from kestrel.train.objective import AllExpertsMlp, among_top
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

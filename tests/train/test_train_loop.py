@@ -12,9 +12,8 @@ import torch
 
 from kestrel.layers.mlp import Moe
 from kestrel.train.curves import CurveWriter, draw_curves
-from kestrel.train.experts import AllExpertsMlp, all_experts
 from kestrel.train.loop import AveragedWeights, StepReport, TrainingPlan, block_matrices, train
-from kestrel.train.objective import losses
+from kestrel.train.objective import AllExpertsMlp, all_experts, losses
 from tests.train.small_model import small_batch, small_model
 
 

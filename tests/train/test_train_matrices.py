@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kestrel.train.matrices import OrthogonalSteps, orthogonalised
+from kestrel.train.loop import OrthogonalSteps, orthogonalised
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 40, 12), (2, 12, 40)])
@@ -49,7 +49,7 @@ class Finder:  # as on a path with the checkout and without the package
         return importlib.machinery.PathFinder.find_spec(name, [{folder!r}]) if name == "triton" else None
 sys.meta_path.insert(0, Finder())
 import torch
-from kestrel.train.matrices import adamw
+from kestrel.train.loop import adamw
 weight = torch.nn.Parameter(torch.ones(2))
 adamw([weight], lr=0.1)
 print("made")

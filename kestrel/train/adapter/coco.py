@@ -15,10 +15,20 @@ from random import Random
 from typing import Any, TypeGuard
 
 from kestrel.errors import shown
-from kestrel.train.adapter.mistakes import Mistake, MistakeList
-from kestrel.train.adapter.pictures import Picture, PictureFolder
-from kestrel.train.adapter.places import Box, Point, Scale, box_pieces, outline_pieces, point_pieces, read_polygon
-from kestrel.train.adapter.rows import Sample
+from kestrel.train.adapter.samples import (
+    Box,
+    Mistake,
+    MistakeList,
+    Picture,
+    PictureFolder,
+    Point,
+    Sample,
+    Scale,
+    box_pieces,
+    outline_pieces,
+    point_pieces,
+    read_polygon,
+)
 from kestrel.train.tasks.example import TaskExample
 
 IMAGE_FOLDER = "images"
@@ -52,10 +62,7 @@ def read_coco(
     categories = reader.categories(content)
     found = reader.images(content)
     groups = reader.groups(content, found, categories)
-    return [
-        *_present(path.name, found, categories, groups, skills),
-        *_absent(path.name, found, categories, groups, skills, negatives, seed),
-    ]
+    return list(_questions(path.name, found, categories, groups, skills, negatives, seed))
 
 
 class _CocoReader:
@@ -211,31 +218,22 @@ def _asked(where: str, picture: Picture, name: str, group: _Group, skills: Seque
             yield Sample(where, picture, example)
 
 
-def _present(
+def _questions(
     file: str,
     found: Mapping[int, Picture],
     categories: Mapping[int, str],
     groups: Mapping[tuple[int, int], _Group],
     skills: Sequence[str],
+    negatives: float,
+    seed: int,
 ) -> Iterator[Sample]:
+    """What is there, and what is absent: drawn by lot to be that share of all questions, or as many as there can be."""
     for (image, category), group in groups.items():
         if not group.is_crowd:
             where = f"{file} image {image}, category {category}"
             yield from _asked(where, found[image], categories[category], group, skills)
-
-
-def _absent(
-    file: str,
-    found: Mapping[int, Picture],
-    categories: Mapping[int, str],
-    groups: Mapping[tuple[int, int], _Group],
-    skills: Sequence[str],
-    share: float,
-    seed: int,
-) -> Iterator[Sample]:
-    """Chosen by lot so that they are `share` of all questions, or as many as there can be."""
     absent = [(image, category) for image in found for category in categories if (image, category) not in groups]
-    wanted = round(len(groups) * share / (1.0 - share))
+    wanted = round(len(groups) * negatives / (1.0 - negatives))
     for image, category in sorted(Random(f"{seed} negatives").sample(absent, min(wanted, len(absent)))):
         where = f"{file} image {image}, category {category} (absent)"
         yield from _asked(where, found[image], categories[category], _Group(), skills)

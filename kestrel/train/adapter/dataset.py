@@ -16,9 +16,7 @@ from random import Random
 
 from kestrel.errors import ConfigError
 from kestrel.train.adapter.coco import COCO_SKILLS, read_coco
-from kestrel.train.adapter.mistakes import Mistake, MistakeList
-from kestrel.train.adapter.pictures import Picture, PictureFolder
-from kestrel.train.adapter.rows import SKILLS, Sample, parse_line
+from kestrel.train.adapter.samples import SKILLS, Mistake, MistakeList, Picture, PictureFolder, Sample, parse_line
 
 TRAIN, VAL = "train.jsonl", "val.jsonl"
 COCO_TRAIN, COCO_VAL = "annotations.json", "val_annotations.json"

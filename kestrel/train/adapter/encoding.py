@@ -1,17 +1,20 @@
-"""Samples as rows of training: a picture, and behind it its tasks as the engine would lay them out."""
+"""Rows of training: pictures as the frozen vision tower sees them, and their tasks as the engine would lay them out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
+import torch
+from torch import Tensor
+
 from kestrel.errors import RequestError
+from kestrel.models.contract import DecoderModel
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile
-from kestrel.train.adapter.mistakes import Mistake, MistakeList
-from kestrel.train.adapter.rows import Sample
+from kestrel.train.adapter.samples import Mistake, MistakeList, Picture, PictureFolder, Sample
 from kestrel.train.tasks.example import Apart, EncodedTask, TaskEncoder, TaskExample
 
 
@@ -98,3 +101,46 @@ class RowOrder:
         order = list(range(self._num_rows))
         Random(f"{self._seed} pass {number}").shuffle(order)
         return order
+
+
+class EmbeddedPictures:
+    """What the frozen vision tower makes of each picture: computed once and kept up to a bound, else computed again.
+
+    Kept values are the computed ones bit by bit, so the bound changes the time a run takes and nothing else.
+    """
+
+    def __init__(
+        self, folder: PictureFolder, decoder: DecoderModel, pictures: Sequence[Picture], max_bytes: int
+    ) -> None:
+        self._folder = folder
+        self._decoder = decoder
+        self._pictures = pictures
+        shape = decoder.shape
+        each = shape.num_image_positions * shape.hidden_dim * decoder.dtype.itemsize
+        self.num_kept = min(len(pictures), max_bytes // each)
+        self._kept: dict[int, Tensor] = {}
+
+    def prepare(self, on_picture: Callable[[int, int], None], should_stop: Callable[[], bool]) -> None:
+        """Computes what will be kept. Whoever stops it early gets the rest computed when it is asked for."""
+        for index in range(self.num_kept):
+            if should_stop():
+                return
+            self._kept[index] = self._embed(index)
+            on_picture(index + 1, self.num_kept)
+
+    def batch(self, indices: Sequence[int]) -> Tensor:
+        """[B, patches, dim] on the model's device."""
+        return torch.stack([self._one(index) for index in indices])
+
+    def _one(self, index: int) -> Tensor:
+        if index not in self._kept:
+            found = self._embed(index)
+            if index >= self.num_kept:
+                return found
+            self._kept[index] = found
+        return self._kept[index]
+
+    def _embed(self, index: int) -> Tensor:
+        with torch.no_grad():
+            prepared = self._decoder.prepare_image(self._folder.read(self._pictures[index]))
+            return self._decoder.embed_images([prepared])[0]

@@ -7,27 +7,29 @@ saved state holds; so a resumed run does exactly what an uninterrupted one would
 from __future__ import annotations
 
 import math
+import os
+import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kestrel.adapters import Adapter
-from kestrel.errors import NumericalError
+from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair
+from kestrel.adapters.adapter import Matrix
+from kestrel.adapters.formats import OWN_FORMAT
+from kestrel.errors import ConfigError, NumericalError
 from kestrel.layers.adapt import Adapt
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.model import MoondreamModel
 from kestrel.skills.base import SpecialIds
-from kestrel.train.adapter.encoding import RowOrder, TrainingRow
-from kestrel.train.adapter.lora import Factors
-from kestrel.train.adapter.pictures import EmbeddedPictures
-from kestrel.train.adapter.state import TrainingState
-from kestrel.train.matrices import adamw
+from kestrel.train.adapter.encoding import EmbeddedPictures, RowOrder, TrainingRow
+from kestrel.train.loop import adamw
 from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
 from kestrel.train.packing import pack
 
@@ -113,7 +115,7 @@ class AdapterTask:
         """The loss over rows, a label counting the same in every batch."""
         adapt = self.adapt(adapter)
         total, num_labels = 0.0, 0
-        with repeatable():
+        with deterministic():
             for first in range(0, len(rows), batch_size):
                 found, count = self.losses(rows[first : first + batch_size], adapt)
                 total += found.total.item() * count
@@ -138,7 +140,7 @@ def train_adapter(
         optimiser.load_state_dict(state.optimiser)
     order = RowOrder(len(train), plan.batch_size, plan.seed)
     window = _Window(state.seconds)
-    with repeatable():
+    with deterministic():
         while True:
             ending = _ending(state, plan, window, should_stop)
             if ending is not None:
@@ -242,7 +244,7 @@ class _Window:
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Inside, equal inputs give equal bits on one machine: no sums in the order in which threads happen to finish."""
     before = torch.are_deterministic_algorithms_enabled()
     settings: Any = torch.utils.deterministic
@@ -256,3 +258,116 @@ def repeatable() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         settings.fill_uninitialized_memory = fills
+
+
+# ---------------------------------------------------------------------- the factors
+# The trainable part: a pair beside each chosen matrix of the text model, and nothing else.
+
+
+class Factors:
+    """Factors in fp32. `a` starts small and by chance, `b` at zero: at first the adapter changes nothing."""
+
+    def __init__(
+        self,
+        shape: AdapterShape,
+        matrices: Sequence[Matrix],
+        rank: int,
+        alpha: float,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check_rank(shape, matrices, rank)
+        self.rank, self.alpha = rank, alpha
+        chance = torch.Generator().manual_seed(seed)
+        self._pairs: dict[AdapterTarget, LowRankPair] = {}
+        for layer in range(shape.num_layers):
+            for matrix in matrices:
+                target = AdapterTarget(layer, matrix)
+                a_shape, b_shape = (shape.tensor_shape(target, side, rank) for side in ("a", "b"))
+                a = torch.randn(a_shape, generator=chance) * a_shape[-1] ** -0.5
+                self._pairs[target] = LowRankPair(
+                    a.to(device).requires_grad_(True), torch.zeros(b_shape, device=device).requires_grad_(True)
+                )
+
+    def parameters(self) -> list[Tensor]:
+        return [factor for pair in self._pairs.values() for factor in (pair.a, pair.b)]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(factor.numel() for factor in self.parameters())
+
+    def adapter(self, base_model: str | None = None, metadata: Mapping[str, str] | None = None) -> Adapter:
+        """On the very factors: what is learnt later shows in it."""
+        return Adapter(
+            OWN_FORMAT, self.rank, self._pairs, self.alpha, base_model=base_model, metadata=dict(metadata or {})
+        )
+
+    def values(self) -> list[Tensor]:
+        """A copy on the CPU."""
+        return [factor.detach().to("cpu", copy=True) for factor in self.parameters()]
+
+    @torch.no_grad()
+    def assign(self, values: Sequence[Tensor]) -> None:
+        for factor, value in zip(self.parameters(), values, strict=True):
+            factor.copy_(value)
+
+
+def _check_rank(shape: AdapterShape, matrices: Sequence[Matrix], rank: int) -> None:
+    experts = shape.moe
+    if experts is None or not {"fc1", "fc2"} & set(matrices) or shape.num_dense_layers == shape.num_layers:
+        return
+    if rank % experts.experts_per_token:
+        each = experts.experts_per_token
+        raise ConfigError("rank", f"must be a multiple of {each}: a token's {each} experts share it (got {rank})")
+
+
+# ---------------------------------------------------------------------- where a run stands
+# One file holds enough to go on as if the run had never stopped.
+
+VERSION = 1
+
+
+@dataclass
+class TrainingState:
+    """`factors` and `optimiser` are those after `step` steps; `best` are the factors of the best look so far."""
+
+    step: int = 0
+    seconds: float = 0.0
+    best_loss: float | None = None
+    best_step: int = 0
+    looks_since_best: int = 0
+    has_ended: bool = False
+    """Whether all steps are done, or training ended early because it no longer helped."""
+    factors: list[Tensor] = field(default_factory=list)
+    optimiser: dict[str, Any] = field(default_factory=dict)
+
+
+def write_state(state: TrainingState, made_with: Mapping[str, Any], path: Path) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        torch.save({"version": VERSION, "made_with": dict(made_with), "state": vars(state)}, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_state(path: Path, made_with: Mapping[str, Any]) -> TrainingState:
+    """Refuses a run that was started with other options, naming the first that differs."""
+    if not path.is_file():
+        raise ConfigError("resume", f"there is nothing to go on from at {path}; leave --resume out to start")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        stored, state = content["made_with"], TrainingState(**content["state"])
+        is_known = content["version"] == VERSION
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
+        raise ConfigError("resume", f"{path} is damaged ({error!r:.200}); give --overwrite to start anew") from error
+    if not is_known:
+        raise ConfigError("resume", f"{path} was written by another version; give --overwrite to start anew")
+    for name, value in made_with.items():
+        if stored.get(name) != value:
+            raise ConfigError(
+                name,
+                f"is {value!r}, the run to resume has {stored.get(name)!r}; give the same, or --overwrite this run",
+            )
+    return state

@@ -20,13 +20,20 @@ from kestrel.moondream.spec import LoadedMoondream
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.runtime.wide_products import fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
-from kestrel.train.adapter.encoding import SampleEncoder, TrainingRow
-from kestrel.train.adapter.loop import AdapterTask, Ending, LoopPlan, StepLine, train_adapter
-from kestrel.train.adapter.lora import Factors
-from kestrel.train.adapter.mistakes import MistakeList
+from kestrel.train.adapter.encoding import EmbeddedPictures, SampleEncoder, TrainingRow
+from kestrel.train.adapter.loop import (
+    AdapterTask,
+    Ending,
+    Factors,
+    LoopPlan,
+    StepLine,
+    TrainingState,
+    read_state,
+    train_adapter,
+    write_state,
+)
 from kestrel.train.adapter.options import CURVES, PICTURE, STATE, AdapterRun
-from kestrel.train.adapter.pictures import EmbeddedPictures, PictureFolder
-from kestrel.train.adapter.state import TrainingState, read_state, write_state
+from kestrel.train.adapter.samples import MistakeList, PictureFolder
 from kestrel.train.curves import CurveWriter, draw_curves
 
 CURVE_COLOURS = {"loss": "#2563eb", "val_loss": "#dc2626", "text": "#94a3b8", "token_accuracy": "#9333ea"}
@@ -67,7 +74,7 @@ class RunReport(Protocol):
 
 def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[], bool] = lambda: False) -> Trained:
     """Trains and saves; ends early, saving all the same, after a step at which `should_stop` says so."""
-    check_output(options)
+    _check_output(options)
     config = options.runtime_config()
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
     folder = PictureFolder(options.data, limits)
@@ -75,7 +82,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     dataset = read_dataset(options.data, folder, choice)
     loaded = load_base(options)
     train, val = encoded(dataset, loaded, options)
-    state = starting_state(options, dataset, loaded.name)
+    state = _starting_state(options, dataset, loaded.name)
     pictures = EmbeddedPictures(
         folder, MoondreamDecoder(loaded.model), dataset.pictures, options.picture_memory_mb * 2**20
     )
@@ -83,7 +90,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     factors = Factors(
         adapter_shape(loaded.config.text), options.matrices, options.rank, options.scale_alpha, options.seed, device
     )
-    plan = loop_plan(options, len(train), loaded.config.text.dim)
+    plan = _loop_plan(options, len(train), loaded.config.text.dim)
     report.beginning(
         Beginning(
             loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
@@ -97,7 +104,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     return keeper.finish(task, val, plan, state, ending)
 
 
-def check_output(options: AdapterRun) -> None:
+def _check_output(options: AdapterRun) -> None:
     if not options.output.absolute().parent.is_dir():
         raise ConfigError("output", f"{options.output.parent} is not a folder; create it first")
     state = options.folder / STATE
@@ -133,17 +140,17 @@ def encoded(
     return train, val
 
 
-def starting_state(options: AdapterRun, dataset: Dataset, base_model: str) -> TrainingState:
+def _starting_state(options: AdapterRun, dataset: Dataset, base_model: str) -> TrainingState:
     if options.resume:
-        return read_state(options.folder / STATE, made_with(options, dataset, base_model))
+        return read_state(options.folder / STATE, _made_with(options, dataset, base_model))
     return TrainingState()
 
 
-def made_with(options: AdapterRun, dataset: Dataset, base_model: str) -> dict[str, Any]:
+def _made_with(options: AdapterRun, dataset: Dataset, base_model: str) -> dict[str, Any]:
     return {**options.what_must_not_change(), "base_model": base_model, "data": dataset.digest()}
 
 
-def loop_plan(options: AdapterRun, num_rows: int, width: int) -> LoopPlan:
+def _loop_plan(options: AdapterRun, num_rows: int, width: int) -> LoopPlan:
     return LoopPlan(
         steps=options.num_steps(num_rows),
         steps_between_looks=options.steps_between_looks(num_rows),
@@ -172,7 +179,7 @@ class _Keeper:
         self._base_model = base_model
         self._factors = factors
         self._report = report
-        self._made_with = made_with(options, dataset, base_model)
+        self._made_with = _made_with(options, dataset, base_model)
         options.folder.mkdir(exist_ok=True)
         self._curves_path = options.folder / CURVES
         self._is_first_line = True

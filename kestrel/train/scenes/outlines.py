@@ -70,10 +70,6 @@ def unit_path(outline: str) -> str:
     return " ".join(item if item.isalpha() else f"{int(item) / PATH_UNITS:.4f}" for item in outline.split())
 
 
-def num_numbers(outline: str) -> int:
-    return sum(not item.isalpha() for item in outline.split())
-
-
 def _traced_loops(mask: Mask) -> list[Points]:
     """Closed outlines in pixels, as points at even steps."""
     traced = trace_mask(mask)

@@ -11,9 +11,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
-from kestrel.train.scenes.difficulty import PRESETS, SceneDifficulty
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import PRESETS, SceneDifficulty, sample_batch, scene_at
 from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.scenes.truth import Scene
 

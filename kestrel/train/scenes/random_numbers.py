@@ -1,4 +1,4 @@
-"""Random numbers of many scenes at once: every scene has its own counted stream, made from its seed alone."""
+"""Random numbers for many scenes: every scene has its own counted stream, made from its seed alone."""
 
 from __future__ import annotations
 

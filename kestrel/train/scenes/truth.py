@@ -1,4 +1,4 @@
-"""What is in a drawn scene, exactly: plain numpy arrays for many scenes at once, and one scene as objects.
+"""What is in a drawn scene, exactly: plain numpy arrays for many scenes, and one scene as objects.
 
 A scene has up to MAX_OBJECTS slots, drawn in slot order (later ones lie on top). Boxes are the tight boxes of what is
 drawn, normalised to the picture, before later objects cover parts of them.

@@ -10,10 +10,8 @@ from __future__ import annotations
 from random import Random
 
 from kestrel.train.scenes.truth import SceneObject
-from kestrel.train.tasks.answers import spelt
-from kestrel.train.tasks.example import Piece, TaskExample
+from kestrel.train.tasks.example import Piece, TaskExample, capitalised, listed, spelt, with_article
 from kestrel.train.tasks.view import Group, SceneView, grouped, region_of
-from kestrel.train.tasks.wording import capitalised, listed, with_article
 
 EMPTY = "An empty picture"
 _PLACES = {

@@ -2,16 +2,24 @@
 
 The prompt is laid out by the engine's own skill, so that training sees exactly what inference will send. The target
 ends with the end id. Loss applies to every target token and to nothing of the prompt.
+
+Short answers are in lower case without a full stop: counts as digits, "yes" or "no", "nothing" for an empty place.
+A question about something that is not there ("What colour is the star?" without a star) is answered "no". Printed text
+is answered as printed, one token per character, because a reader spells what it sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from random import Random
 from typing import Any, Literal, TypeAlias
 
-from kestrel.skills.base import ModelProfile, SkillRegistry
+from tokenizers import Tokenizer as TokenizerJson
+
+from kestrel.models.tokenizer import TextTokenizer
+from kestrel.skills.base import ModelProfile, SkillDefaults, SkillRegistry, SpecialIds, Template
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 _PICTURE = "picture"  # skills hand pictures on unread; any value stands for one
@@ -115,3 +123,84 @@ class TaskEncoder:
 def encode(example: TaskExample, profile: ModelProfile, registry: SkillRegistry) -> EncodedTask:
     """One example; a `TaskEncoder` is faster for many."""
     return TaskEncoder(profile, registry).encode(example)
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """What turns a request into ids, as plain data that can cross to a process."""
+
+    tokenizer_json: str
+    ids: SpecialIds
+    templates: Mapping[str, Template]
+    """By skill, as in `ModelProfile`."""
+
+    def profile(self) -> ModelProfile:
+        """A Moondream 3 as the skills see it: one answer suffix or one thinking id opens what the model says."""
+        return ModelProfile(
+            name="training",
+            ids=self.ids,
+            templates=dict(self.templates),
+            answer_opener=self.templates["query"].suffix,
+            reasoning_opener=(self.ids.thinking,),
+            compares_coord_and_eos_only=True,
+            defaults=SkillDefaults(),
+            tokenizer=TextTokenizer(TokenizerJson.from_str(self.tokenizer_json)),
+        )
+
+
+# ---------------------------------------------------------------------- English as people type it
+
+_LOWERED, _UNPUNCTUATED, _POLITE = 0.15, 0.12, 0.04
+
+
+def with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    if len(parts) < 2:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def asked(rng: Random, templates: Sequence[str], **slots: str) -> str:
+    """One of the templates, filled in, typed as people do: sometimes in lower case, without the mark, or politely."""
+    question = rng.choice(templates).format(**slots)
+    if rng.random() < _POLITE:
+        question = f"Please: {question}" if rng.random() < 0.5 else f"{question} Please."
+    if rng.random() < _UNPUNCTUATED:
+        question = question.rstrip("?.! ")
+    return question.lower() if rng.random() < _LOWERED else question
+
+
+def typed(rng: Random, noun: str) -> str:
+    """An object's name as people type it: mostly plain, sometimes capitalised."""
+    return capitalised(noun) if rng.random() < 0.06 else noun
+
+
+# ---------------------------------------------------------------------- short answers
+
+UNANSWERABLE = "no"
+NOTHING = "nothing"
+UNANSWERABLE_SHARE = 0.12
+
+
+def direct(family: str, question: str, *answer: Piece, refs: tuple[tuple[float, ...], ...] = ()) -> TaskExample:
+    """A question that is answered without a thought."""
+    fields: dict[str, object] = {"question": question, "reasoning": False}
+    if refs:
+        fields["spatial_refs"] = refs
+    return TaskExample(family, "query", fields, answer)
+
+
+def yes_or_no(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+def spelt(text: str) -> Apart:
+    return Apart(tuple(text))

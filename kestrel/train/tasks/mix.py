@@ -1,46 +1,35 @@
-"""How much of which task: every family with its sampler and its weight."""
+"""How much of which task: every family with its sampler and its weight, and the courses that runs are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from random import Random
 
 from kestrel.errors import ConfigError
+from kestrel.train.scenes.sampling import EASY, NORMAL, PRINTED, SceneDifficulty
 from kestrel.train.scenes.truth import Scene
-from kestrel.train.tasks import (
-    captions,
-    counting,
-    locating,
-    naming,
-    outlines,
-    reading,
-    references,
-    refusals,
-    relations,
-    thinking,
-)
+from kestrel.train.tasks import captions, locating, questions, references, refusals, thinking
 from kestrel.train.tasks.example import TaskExample
-from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.world import TaskWorld
+from kestrel.train.tasks.view import SceneView, TaskWorld
 
 Sampler = Callable[[SceneView, Random], TaskExample | None]
 """An example of one family from a scene, or None when the scene (or the draw) offers none."""
 
 SAMPLERS: Mapping[str, Sampler] = {
-    "what": naming.what,
-    "contents": naming.contents,
-    "colour": naming.colour,
-    "background": naming.background,
-    "count": counting.count,
-    "count_all": counting.count_all,
-    "presence": counting.presence,
-    "where": relations.where,
-    "beside": relations.beside,
-    "bigger": relations.bigger,
-    "read": reading.read,
+    "what": questions.what,
+    "contents": questions.contents,
+    "colour": questions.colour,
+    "background": questions.background,
+    "count": questions.count,
+    "count_all": questions.count_all,
+    "presence": questions.presence,
+    "where": questions.where,
+    "beside": questions.beside,
+    "bigger": questions.bigger,
+    "read": questions.read,
     "think_count": thinking.think_count,
     "think_presence": thinking.think_presence,
     "think_other": thinking.think_other,
@@ -49,7 +38,7 @@ SAMPLERS: Mapping[str, Sampler] = {
     "caption_long": captions.caption_long,
     "point": locating.point,
     "detect": locating.detect,
-    "segment": outlines.segment,
+    "segment": locating.segment,
     "here": references.here,
     "count_in_box": references.count_in_box,
     "point_in_box": references.point_in_box,
@@ -128,3 +117,41 @@ def sample_tasks(scene: Scene, rng: Random, mix: TaskMix, count: int, world: Tas
 
 def _asks_the_same(a: TaskExample, b: TaskExample) -> bool:
     return a.skill == b.skill and a.fields == b.fields and a.sees_image == b.sees_image
+
+
+# ---------------------------------------------------------------------- courses
+# What a training run shows and asks: a difficulty of scenes, a mix of tasks, and its share of the batches.
+
+
+@dataclass(frozen=True)
+class Course:
+    difficulty: SceneDifficulty
+    mix: TaskMix = field(default_factory=TaskMix)
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.share > 0.0:
+            raise ConfigError("share", f"of a course must be above 0 (got {self.share!r})")
+
+
+BEGINNING = Course(EASY)
+EVERYTHING = Course(NORMAL)
+READING = Course(
+    PRINTED,
+    TaskMix(
+        what=2, contents=0, colour=2, background=0, count=3, count_all=0.5, presence=3, where=1, beside=2, bigger=1,
+        read=30, think_count=1, think_presence=0.5, think_other=2, caption_short=0.5, caption_normal=5, caption_long=5,
+        point=3, detect=3, segment=0.3, here=25, count_in_box=0.3, point_in_box=0.3, segment_here=0.2, refusal=0.1,
+        refusal_without_picture=0.1,
+    ),
+)  # fmt: skip
+
+COURSES = {"beginning": BEGINNING, "everything": EVERYTHING, "reading": READING}
+
+
+def named_courses(shares: dict[str, float]) -> tuple[Course, ...]:
+    """From names and shares, as in {"everything": 2, "reading": 1}."""
+    unknown = sorted(shares.keys() - COURSES.keys())
+    if unknown:
+        raise ConfigError("courses", f"there is no {unknown[0]!r}; known are: {', '.join(COURSES)}")
+    return tuple(replace(COURSES[name], share=share) for name, share in shares.items())

@@ -10,13 +10,10 @@ from random import Random
 from typing import TypeAlias
 
 from kestrel.train.scenes.truth import SceneObject
-from kestrel.train.tasks.answers import NOTHING, direct, spelt
-from kestrel.train.tasks.counting import counted_group
-from kestrel.train.tasks.example import Piece, TaskExample
-from kestrel.train.tasks.locating import object_name, points
-from kestrel.train.tasks.outlines import outlined
+from kestrel.train.tasks.example import NOTHING, Piece, TaskExample, asked, direct, spelt
+from kestrel.train.tasks.locating import object_name, outlined, points
+from kestrel.train.tasks.questions import counted_group
 from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.wording import asked
 
 Box: TypeAlias = tuple[float, float, float, float]
 Ref: TypeAlias = tuple[float, ...]

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from kestrel.train.tasks.answers import direct
-from kestrel.train.tasks.counting import counted_group, how_many, is_there
-from kestrel.train.tasks.example import TaskExample
+from kestrel.train.tasks.example import TaskExample, asked, direct
+from kestrel.train.tasks.questions import counted_group, how_many, is_there
 from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.wording import asked
 
 REFUSAL = "I am a small demonstration model and can only answer questions about pictures of simple objects."
 

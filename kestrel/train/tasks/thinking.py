@@ -16,23 +16,21 @@ from __future__ import annotations
 from random import Random
 
 from kestrel.train.scenes.truth import SceneObject
-from kestrel.train.tasks import naming, reading, references, refusals, relations
-from kestrel.train.tasks.answers import yes_or_no
-from kestrel.train.tasks.counting import counted_group, how_many, is_there, sought_group
-from kestrel.train.tasks.example import Piece, SpecialToken, TaskExample
+from kestrel.train.tasks import questions, references, refusals
+from kestrel.train.tasks.example import Piece, SpecialToken, TaskExample, with_article, yes_or_no
 from kestrel.train.tasks.locating import point_tokens
+from kestrel.train.tasks.questions import counted_group, how_many, is_there, sought_group
 from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.wording import with_article
 
 _OTHERS = (
-    naming.what,
-    naming.contents,
-    naming.colour,
-    naming.background,
-    relations.where,
-    relations.beside,
-    relations.bigger,
-    reading.read,
+    questions.what,
+    questions.contents,
+    questions.colour,
+    questions.background,
+    questions.where,
+    questions.beside,
+    questions.bigger,
+    questions.read,
     references.here,
     references.count_in_box,
     refusals.refusal,

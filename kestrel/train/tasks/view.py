@@ -1,4 +1,4 @@
-"""A scene as its tasks see it: objects in reading order, groups that one phrase names, regions, sizes.
+"""A scene as its tasks see it: the words for what can be drawn, objects in reading order, groups that one phrase names.
 
 Reading order is by rows of a quarter of the picture's height, from the top; inside a row from the left. Both go by the
 centres of the boxes.
@@ -6,13 +6,83 @@ centres of the boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
+from typing import Protocol
 
+from kestrel.train.scenes.atlas import SpriteAtlas
+from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS, NUM_SPRITE_KINDS, has_colour
 from kestrel.train.scenes.truth import Scene, SceneObject
-from kestrel.train.tasks.world import TaskWorld
+
+# Things nobody draws here, singular and plural; asked for so that an unknown word means "not there".
+UNKNOWN_THINGS: Mapping[str, str] = {
+    "dragon": "dragons", "castle": "castles", "sofa": "sofas", "laptop": "laptops", "person": "people",
+    "woman": "women", "bottle": "bottles", "table": "tables", "river": "rivers", "mountain": "mountains",
+    "bridge": "bridges", "tractor": "tractors", "sheep": "sheep", "giraffe": "giraffes", "zebra": "zebras",
+    "violin": "violins", "hammer": "hammers", "shirt": "shirts", "window": "windows", "door": "doors", "road": "roads",
+    "traffic light": "traffic lights", "robot": "robots", "statue": "statues", "camel": "camels", "ladder": "ladders",
+    "bench": "benches", "fence": "fences", "candle": "candles", "pillow": "pillows",
+}  # fmt: skip
+
+
+class OutlineBook(Protocol):
+    def path(self, kind: int, is_flipped: bool) -> tuple[str | int, ...]:
+        """Command letters and integers 0 to 960 inside the object's box; empty when the kind has no outline."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskWorld:
+    plurals: Mapping[str, str]
+    """By the name of every kind that can be drawn."""
+    colours: tuple[str, ...]
+    """The colours that shapes and printed text come in."""
+    coloured: frozenset[str]
+    """Names of the kinds that come in these colours."""
+    outlines: OutlineBook
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.plurals)
+
+    @cached_property
+    def coloured_names(self) -> tuple[str, ...]:
+        return tuple(name for name in self.plurals if name in self.coloured)
+
+    @cached_property
+    def unknown(self) -> tuple[tuple[str, str], ...]:
+        """Singular and plural of things that cannot be drawn."""
+        return tuple(pair for pair in UNKNOWN_THINGS.items() if pair[0] not in self.plurals)
+
+
+def task_world(outlines: OutlineBook) -> TaskWorld:
+    """The world of the catalogue."""
+    coloured = frozenset(kind.name for index, kind in enumerate(KINDS) if has_colour(index))
+    return TaskWorld({kind.name: kind.plural for kind in KINDS}, COLOUR_NAMES, coloured, outlines)
+
+
+@dataclass(frozen=True)
+class PathBook:
+    """Outlines of all sprite kinds as items of paths: plain data that can cross to a process."""
+
+    plain: tuple[tuple[str, ...], ...]
+    flipped: tuple[tuple[str, ...], ...]
+
+    def path(self, kind: int, is_flipped: bool) -> tuple[str | int, ...]:
+        paths = self.flipped if is_flipped else self.plain
+        return paths[kind] if 0 <= kind < len(paths) else ()
+
+
+def path_book(atlas: SpriteAtlas) -> PathBook:
+    def paths(is_flipped: bool) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(atlas.outline(kind, is_flipped).split()) for kind in range(NUM_SPRITE_KINDS))
+
+    return PathBook(paths(False), paths(True))
+
+
+# ---------------------------------------------------------------------- one scene
 
 READING_ROWS = 4
 REGIONS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
@@ -68,12 +138,12 @@ class SceneView:
 
     @cached_property
     def by_name(self) -> tuple[Group, ...]:
-        return grouped((thing.name, self.world.plural(thing.name), thing) for thing in self.objects)
+        return grouped((thing.name, self.world.plurals[thing.name], thing) for thing in self.objects)
 
     @cached_property
     def by_colour_and_name(self) -> tuple[Group, ...]:
         return grouped(
-            (f"{thing.colour} {thing.name}", f"{thing.colour} {self.world.plural(thing.name)}", thing)
+            (f"{thing.colour} {thing.name}", f"{thing.colour} {self.world.plurals[thing.name]}", thing)
             for thing in self.objects
             if thing.colour is not None
         )
@@ -109,7 +179,7 @@ class SceneView:
         if not missing:
             return Group(*rng.choice(self.world.unknown))
         name = rng.choice(missing)
-        return Group(name, self.world.plural(name))
+        return Group(name, self.world.plurals[name])
 
     def _other_colour(self, rng: Random) -> Group:
         shapes = [group.singular for group in self.by_name if group.singular in self.world.coloured]
@@ -119,7 +189,7 @@ class SceneView:
         if not colours:
             return Group(*rng.choice(self.world.unknown))
         colour = rng.choice(colours)
-        return Group(f"{colour} {name}", f"{colour} {self.world.plural(name)}")
+        return Group(f"{colour} {name}", f"{colour} {self.world.plurals[name]}")
 
 
 def grouped(named: Iterable[tuple[str, str, SceneObject]]) -> tuple[Group, ...]:

@@ -34,7 +34,7 @@ from kestrel.runtime.process.messages import RefineOutline, RunStep, StepDone
 from kestrel.runtime.process.packing import RECIPES, pack, portable, unpack
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
-from kestrel.train.adapter.mistakes import DataError
+from kestrel.train.adapter.samples import DataError
 
 IMAGE = RgbImage.from_pixels(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
 ADAPTER = Adapter(

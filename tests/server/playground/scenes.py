@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from kestrel.server.playground.routes import FOLDER, SAMPLES
-from kestrel.train.scenes.difficulty import HELD_OUT
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
 
 Box = tuple[float, float, float, float]
 

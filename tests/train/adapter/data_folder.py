@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from kestrel.images.limits import ImageLimits
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
-from kestrel.train.adapter.pictures import PictureFolder
+from kestrel.train.adapter.samples import PictureFolder
 
 LIMITS = ImageLimits(max_pixels=10_000_000, max_bytes=10_000_000)
 COLOURS = ("red", "green", "blue", "orange", "purple", "black", "white", "yellow", "pink", "brown", "grey", "cyan")

@@ -14,11 +14,11 @@ from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.moondream.spec import LoadedMoondream
 from kestrel.train.adapter.dataset import Dataset
-from kestrel.train.adapter.encoding import TrainingRow
+from kestrel.train.adapter.encoding import EmbeddedPictures, TrainingRow
 from kestrel.train.adapter.loop import AdapterTask, StepLine
 from kestrel.train.adapter.options import AdapterRun
-from kestrel.train.adapter.pictures import EmbeddedPictures, PictureFolder
 from kestrel.train.adapter.run import Beginning, Trained, encoded, load_base, run_adapter
+from kestrel.train.adapter.samples import PictureFolder
 from tests.moondream.coarse import coarse_folder
 
 from .data_folder import LIMITS, read

@@ -11,7 +11,7 @@ import pytest
 
 from kestrel.errors import ConfigError
 from kestrel.tokens import CoordToken, SizeToken
-from kestrel.train.adapter.mistakes import DataError
+from kestrel.train.adapter.samples import DataError
 
 from .data_folder import draw_picture, read
 

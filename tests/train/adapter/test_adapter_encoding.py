@@ -15,8 +15,8 @@ from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.adapter.encoding import SampleEncoder
-from kestrel.train.adapter.lora import Factors
-from kestrel.train.adapter.mistakes import DataError, MistakeList
+from kestrel.train.adapter.loop import Factors
+from kestrel.train.adapter.samples import DataError, MistakeList
 from kestrel.train.objective import TaskTensors, hidden_states
 from kestrel.train.packing import pack
 from tests.moondream.coarse import POSITIONS

@@ -16,13 +16,12 @@ from kestrel.errors import ConfigError, NumericalError
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.lora import adapter_shape
 from kestrel.train.adapter.encoding import RowOrder
-from kestrel.train.adapter.loop import LoopPlan
-from kestrel.train.adapter.lora import Factors
-from kestrel.train.adapter.merging import merge_adapter
+from kestrel.train.adapter.loop import Factors, LoopPlan
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import Trained, run_adapter
 from kestrel.train.objective import TaskTensors, hidden_states
 from kestrel.train.packing import pack
+from kestrel.train.saving import merge_adapter
 from tests.moondream.coarse import POSITIONS, coarse_folder
 
 from .data_folder import small_folder

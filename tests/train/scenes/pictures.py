@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel.train.scenes.difficulty import SceneDifficulty
-from kestrel.train.scenes.placement import sample_batch
-from kestrel.train.scenes.proportions import stored_proportions
+from kestrel.train.scenes.atlas import stored_proportions
+from kestrel.train.scenes.sampling import SceneDifficulty, sample_batch
 from kestrel.train.scenes.truth import NO_COLOUR, SceneBatch
 
 BARE = SceneDifficulty(max_objects=0, augmentation=0.0)

@@ -8,20 +8,22 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from kestrel.train.scenes.atlas import SpriteAtlas
-from kestrel.train.scenes.backdrop_choice import DOTS, GRADIENT, NOISE, PLAIN, STYLE_PHRASES
-from kestrel.train.scenes.backdrops import draw_backdrops
-from kestrel.train.scenes.colours import COLOUR_NAMES, COLOUR_RGB
-from kestrel.train.scenes.difficulty import NORMAL
-from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.fonts import TEXT_FONTS
-from kestrel.train.scenes.kinds import KINDS, NUM_EMOJI, NUM_SPRITE_KINDS, WORD, kind_index
-from kestrel.train.scenes.lettering import set_text
-from kestrel.train.scenes.placement import sample_batch
-from kestrel.train.scenes.stamps import stamps_of
-from kestrel.train.scenes.textures import NUM_LEVELS, AtlasTensors, level_for, upload_atlas
+from kestrel.train.scenes.atlas import TEXT_FONTS, SpriteAtlas, set_text
+from kestrel.train.scenes.catalogue import (
+    CHARACTERS,
+    COLOUR_NAMES,
+    COLOUR_RGB,
+    KINDS,
+    NUM_EMOJI,
+    NUM_SPRITE_KINDS,
+    WORD,
+    encode_text,
+    kind_index,
+)
+from kestrel.train.scenes.draw import draw_backdrops, draw_batch
+from kestrel.train.scenes.sampling import DOTS, GRADIENT, NOISE, NORMAL, PLAIN, STYLE_PHRASES, sample_batch
+from kestrel.train.scenes.textures import NUM_LEVELS, AtlasTensors, level_for, stamps_of, upload_atlas
 from kestrel.train.scenes.truth import SceneBatch
-from kestrel.train.scenes.words import CHARACTERS, encode_text
 from tests.train.scenes.pictures import bare_batch, box_edges, drawn_edges, put_box, put_sprite
 
 BLACK, WHITE, RED = (COLOUR_NAMES.index(name) for name in ("black", "white", "red"))

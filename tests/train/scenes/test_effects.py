@@ -7,8 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
-from kestrel.train.scenes.effects import add_noise, blur, change_light
-from kestrel.train.scenes.jpeg import CHROMINANCE, LUMINANCE, jpeg_artefacts, quantisation_tables
+from kestrel.train.scenes.effects import (
+    CHROMINANCE,
+    LUMINANCE,
+    add_noise,
+    blur,
+    change_light,
+    jpeg_artefacts,
+    quantisation_tables,
+)
 
 
 def soft_pictures(num_pictures: int, height: int, width: int) -> torch.Tensor:

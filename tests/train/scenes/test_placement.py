@@ -8,16 +8,34 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.arrangement import MAX_COVERED, MAX_FILL, MIN_HEIGHT_PX
-from kestrel.train.scenes.backdrop_choice import STYLE_PHRASES
-from kestrel.train.scenes.colours import COLOUR_NAMES, COLOUR_RGB, colour_distance, colour_table
-from kestrel.train.scenes.contents import COUNT_WEIGHTS
-from kestrel.train.scenes.difficulty import EASY, HELD_OUT, NORMAL, PRESETS, SceneDifficulty
-from kestrel.train.scenes.kinds import KINDS, NUM_SPRITE_KINDS, has_colour, is_emoji, is_text
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.catalogue import (
+    COLOUR_NAMES,
+    COLOUR_RGB,
+    KINDS,
+    NUM_SPRITE_KINDS,
+    WORDS,
+    colour_distance,
+    colour_table,
+    has_colour,
+    is_emoji,
+    is_text,
+)
 from kestrel.train.scenes.random_numbers import SceneRandom
+from kestrel.train.scenes.sampling import (
+    COUNT_WEIGHTS,
+    EASY,
+    HELD_OUT,
+    MAX_COVERED,
+    MAX_FILL,
+    MIN_HEIGHT_PX,
+    NORMAL,
+    PRESETS,
+    STYLE_PHRASES,
+    SceneDifficulty,
+    sample_batch,
+    scene_at,
+)
 from kestrel.train.scenes.truth import MAX_OBJECTS, NO_COLOUR, NO_KIND, SceneBatch
-from kestrel.train.scenes.words import WORDS
 
 SIZES = [(378, 378), (480, 640), (800, 557), (64, 64), (100, 900), (16, 16)]
 

@@ -7,24 +7,26 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes import fonts
-from kestrel.train.scenes.atlas import SpriteAtlas, build_atlas, glyph_index, load_or_build_atlas
-from kestrel.train.scenes.kinds import KINDS, NUM_EMOJI, NUM_SPRITE_KINDS
-from kestrel.train.scenes.lettering import set_text
+from kestrel.train.scenes.atlas import (
+    EMOJI_FONT_FILE,
+    SpriteAtlas,
+    build_atlas,
+    glyph_index,
+    load_or_build_atlas,
+    measure_proportions,
+    missing_fonts,
+    set_text,
+    stored_proportions,
+    write_proportions,
+)
+from kestrel.train.scenes.catalogue import CHARACTERS, KINDS, NUM_CHARACTERS, NUM_EMOJI, NUM_SPRITE_KINDS, encode_text
 from kestrel.train.scenes.outlines import (
     MAX_CORNERS,
     PATH_UNITS,
     mirror_outline,
-    num_numbers,
     outline_iou,
     trace_outline,
 )
-from kestrel.train.scenes.proportions import (
-    measure_proportions,
-    stored_proportions,
-    write_proportions,
-)
-from kestrel.train.scenes.words import CHARACTERS, NUM_CHARACTERS, encode_text
 
 NUMBERS_AFTER = {"M": 2, "L": 2, "C": 6, "Z": 0}
 SPRITE_KINDS = range(NUM_SPRITE_KINDS)
@@ -73,13 +75,13 @@ def test_saved_atlas_is_small_and_comes_back_whole(atlas: SpriteAtlas, tmp_path:
 def test_saved_atlas_needs_no_fonts(atlas: SpriteAtlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "atlas.npz"
     atlas.save(path)
-    monkeypatch.setattr(fonts, "FONT_FOLDERS", (tmp_path,))
+    monkeypatch.setattr("kestrel.train.scenes.atlas.FONT_FOLDERS", (tmp_path,))
     assert load_or_build_atlas(path).outline(0) == atlas.outline(0)
 
 
 def test_missing_font_is_named_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fonts, "FONT_FOLDERS", (tmp_path,))
-    assert fonts.EMOJI_FONT_FILE in fonts.missing_fonts()
+    monkeypatch.setattr("kestrel.train.scenes.atlas.FONT_FOLDERS", (tmp_path,))
+    assert EMOJI_FONT_FILE in missing_fonts()
     with pytest.raises(ConfigError, match=r"NotoColorEmoji\.ttf .*scripts/install-fonts"):
         build_atlas()
 
@@ -117,7 +119,7 @@ def test_outlines_are_short_paths_of_whole_numbers(atlas: SpriteAtlas):
         items = atlas.outline(kind).split()
         assert items[0] == "M"
         assert items[-1] == "Z"
-        assert num_numbers(atlas.outline(kind)) <= 2 * MAX_CORNERS
+        assert sum(not item.isalpha() for item in atlas.outline(kind).split()) <= 2 * MAX_CORNERS
         pending = 0
         for item in items:
             if item.isalpha():
@@ -156,7 +158,7 @@ def test_written_proportions_read_back(atlas: SpriteAtlas, tmp_path: Path, monke
     path = tmp_path / "proportions.json"
     measured = measure_proportions(replace(atlas, advances=atlas.advances + 1))
     write_proportions(measured, path)
-    monkeypatch.setattr("kestrel.train.scenes.proportions.PROPORTIONS_PATH", path)
+    monkeypatch.setattr("kestrel.train.scenes.atlas.PROPORTIONS_PATH", path)
     stored = stored_proportions.__wrapped__()
     np.testing.assert_allclose(stored.advances, measured.advances, atol=0.01)
     np.testing.assert_allclose(stored.sprite_rgb, measured.sprite_rgb, atol=0.001)

@@ -6,21 +6,25 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.colours import COLOUR_NAMES, COLOUR_RGB, colour_distance, colour_table
-from kestrel.train.scenes.kinds import (
+from kestrel.train.scenes.catalogue import (
+    COLOUR_NAMES,
+    COLOUR_RGB,
     EMOJI_KINDS,
     KINDS,
     SHAPE_KINDS,
+    WORDS,
+    colour_distance,
+    colour_table,
+    decode_text,
+    encode_text,
     has_colour,
     is_emoji,
     is_shape,
     is_text,
     kind_index,
-    kind_name,
-    kind_plural,
+    word_table,
 )
 from kestrel.train.scenes.truth import MAX_TEXT
-from kestrel.train.scenes.words import WORDS, decode_text, encode_text, word_table
 
 
 def test_catalogue_has_sixty_kinds_with_different_names_and_plurals():
@@ -32,8 +36,8 @@ def test_catalogue_has_sixty_kinds_with_different_names_and_plurals():
 
 
 def test_names_and_indices_lead_to_each_other():
-    assert [kind_index(kind_name(index)) for index in range(len(KINDS))] == list(range(len(KINDS)))
-    assert kind_plural(kind_index("butterfly")) == "butterflies"
+    assert [kind_index(KINDS[index].name) for index in range(len(KINDS))] == list(range(len(KINDS)))
+    assert KINDS[kind_index("butterfly")].plural == "butterflies"
 
 
 def test_every_kind_is_exactly_one_of_emoji_shape_and_text():

@@ -14,8 +14,7 @@ from kestrel.tokens import CoordToken, ImageSpan, SizeToken
 from kestrel.train.scenes.truth import Scene, SceneObject
 from kestrel.train.tasks.example import TaskExample, encode
 from kestrel.train.tasks.mix import SAMPLERS
-from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.world import UNKNOWN_THINGS
+from kestrel.train.tasks.view import UNKNOWN_THINGS, SceneView
 from tests.skills.machine import Decoder, feed, in_order
 
 from .made_scenes import placed_scenes, profile, random_scene, registry, world

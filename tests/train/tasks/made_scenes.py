@@ -9,15 +9,12 @@ import numpy as np
 
 from kestrel.skills import SkillRegistry, default_registry
 from kestrel.skills.base import ModelProfile
-from kestrel.train.scenes.colours import COLOUR_NAMES
-from kestrel.train.scenes.difficulty import NORMAL
-from kestrel.train.scenes.kinds import KINDS, NUMBER, WORD, has_colour, kind_index
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.catalogue import COLOUR_NAMES, KINDS, NUMBER, WORD, has_colour, kind_index
+from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene, SceneObject
-from kestrel.train.tasks.prompt_format import PromptFormat
-from kestrel.train.tasks.view import SceneView
-from kestrel.train.tasks.world import TaskWorld, task_world
-from kestrel.train.tokenizer import build_tokenizer, prompt_format
+from kestrel.train.tasks.example import PromptFormat
+from kestrel.train.tasks.view import SceneView, TaskWorld, task_world
+from kestrel.train.tiny import build_tokenizer, prompt_format
 
 
 class DiamondOutlines:

@@ -4,9 +4,9 @@ import numpy as np
 
 from kestrel.skills.svg import parse_path
 from kestrel.train.scenes.atlas import SpriteAtlas
-from kestrel.train.scenes.kinds import NUM_SPRITE_KINDS, WORD
-from kestrel.train.tasks.outline_book import path_book
-from kestrel.train.tasks.outlines import path_pieces
+from kestrel.train.scenes.catalogue import NUM_SPRITE_KINDS, WORD
+from kestrel.train.tasks.locating import path_pieces
+from kestrel.train.tasks.view import path_book
 
 from .made_scenes import profile
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.courses import BEGINNING
 from kestrel.train.feed import BatchMaker, ExampleFeed, FedBatch, FeedError, FeedPlan
-from kestrel.train.tasks.outline_book import PathBook
+from kestrel.train.tasks.mix import BEGINNING
+from kestrel.train.tasks.view import PathBook
 
 from .bad_outlines import BrokenOutlines, DeadlyOutlines
 from .made_scenes import task_format

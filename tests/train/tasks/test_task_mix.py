@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.contents import MIN_MADE_UP
-from kestrel.train.scenes.difficulty import PRINTED
-from kestrel.train.scenes.placement import sample_batch, scene_at
+from kestrel.train.scenes.catalogue import WORDS
+from kestrel.train.scenes.sampling import MIN_MADE_UP, PRINTED, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_TEXT, Scene
-from kestrel.train.scenes.words import WORDS
 from kestrel.train.tasks.example import TaskExample
 from kestrel.train.tasks.mix import SAMPLERS, TaskMix, sample_tasks
 from kestrel.train.tasks.view import SceneView

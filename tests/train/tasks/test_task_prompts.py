@@ -9,10 +9,9 @@ from kestrel.moondream.config import MOONDREAM3, MoondreamConfig
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.sections import derived_generation
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
-from kestrel.train.tasks.answers import direct
-from kestrel.train.tasks.example import Apart, SpecialToken, TaskEncoder, TaskExample, encode
+from kestrel.train.tasks.example import Apart, SpecialToken, TaskEncoder, TaskExample, direct, encode
 from kestrel.train.tasks.mix import SAMPLERS
-from kestrel.train.tokenizer import tokenizer_config
+from kestrel.train.tiny import tokenizer_config
 
 from .driving import examples_of
 from .made_scenes import profile, registry, task_format

@@ -9,9 +9,9 @@ from kestrel.errors import ConfigError
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.sections import TokenizerConfig
 from kestrel.skills.svg import PathCommand, parse_path
-from kestrel.train.scenes.words import WORDS
-from kestrel.train.tasks.outlines import path_pieces
-from kestrel.train.tokenizer import PATH_LETTERS, build_tokenizer, prompt_format, tokenizer_config, train_tokenizer
+from kestrel.train.scenes.catalogue import WORDS
+from kestrel.train.tasks.locating import path_pieces
+from kestrel.train.tiny import PATH_LETTERS, build_tokenizer, prompt_format, tokenizer_config, train_tokenizer
 
 from .driving import examples_of
 from .made_scenes import profile, task_format, world

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from kestrel.train.scenes.truth import SceneObject
+from kestrel.train.tasks.example import asked, listed, with_article
 from kestrel.train.tasks.mix import SAMPLERS
 from kestrel.train.tasks.view import REGIONS, region_of
-from kestrel.train.tasks.wording import asked, listed, with_article
 
 from .driving import result_of
 from .made_scenes import thing, view
