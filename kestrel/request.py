@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -72,7 +72,7 @@ class SkillOutput:
     num_reasoning_tokens: int = 0
     """How many of the generated tokens were thinking."""
     late: Mapping[str, Iterable[Any]] = field(default_factory=dict)
-    """Further fields, lists so long that making them would hold up the batch: whoever takes the result makes them."""
+    """Lazy result fields, built on the caller's thread to avoid stalling the batch."""
 
 
 class TokenConsumer(Protocol):
@@ -137,8 +137,8 @@ class GenerationRequest:
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""
     submitted_s: float = field(default_factory=time.monotonic)
     prompt_outputs: PromptOutputs | None = None
-    is_read_along: bool = False
-    """Someone reads the answer along: while it is written, other requests' prompts are computed in small portions."""
+    is_streaming: bool = False
+    """Someone waits for each token: while it is written, prefill of other requests is split into small chunks."""
     num_prompt_positions: int = field(init=False)
 
     @property
@@ -156,6 +156,12 @@ class GenerationRequest:
             raise RequestError(
                 "pool_from", f"{first} leaves no position of a prompt with {self.num_prompt_positions}; lower it"
             )
+
+
+def require_free_id(request_id: str, taken: Container[str]) -> None:
+    """Refuse an id that another unanswered request has."""
+    if request_id in taken:
+        raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
 
 
 @dataclass(slots=True)

@@ -29,11 +29,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from kestrel.cache.keys import context_keys, count_positions, pages_for
-from kestrel.cache.nodes import PrefixMatch, RadixNode
+from kestrel.cache.nodes import PrefixMatch, RadixNode, context_keys, count_positions, pages_for
 from kestrel.cache.pages import CacheMisuse, PagePool
-from kestrel.cache.prefix import NoPrefixCache, PrefixCache
-from kestrel.cache.radix import RadixPrefixCache
+from kestrel.cache.radix import NoPrefixCache, PrefixCache, RadixPrefixCache
 from kestrel.errors import ConfigError, OutOfPages
 from kestrel.tokens import ContextItem
 

@@ -1,19 +1,149 @@
-"""The radix tree over context keys: one root per namespace, shared prefixes once, pages on the edges.
+"""The prefix cache: what the manager asks of one, the radix tree over context keys, and the one that remembers nothing.
 
-Node boundaries need not be page-aligned. A page that straddles a boundary is held by the nodes on both sides; or the
-deeper node holds another page there, which has a copy of what comes before. Either way the page of the deepest node
-is complete up to that node's end, so in a page table the deepest node wins.
+The tree has one root per namespace, shared prefixes once, and pages on the edges. Node boundaries need not be
+page-aligned. A page that straddles a boundary is held by the nodes on both sides; or the deeper node holds another page
+there, which has a copy of what comes before. Either way the page of the deepest node is complete up to that node's end,
+so in a page table the deepest node wins.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from kestrel.cache.eviction import EvictionOrder
 from kestrel.cache.integrity import PrefixRecount, recount_tree
-from kestrel.cache.keys import Keys, common_length, count_positions, page_aligned_cut, pages_for
-from kestrel.cache.nodes import EMPTY_MATCH, PrefixMatch, RadixNode, RadixRoot
+from kestrel.cache.nodes import (
+    EMPTY_MATCH,
+    Keys,
+    PrefixMatch,
+    RadixNode,
+    RadixRoot,
+    common_length,
+    count_positions,
+    page_aligned_cut,
+    pages_for,
+)
 from kestrel.cache.pages import CacheMisuse, PagePool
+
+
+class PrefixCache(Protocol):
+    """Remembers which pages hold which context prefixes. An *anchor* is where a lease's lock ends; None is nowhere."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what is inserted can ever be matched."""
+        ...
+
+    @property
+    def num_cached_pages(self) -> int: ...
+
+    @property
+    def num_evictable_pages(self) -> int: ...
+
+    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
+        """The longest cached prefix of `keys`, then ever shorter ones, the empty one last."""
+        ...
+
+    def lock(self, match: PrefixMatch) -> RadixNode | None:
+        """Protects a match from eviction until its anchor is unlocked."""
+        ...
+
+    def page_table(self, anchor: RadixNode | None) -> list[int]:
+        """The pages of all positions up to the anchor."""
+        ...
+
+    def insert(
+        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
+    ) -> RadixNode | None:
+        """Remembers that `keys` follow the anchor, with pages from `table` where new; returns the new anchor."""
+        ...
+
+    def unlock(self, anchor: RadixNode | None) -> None: ...
+
+    def evict(self, num_free_pages: int) -> None:
+        """Forgets unlocked prefixes until the pool has so many free pages or nothing is left to forget."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets every unlocked prefix."""
+        ...
+
+    def check_integrity(self, anchors: Iterable[RadixNode | None]) -> PrefixRecount: ...
+
+
+class NoPrefixCache:
+    """Finds nothing and keeps nothing: every context is computed afresh."""
+
+    shares_prefixes = False
+    num_cached_pages = 0
+    num_evictable_pages = 0
+
+    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
+        yield EMPTY_MATCH
+
+    def lock(self, match: PrefixMatch) -> RadixNode | None:
+        return None
+
+    def page_table(self, anchor: RadixNode | None) -> list[int]:
+        return []
+
+    def insert(
+        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
+    ) -> RadixNode | None:
+        return None
+
+    def unlock(self, anchor: RadixNode | None) -> None:
+        return None
+
+    def evict(self, num_free_pages: int) -> None:
+        return None
+
+    def clear(self) -> None:
+        return None
+
+    def check_integrity(self, anchors: Iterable[RadixNode | None]) -> PrefixRecount:
+        assert all(anchor is None for anchor in anchors), "a lease is anchored though nothing is cached"
+        return PrefixRecount()
+
+
+NodeT = TypeVar("NodeT", bound=Hashable)
+
+
+class EvictionOrder(Generic[NodeT]):
+    """Unlocked nodes, least recently used first, each with the pages its eviction gives back; `num_pages` is their sum.
+
+    A node joins at the recent end when its last lock goes, deepest node of a path first, and leaves when it is locked
+    again. So a node always stands after its descendants, and the oldest one is always a leaf: no search, no stale
+    entries.
+    """
+
+    def __init__(self) -> None:
+        self._num_pages_by_node: OrderedDict[NodeT, int] = OrderedDict()
+        self.num_pages = 0
+
+    def __len__(self) -> int:
+        return len(self._num_pages_by_node)
+
+    def __iter__(self) -> Iterator[NodeT]:
+        """Oldest first."""
+        return iter(self._num_pages_by_node)
+
+    def oldest(self) -> NodeT:
+        return next(iter(self._num_pages_by_node))
+
+    def add(self, node: NodeT, num_pages: int) -> None:
+        """Puts a new node at the recent end."""
+        self._num_pages_by_node[node] = num_pages
+        self.num_pages += num_pages
+
+    def resize(self, node: NodeT, num_pages: int) -> None:
+        """Changes the page count of a node, which keeps its place."""
+        self.num_pages += num_pages - self._num_pages_by_node[node]
+        self._num_pages_by_node[node] = num_pages
+
+    def remove(self, node: NodeT) -> None:
+        self.num_pages -= self._num_pages_by_node.pop(node)
 
 
 class RadixPrefixCache:
@@ -37,7 +167,6 @@ class RadixPrefixCache:
         return self._unlocked.num_pages
 
     def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
-        """The longest cached prefix of `keys`, then ever shorter ones, the empty one last."""
         root = self._roots.get(namespace)
         if root is not None:
             node, cut, num_keys = self._walk(root, keys)
@@ -105,7 +234,6 @@ class RadixPrefixCache:
             self._remove(self._unlocked.oldest())
 
     def clear(self) -> None:
-        """Gives up every unlocked node."""
         while len(self._unlocked):
             self._remove(self._unlocked.oldest())
 

@@ -29,10 +29,10 @@ from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
-from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
+from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
-from kestrel.request import GenerationRequest, StreamUpdate
+from kestrel.request import GenerationRequest, StreamUpdate, require_free_id
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry
@@ -201,7 +201,7 @@ class InferenceEngine(SkillCalls):
                 generation = await self.text_threads.run(*lay_out) if size.is_large else lay_out[0](*lay_out[1:])
             generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
             generation.priority = route.priority
-            generation.is_read_along = is_stream if route.read_along is None else route.read_along
+            generation.is_streaming = is_stream if route.read_along is None else route.read_along
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions
@@ -231,8 +231,7 @@ class InferenceEngine(SkillCalls):
 
     def _open_stream(self, route: Route, skill: str) -> EngineStream:
         request_id = route.request_id or uuid.uuid4().hex
-        if request_id in self._streams:
-            raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
+        require_free_id(request_id, self._streams)
         self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
         stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream

@@ -17,9 +17,8 @@ from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
 from kestrel.request import AdapterUse, CacheNamespace
 from kestrel.scheduler.adapter_slots import SlotLease, SlotPool
-from kestrel.scheduler.queues import WaitingQueue
+from kestrel.scheduler.queues import SlotWaiters, WaitingQueue
 from kestrel.scheduler.sequence import Sequence
-from kestrel.scheduler.slot_waiters import SlotWaiters
 from kestrel.tokens import ContextItem
 
 

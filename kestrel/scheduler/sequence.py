@@ -77,8 +77,8 @@ class Sequence:
         return self.stage is Stage.DECODE and self.num_generated + self.num_sampling < self.max_total_tokens
 
     @property
-    def is_read_along(self) -> bool:
-        return self.request.is_read_along and self.stage is Stage.DECODE
+    def is_streaming(self) -> bool:
+        return self.request.is_streaming and self.stage is Stage.DECODE
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -73,7 +73,7 @@ class Case:
     sampling: SamplingParams | None = None
     prompt_outputs: PromptOutputs | None = None
     adapter: AdapterUse | None = None
-    is_read_along: bool = False
+    is_streaming: bool = False
 
     def request(self) -> GenerationRequest:
         return GenerationRequest(
@@ -85,7 +85,7 @@ class Case:
             images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
             prompt_outputs=self.prompt_outputs,
             adapter=self.adapter,
-            is_read_along=self.is_read_along,
+            is_streaming=self.is_streaming,
         )
 
 
