@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kestrel.errors import RequestError, shown
-from kestrel.prompt_outputs import MAX_LOGPROBS
 
+MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300
 MAX_TEMPERATURE = 2.0

@@ -7,8 +7,7 @@ from typing import Any
 
 from kestrel.images.rgb import RgbImage
 from kestrel.models.contract import OutlineRefiner
-from kestrel.prompt_outputs import PromptReport
-from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenConsumer, TokenLogprobs
+from kestrel.request import FinishReason, PromptReport, SkillOutput, StreamDelta, TokenConsumer, TokenLogprobs
 from kestrel.skills.recording import compact_json
 from kestrel.tokens import Token
 

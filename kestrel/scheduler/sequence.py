@@ -11,8 +11,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kestrel.cache import PageLease
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import GenerationRequest, RequestMetrics, TokenConstraint
+from kestrel.request import GenerationRequest, PromptOutputs, PromptReport, RequestMetrics, TokenConstraint
 from kestrel.scheduler.adapter_slots import SlotLease
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 

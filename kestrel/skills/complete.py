@@ -8,9 +8,8 @@ from typing import Any
 
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
-from kestrel.prompt_outputs import MAX_LOGPROBS, PromptOutputs, PromptReport
-from kestrel.request import SkillOutput, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.request import PromptOutputs, PromptReport, SkillOutput, TokenLogprobs
+from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
 from kestrel.skills.checks import any_text, boolean, integer, some_token_ids

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrel.errors import NumericalError, RequestError
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, PromptOutputs, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest

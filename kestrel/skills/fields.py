@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel.errors import RequestError, did_you_mean, shown
-from kestrel.prompt_outputs import MAX_LOGPROBS
-from kestrel.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_REPETITION_PENALTY, SamplingParams
+from kestrel.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_TEMPERATURE, MIN_REPETITION_PENALTY, SamplingParams
 from kestrel.skills.checks import (
     Check,
     boolean,

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from kestrel.prompt_outputs import PromptReport
-from kestrel.request import TokenLogprobs
+from kestrel.request import PromptReport, TokenLogprobs
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.logprobs import ShownTokens
 

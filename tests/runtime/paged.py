@@ -17,8 +17,7 @@ from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.prompt_outputs import PromptOutputs
-from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate
+from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.fixed_decode import FixedDecode

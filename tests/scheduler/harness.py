@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from kestrel.cache import CacheManager
 from kestrel.grammar import END, Grammar, free_text
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import (
     AdapterUse,
     FinishReason,
     GenerationRequest,
+    PromptOutputs,
+    PromptReport,
     SkillOutput,
     StreamDelta,
     StreamUpdate,

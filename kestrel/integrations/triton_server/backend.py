@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
 from kestrel import __version__, default_model
+from kestrel.config import runtime_config_from
 from kestrel.engine import InferenceEngine
 from kestrel.engine.allocator import keep_freed_memory
-from kestrel.environment import runtime_config_from
 from kestrel.integrations.inference_protocol.errors import TritonCode, kind_of
 from kestrel.integrations.inference_protocol.inputs import BOOL, BYTES, INPUTS, InputTensor, read_call
 from kestrel.integrations.inference_protocol.outputs import answers

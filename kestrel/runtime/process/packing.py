@@ -18,8 +18,7 @@ from typing import Any
 from kestrel.adapters.crossing import SentAdapter, TensorPlace
 from kestrel.errors import KestrelError
 from kestrel.grammar import Edge, Grammar, State
-from kestrel.prompt_outputs import PromptOutputs, ScoredToken
-from kestrel.request import TokenLogprobs
+from kestrel.request import PromptOutputs, ScoredToken, TokenLogprobs
 from kestrel.runtime.contract import (
     AdapterLoad,
     DecodeRow,

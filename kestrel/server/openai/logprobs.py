@@ -9,7 +9,7 @@ from typing import Any
 
 from kestrel.engine.pace import Pace
 from kestrel.errors import RequestError
-from kestrel.prompt_outputs import MAX_LOGPROBS
+from kestrel.sampling_params import MAX_LOGPROBS
 from kestrel.server.state import ServerState
 from kestrel.skills.base import Tokenizer
 from kestrel.skills.text_stream import TextStream
