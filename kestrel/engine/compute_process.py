@@ -19,8 +19,8 @@ from multiprocessing.connection import Pipe, wait
 from types import TracebackType
 
 from kestrel.adapters import AdapterShape
+from kestrel.adapters.sources import given_key, has_adapter_source
 from kestrel.config import RuntimeConfig
-from kestrel.engine.adapters import given_key, has_adapter_source
 from kestrel.errors import EngineStopped
 from kestrel.families import ReadyModel, ready_model
 from kestrel.images.shrink import PictureForm

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from kestrel.engine import EngineResult, EngineStream
-from kestrel.engine.bodies import chunk_body
+from kestrel.engine.streams import chunk_body
 
 OUTPUT = "TEXT_OUTPUT"
 TEXT_SKILLS = frozenset({"query", "caption"})

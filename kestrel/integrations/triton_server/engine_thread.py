@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.engine.warm_up import warm_up
+from kestrel.engine.api import warm_up
 
 T = TypeVar("T")
 JOIN_S = 5.0

@@ -15,7 +15,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from kestrel.adapters.crossing import SentAdapter, TensorPlace
+from kestrel.adapters.shared_memory import SentAdapter, TensorPlace
 from kestrel.errors import KestrelError
 from kestrel.grammar import Edge, Grammar, State
 from kestrel.request import PromptOutputs, ScoredToken, TokenLogprobs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
-from kestrel.adapters.crossing import SentAdapter
+from kestrel.adapters.shared_memory import SentAdapter
 from kestrel.errors import CheckpointError, ConfigError, ContextTooLong, KestrelError, NumericalError, RequestError
 from kestrel.grammar import Carries, Edge, Grammar, State, free_text
 from kestrel.images.rgb import RgbImage
