@@ -26,7 +26,7 @@ from kestrel.request import (
 )
 from kestrel.skills.base import Prompt, SkillRequest, SkillSpec
 from kestrel.skills.decode_rules import require_choices
-from kestrel.skills.recording import compact_json
+from kestrel.skills.states import compact_json
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 MAX_NAME_LENGTH = 256

@@ -12,9 +12,8 @@ from kestrel.request import FinishReason, PromptOutputs, PromptReport, SkillOutp
 from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
-from kestrel.skills.checks import some_token_ids, text
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import FieldTable, Values
+from kestrel.skills.fields import FieldTable, Values, some_token_ids, text
 from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.tokens import ImageSpan, Token, text_tokens
 

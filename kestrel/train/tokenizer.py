@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from kestrel.errors import ConfigError
 from kestrel.moondream.sections import TokenizerConfig
 from kestrel.skills.base import SpecialIds, Template
-from kestrel.skills.svg import UNITS
+from kestrel.skills.segment import UNITS
 from kestrel.train.scenes.difficulty import NORMAL
 from kestrel.train.scenes.placement import sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene

@@ -14,7 +14,7 @@ from kestrel.server.native import take_model
 from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
 from kestrel.server.state import state_of
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.checks import any_text, token_ids
+from kestrel.skills.fields import any_text, token_ids
 
 REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}
 

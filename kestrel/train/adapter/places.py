@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kestrel.errors import shown
-from kestrel.skills.svg import UNITS
+from kestrel.skills.segment import UNITS
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.adapter.mistakes import Mistake
 from kestrel.train.tasks.example import Apart, Piece

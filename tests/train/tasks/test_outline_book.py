@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kestrel.skills.svg import parse_path
+from kestrel.skills.segment import parse_path
 from kestrel.train.scenes.atlas import SpriteAtlas
 from kestrel.train.scenes.kinds import NUM_SPRITE_KINDS, WORD
 from kestrel.train.tasks.outline_book import path_book
