@@ -286,7 +286,7 @@ class RadixPrefixCache:
         """Cuts `node` before its key `cut` and returns the new upper part.
 
         The lower part stays the same object, so that whoever is anchored at its end stays so. An unlocked upper part
-        stands at the recent end of the eviction order, out of place unless it is locked at once, as every caller does.
+        stands at the recent end of the eviction order, out of place unless it is locked next, as every caller does.
         """
         parent = node.parent
         if parent is None or not 0 < cut < len(node.keys):

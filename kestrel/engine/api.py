@@ -260,7 +260,7 @@ class InferenceEngine(SkillCalls):
         self._pictures.release(request_id)
 
     def cancel(self, request_id: str, error: BaseException | None = None) -> None:
-        """End a request. Its caller gets `error`, by default RequestCancelled, at once; its pages, its id and what its
+        """End a request. Its caller gets `error`, by default RequestCancelled, now; its pages, its id and what its
         pictures count come back within a step. Unknown ids are ignored."""
         stream = self._streams.get(request_id)
         if stream is None or stream.is_done:

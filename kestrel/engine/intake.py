@@ -12,8 +12,8 @@ from typing import Any
 
 from kestrel.errors import ContextTooLong, RequestError, shown
 from kestrel.families import ReadyModel
-from kestrel.images.recent import Picture
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import Picture
 from kestrel.models.contract import OutlineRefiner
 from kestrel.request import (
     FinishReason,

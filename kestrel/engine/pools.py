@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import EngineStopped, QueueFull, RequestError
-from kestrel.images.decode import OpenedImage, decode_opened, find_or_open, known_images
-from kestrel.images.limits import ImageLimits
-from kestrel.images.recent import Picture, RecentPictures
-from kestrel.images.shrink import PictureForm
+from kestrel.images.decode import OpenedImage, RecentPictures, decode_opened, find_or_open, known_images
+from kestrel.images.encoded import ImageLimits
+from kestrel.images.shrink import Picture, PictureForm
 from kestrel.skills.base import ConstraintSource
 from kestrel.threads import Threads
 

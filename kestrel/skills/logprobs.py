@@ -96,8 +96,8 @@ def _is_before(entry: dict[str, Any], end: int) -> bool:
 
 
 def prompt_logprobs(ids: Sequence[int], report: PromptReport, profile: ModelProfile) -> Iterator[dict[str, Any] | None]:
-    """What the model said about a prompt: one entry per id, made as they are asked for. The first is None: nothing comes
-    before it."""
+    """What the model said about a prompt: one entry per id, made as they are asked for. Nothing comes before the first,
+    so its entry is None."""
     tokens = ShownTokens(profile.tokenizer)
     unscored = len(ids) - report.num_scores
     yield from repeat(None, unscored)

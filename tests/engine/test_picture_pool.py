@@ -15,7 +15,7 @@ from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled, RequestError
 from kestrel.images import decode
 from kestrel.images.decode import OpenedImage, find_or_open
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams

@@ -10,7 +10,7 @@ import orjson
 
 from kestrel.errors import RequestError, shown
 from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
-from kestrel.images.formats import FORMATS
+from kestrel.images.encoded import FORMATS
 from kestrel.threads import Threads
 
 MODEL = "moondream"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kestrel.errors import RequestError, shown
 from kestrel.images.decode import decode_image
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.models.contract import DecoderModel
 from kestrel.train.adapter.mistakes import Mistake
