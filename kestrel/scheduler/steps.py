@@ -2,8 +2,8 @@
 
 A step is one token for every running sequence, then prefill within the token budget. While an answer is streamed, the
 budget is smaller and pictures are encoded in slices before they are prefilled, so that a step takes about as long as
-the one before it. Where a picture takes seconds, it always comes in slices, and streams get as much time for themselves
-as pictures take beside them.
+the one before it. Where a picture takes seconds, it always comes in slices, and streams get more time for themselves
+than pictures take beside them.
 
 Invariants of the steps in flight:
 P1  Steps are collected in the order they were launched, each exactly once.
@@ -57,6 +57,8 @@ class PlannedStep:
     """Those whose picture is encoded some more; they have no other work in the step."""
 
 
+REST_PER_WORK = 2.0
+"""Pictures take a third of the time at most while an answer is streamed: the rows of others slow a stream already."""
 NO_PICTURES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -104,7 +106,7 @@ class StepPlanner:
         return step
 
     def _slice_budget(self, streams_beside: bool) -> int:
-        """0 for as long as the last work for pictures took, while an answer is streamed."""
+        """0 for `REST_PER_WORK` times as long as the last work for pictures took, while an answer is streamed."""
         if not self._limits.paces_pictures:
             return self._limits.max_prefill_tokens
         if not streams_beside:
@@ -117,7 +119,7 @@ class StepPlanner:
             now_s, began_s = self._clock(), self._pictures_at_s
             # A prefill does not wait for the rest of its last slice.
             unspent_s = max(0.0, self._next_slice_at_s - began_s)
-            self._next_slice_at_s = now_s + (now_s - began_s) + unspent_s
+            self._next_slice_at_s = now_s + REST_PER_WORK * (now_s - began_s) + unspent_s
 
     def _plan_starts(self, plan: StepPlan) -> None:
         for sequence in self._started:
