@@ -13,9 +13,9 @@ from enum import Enum
 from itertools import chain
 from typing import Any, Protocol
 
-from kestrel.errors import RequestError, shown
+from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams
+from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams, require_within
 from kestrel.tokens import ContextItem, Token, num_positions
 
 
@@ -35,8 +35,8 @@ class PromptOutputs:
             ("prompt_logprobs", self.logprobs, MAX_LOGPROBS),
             ("pool_from", self.pool_from, 2**31 - 1),
         ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most):
-                raise RequestError(name, f"must be an integer from 0 to {most} (got {shown(value)})")
+            if value is not None:
+                require_within(name, value, 0, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The prefix cache: what the manager asks of one, the radix tree over context keys, and the one that remembers nothing.
+"""The prefix cache: a radix tree that remembers which pages hold which context prefixes.
 
 The tree has one root per namespace, shared prefixes once, and pages on the edges. Node boundaries need not be
 page-aligned. A page that straddles a boundary is held by the nodes on both sides; or the deeper node holds another page
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from kestrel.cache.integrity import PrefixRecount, recount_tree
 from kestrel.cache.nodes import (
@@ -25,87 +25,6 @@ from kestrel.cache.nodes import (
     pages_for,
 )
 from kestrel.cache.pages import CacheMisuse, PagePool
-
-
-class PrefixCache(Protocol):
-    """Remembers which pages hold which context prefixes. An *anchor* is where a lease's lock ends; None is nowhere."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether what is inserted can ever be matched."""
-        ...
-
-    @property
-    def num_cached_pages(self) -> int: ...
-
-    @property
-    def num_evictable_pages(self) -> int: ...
-
-    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
-        """The longest cached prefix of `keys`, then ever shorter ones, the empty one last."""
-        ...
-
-    def lock(self, match: PrefixMatch) -> RadixNode | None:
-        """Protects a match from eviction until its anchor is unlocked."""
-        ...
-
-    def page_table(self, anchor: RadixNode | None) -> list[int]:
-        """The pages of all positions up to the anchor."""
-        ...
-
-    def insert(
-        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
-    ) -> RadixNode | None:
-        """Remembers that `keys` follow the anchor, with pages from `table` where new; returns the new anchor."""
-        ...
-
-    def unlock(self, anchor: RadixNode | None) -> None: ...
-
-    def evict(self, num_free_pages: int) -> None:
-        """Forgets unlocked prefixes until the pool has so many free pages or nothing is left to forget."""
-        ...
-
-    def clear(self) -> None:
-        """Forgets every unlocked prefix."""
-        ...
-
-    def check_integrity(self, anchors: Iterable[RadixNode | None]) -> PrefixRecount: ...
-
-
-class NoPrefixCache:
-    """Finds nothing and keeps nothing: every context is computed afresh."""
-
-    shares_prefixes = False
-    num_cached_pages = 0
-    num_evictable_pages = 0
-
-    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
-        yield EMPTY_MATCH
-
-    def lock(self, match: PrefixMatch) -> RadixNode | None:
-        return None
-
-    def page_table(self, anchor: RadixNode | None) -> list[int]:
-        return []
-
-    def insert(
-        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
-    ) -> RadixNode | None:
-        return None
-
-    def unlock(self, anchor: RadixNode | None) -> None:
-        return None
-
-    def evict(self, num_free_pages: int) -> None:
-        return None
-
-    def clear(self) -> None:
-        return None
-
-    def check_integrity(self, anchors: Iterable[RadixNode | None]) -> PrefixRecount:
-        assert all(anchor is None for anchor in anchors), "a lease is anchored though nothing is cached"
-        return PrefixRecount()
-
 
 NodeT = TypeVar("NodeT", bound=Hashable)
 
@@ -147,9 +66,13 @@ class EvictionOrder(Generic[NodeT]):
 
 
 class RadixPrefixCache:
-    """Finds, locks, grows and evicts cached prefixes. Holds one reference on every page of every node."""
+    """Finds, locks, grows and evicts cached prefixes. Holds one reference on every page of every node.
+
+    An *anchor* is where a lease's lock ends; None is nowhere.
+    """
 
     shares_prefixes = True
+    """Whether what is inserted can ever be matched."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
@@ -167,6 +90,7 @@ class RadixPrefixCache:
         return self._unlocked.num_pages
 
     def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
+        """The longest cached prefix of `keys`, then ever shorter ones, the empty one last."""
         root = self._roots.get(namespace)
         if root is not None:
             node, cut, num_keys = self._walk(root, keys)
@@ -214,7 +138,9 @@ class RadixPrefixCache:
             table += node.pages
         return table
 
-    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]) -> RadixNode:
+    def insert(
+        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
+    ) -> RadixNode | None:
         """Makes sure that `keys` follow the locked `anchor`, moves its lock to their end and returns that node.
 
         What is missing takes its pages from `table`, a page table from position 0.
@@ -234,6 +160,7 @@ class RadixPrefixCache:
             self._remove(self._unlocked.oldest())
 
     def clear(self) -> None:
+        """Gives up every unlocked node."""
         while len(self._unlocked):
             self._remove(self._unlocked.oldest())
 
@@ -342,3 +269,15 @@ class RadixPrefixCache:
         self._pool.release(leaf.pages)
         if isinstance(parent, RadixRoot) and not parent.children:
             del self._roots[parent.namespace]
+
+
+class NoPrefixCache(RadixPrefixCache):
+    """A tree that stays empty: every context is computed afresh."""
+
+    shares_prefixes = False
+
+    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
+        yield EMPTY_MATCH
+
+    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]) -> None:
+        return None

@@ -83,7 +83,7 @@ class EngineStream:
         try:
             result = await asyncio.shield(self._result)
             if self._late:
-                self._making = self._making or asyncio.create_task(self._threads.run(_listed_all, self._late))
+                self._making = self._making or asyncio.create_task(self._threads.run(self._list_late))
                 result.output.update(await asyncio.shield(self._making))
             return result
         except asyncio.CancelledError:
@@ -91,6 +91,9 @@ class EngineStream:
                 raise EngineStopped("the engine was shut down before the result was complete") from None
             self.cancel()
             raise
+
+    def _list_late(self) -> dict[str, Any]:
+        return {name: listed(entries) for name, entries in self._late.items()}
 
     async def result_as(self, make: Callable[[EngineResult], T]) -> tuple[EngineResult, T]:
         """The result without its output, and what `make` makes of the whole, in a thread.
@@ -167,10 +170,6 @@ class EngineStream:
         self._result.set_exception(error)
         self._result.exception()  # mark as seen: a caller that never awaits must not cause a warning
         self._chunks.put_nowait(None)
-
-
-def _listed_all(late: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-    return {name: listed(entries) for name, entries in late.items()}
 
 
 def chunk_body(chunk: StreamChunk) -> dict[str, Any]:

@@ -31,9 +31,6 @@ class Turn:
     images: tuple[Any, ...] = ()
     answer: str | None = None
 
-    def with_images_first(self, images: tuple[Any, ...]) -> Turn:
-        return replace(self, images=(*images, *self.images))
-
 
 @dataclass(frozen=True, slots=True)
 class _Message:
@@ -132,7 +129,7 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         template_of(profile, "query")
         values = _FIELDS.read(fields)
         turns: tuple[Turn, ...] = values.required("messages", 'a list such as [{"role": "user", "content": "Hello"}]')
-        turns = (turns[0].with_images_first(values.images), *turns[1:])
+        turns = (replace(turns[0], images=(*values.images, *turns[0].images)), *turns[1:])
         images = tuple(image for turn in turns for image in turn.images)
         check_pictures(profile, images)
         return ChatRequest(

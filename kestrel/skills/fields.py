@@ -13,15 +13,14 @@ from typing import Any
 
 from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.sampling_params import (
+    BOUNDS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_SEED,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
+    MAX_TOKENS,
     SamplingParams,
+    require_within,
 )
 
 Check = Callable[[str, Any], Any]
@@ -30,8 +29,7 @@ Check = Callable[[str, Any], Any]
 
 def integer(low: int, high: int) -> Check:
     def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
+        require_within(name, value, low, high)
         return value
 
     return check
@@ -41,11 +39,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def number(low: float, high: float) -> Check:
+def bounded(setting: str) -> Check:
+    """Within the bounds of a sampling setting."""
+    low, high = BOUNDS[setting]
+
     def check(name: str, value: Any) -> float:
-        if not is_number(value) or not low <= value <= high:
-            raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
-        return float(value)
+        require_within(name, value, low, high)
+        return value if isinstance(low, int) else float(value)
 
     return check
 
@@ -130,7 +130,6 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 # ---------------------------------------------------------------------- settings and tables
 
 MAX_OBJECTS = 10_000
-MAX_TOKENS = 2**31 - 1
 
 DrawSeed = Callable[[], int]
 
@@ -148,20 +147,20 @@ class Setting:
 SETTINGS: Mapping[str, Setting] = {
     "max_tokens": Setting(integer(1, MAX_TOKENS), ("max_new_tokens",)),
     "max_objects": Setting(integer(1, MAX_OBJECTS)),
-    "temperature": Setting(number(0.0, MAX_TEMPERATURE)),
-    "top_p": Setting(number(0.0, 1.0)),
-    "top_k": Setting(integer(0, MAX_TOKENS)),
-    "min_p": Setting(number(0.0, 1.0)),
-    "seed": Setting(integer(0, MAX_SEED)),
-    "logprobs": Setting(integer(0, MAX_LOGPROBS)),
+    "temperature": Setting(bounded("temperature")),
+    "top_p": Setting(bounded("top_p")),
+    "top_k": Setting(bounded("top_k")),
+    "min_p": Setting(bounded("min_p")),
+    "seed": Setting(bounded("seed")),
+    "logprobs": Setting(bounded("logprobs")),
     "adapter": Setting(text, ("variant",)),
     "allowed_ids": Setting(some_token_ids),
     "suppressed_ids": Setting(token_ids),
-    "presence_penalty": Setting(number(-2.0, 2.0)),
-    "frequency_penalty": Setting(number(-2.0, 2.0)),
-    "repetition_penalty": Setting(number(MIN_REPETITION_PENALTY, 2.0)),
+    "presence_penalty": Setting(bounded("presence_penalty")),
+    "frequency_penalty": Setting(bounded("frequency_penalty")),
+    "repetition_penalty": Setting(bounded("repetition_penalty")),
     "logit_bias": Setting(logit_bias),
-    "min_tokens": Setting(integer(0, MAX_TOKENS)),
+    "min_tokens": Setting(bounded("min_tokens")),
     "ignore_eos": Setting(boolean),
     "stop_token_ids": Setting(stop_token_ids),
     "stop": Setting(stop_strings),
