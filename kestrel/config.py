@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import re
+import string
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kestrel.config_checks import check_device, check_numbers, check_revision, check_url_template
 from kestrel.errors import ConfigError, shown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -182,9 +184,9 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         _check_sources(self)
-        check_url_template(self.adapter_url_template)
-        check_numbers(self)
-        check_device(self.device)
+        _check_url_template(self.adapter_url_template)
+        _check_numbers(self)
+        _check_device(self.device)
         normalise_dtype(self.dtype)
         _check_choices(self)
         _check_quantization(self)
@@ -237,6 +239,9 @@ def normalise_dtype(value: Any) -> str:
     return name
 
 
+# ---------------------------------------------------------------------- what fields may hold
+
+
 def _check_choices(config: RuntimeConfig) -> None:
     for name, known in (
         ("quantization", QUANTIZATIONS),
@@ -266,8 +271,129 @@ def _check_sources(config: RuntimeConfig) -> None:
         value = getattr(config, name)
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(name, f"must be a path (got {shown(value)})")
-    check_revision(config.revision)
+    _check_revision(config.revision)
     if config.revision is not None and config.weights is not None:
         raise ConfigError("revision", "is for models of the hub, and model_path names files; leave one of the two out")
     if config.model is not None and (not isinstance(config.model, str) or not config.model.strip()):
         raise ConfigError("model", f"must be a registered model name (got {shown(config.model)}); see `kestrel models`")
+
+
+_ADAPTER_PLACEHOLDERS = ("id", "finetune_id", "step")
+
+
+def _check_url_template(template: Any) -> None:
+    if template is None:
+        return
+    form = "write it as https://example.org/adapters/{id}.safetensors, or with {finetune_id} and {step}"
+    if not isinstance(template, str) or not template.startswith(("https://", "http://")):
+        raise ConfigError("adapter_url_template", f"must be a URL (got {shown(template)}); {form}")
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError("adapter_url_template", f"has unbalanced braces ({error}); {form}") from None
+    names = [name for _, name, _, _ in parts if name is not None]
+    plain = all(not spec and conversion is None for _, name, spec, conversion in parts if name is not None)
+    if not plain or not set(names) <= set(_ADAPTER_PLACEHOLDERS) or not {"id", "finetune_id"} & set(names):
+        raise ConfigError("adapter_url_template", f"has the placeholders {names}; {form}")
+    if "{" in template.split("/", 3)[2]:
+        raise ConfigError("adapter_url_template", f"must not have placeholders in its host; {form}")
+
+
+def _check_revision(revision: Any) -> None:
+    if revision is None:
+        return
+    is_sound = isinstance(revision, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,199}", revision) is not None
+    if not is_sound or ".." in revision:
+        raise ConfigError(
+            "revision", f"must be a commit, tag or branch (got {shown(revision)}), as the page of the model lists them"
+        )
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_batch_size": (1, 4096),
+    "page_size": (1, 1024),
+    "max_adapters": (1, 1024),
+    "max_adapter_rank": (1, 4096),
+    "adapter_memory_bytes": (1, 2**50),
+    "adapter_cache_bytes": (1, 2**50),
+    "max_prefill_tokens": (1, 2**20),
+    "streaming_prefill_tokens": (0, 2**20),
+    "max_queue_size": (1, 10**7),
+    "vision_batch_crops": (1, 4096),
+    "max_queue_tokens": (1, 2**40),
+    "max_image_pixels": (1, 2**31),
+    "max_image_bytes": (1, 2**40),
+    "max_pending_image_bytes": (1, 2**50),
+    "image_work_bytes": (2**20, 2**50),
+    "recent_image_bytes": (0, 2**50),
+    "image_threads": (1, 256),
+    "max_seq_length": (2, 2**20),
+    "kv_cache_pages": (2, 2**31 - 1),
+}
+
+
+def _check_numbers(config: Any) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
+    for name, low, high in (("kv_cache_memory_fraction", 0.01, 0.98), ("priority_ageing_s", 0.001, 1e6)):
+        value = getattr(config, name)
+        if value is None and name == "kv_cache_memory_fraction":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigError(name, f"must be a number from {low} to {high} (got {shown(value)})")
+    for f in fields(config):
+        if f.type == "bool" and not isinstance(getattr(config, f.name), bool):
+            raise ConfigError(f.name, f"must be True or False (got {shown(getattr(config, f.name))})")
+
+
+def _check_device(device: Any) -> None:
+    valid = isinstance(device, str) and (
+        device in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]{1,3}", device) is not None
+    )
+    if not valid:
+        raise ConfigError("device", f"{shown(device)} is not supported; use auto, cpu, cuda or cuda:N")
+
+
+# ---------------------------------------------------------------------- environment variables
+
+PREFIX = "KESTREL_"
+TRUTHS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
+"""How truth values are written, in any case; the command line takes the same words."""
+
+
+def flag_names(field: Field[Any]) -> tuple[str, ...]:
+    """Every spelling of a field's flag; a boolean's opposite is not among them."""
+    return tuple(field.metadata.get("flags", ("--" + field.name.replace("_", "-"),)))
+
+
+def environment_names(field: Field[Any]) -> list[str]:
+    return [PREFIX + name.removeprefix("--").replace("-", "_").upper() for name in flag_names(field)]
+
+
+def runtime_config_from(environment: Mapping[str, str]) -> RuntimeConfig:
+    """The configuration that the variables describe. One that is empty counts as not set."""
+    given = {
+        field.name: _value(field, name, environment[name])
+        for field in fields(RuntimeConfig)
+        for name in reversed(environment_names(field))
+        if environment.get(name)
+    }
+    return RuntimeConfig(**given)
+
+
+def _value(field: Field[Any], name: str, text: str) -> Any:
+    kind = str(field.type).removesuffix(" | None")
+    try:
+        if kind in ("int", "float"):
+            return int(text) if kind == "int" else float(text)
+        return TRUTHS[text.lower()] if kind == "bool" else text
+    except (ValueError, KeyError):
+        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+        raise ConfigError(name, f"must be {wanted} (got {shown(text)})") from None

@@ -1,18 +1,93 @@
-"""What crosses the rooms: one request, its measurements and what it yields. No tensors."""
+"""What crosses the rooms: one request, its measurements and what it yields. No tensors.
+
+Position p of a prompt predicts the item after it. So a stretch of positions tells the log-probabilities of the items
+that begin one position later, and the first item of a prompt has none.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any, Protocol
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.sampling_params import SamplingParams
+from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams, require_within
 from kestrel.tokens import ContextItem, Token, num_positions
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutputs:
+    """What a request asks about its own prompt. Every position is then computed: none is read from the prefix cache."""
+
+    logprobs: int | None = None
+    """None: no log-probabilities; k ≥ 0: that of every prompt token and of the k most likely ones in its place."""
+    pool_from: int | None = None
+    """None: no pooling; n ≥ 0: the hidden states after the final norm are summed from position n to the end."""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is None and self.pool_from is None:
+            raise RequestError("prompt_outputs", "asks for nothing; set logprobs or pool_from, or leave it out")
+        for name, value, most in (
+            ("prompt_logprobs", self.logprobs, MAX_LOGPROBS),
+            ("pool_from", self.pool_from, 2**31 - 1),
+        ):
+            if value is not None:
+                require_within(name, value, 0, most)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """Natural-log probabilities of the model's own distribution where a prompt token stands.
+
+    All come from one tensor, so `logprob == top[0][1]` tells exactly whether the token was the most likely one.
+    """
+
+    logprob: float
+    rank: int
+    """1 + how many ids are strictly likelier."""
+    top: tuple[tuple[int, float], ...] = ()  # (id, log-probability), most likely first
+
+
+@dataclass(slots=True, eq=False)
+class PromptReport:
+    """Adds up what consecutive stretches of one prompt say. Equal reports say the same, however it was cut."""
+
+    stretches: list[Sequence[ScoredToken]] = field(default_factory=list)
+    """As they came: a runtime may make a stretch's entries when they are first looked at."""
+    hidden_sum: list[float] = field(default_factory=list)
+    num_pooled: int = 0
+
+    def add(self, scores: Sequence[ScoredToken], hidden_sum: Sequence[float], num_pooled: int) -> None:
+        self.stretches.append(scores)
+        if num_pooled:
+            before = self.hidden_sum or [0.0] * len(hidden_sum)
+            self.hidden_sum = [a + b for a, b in zip(before, hidden_sum, strict=True)]
+            self.num_pooled += num_pooled
+
+    @property
+    def num_scores(self) -> int:
+        return sum(len(stretch) for stretch in self.stretches)
+
+    @property
+    def scores(self) -> list[ScoredToken]:
+        """One per token but the prompt's first item, in order. Coordinates and sizes are scored by their id; pictures
+        are not. Looking at many takes a while, so not on the worker's thread."""
+        return list(chain.from_iterable(self.stretches))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PromptReport):
+            return NotImplemented
+        ours, theirs = ((r.scores, r.hidden_sum, r.num_pooled) for r in (self, other))
+        return ours == theirs
+
+    @property
+    def hidden_mean(self) -> list[float]:
+        """Of the pooled positions, of which there must be some."""
+        return [value / self.num_pooled for value in self.hidden_sum]
 
 
 class FinishReason(str, Enum):
@@ -72,7 +147,7 @@ class SkillOutput:
     num_reasoning_tokens: int = 0
     """How many of the generated tokens were thinking."""
     late: Mapping[str, Iterable[Any]] = field(default_factory=dict)
-    """Further fields, lists so long that making them would hold up the batch: whoever takes the result makes them."""
+    """Lazy result fields, built on the caller's thread to avoid stalling the batch."""
 
 
 class TokenConsumer(Protocol):
@@ -137,8 +212,8 @@ class GenerationRequest:
     """Lower runs sooner; every `priority_ageing_s` of waiting counts as one level."""
     submitted_s: float = field(default_factory=time.monotonic)
     prompt_outputs: PromptOutputs | None = None
-    is_read_along: bool = False
-    """Someone reads the answer along: while it is written, other requests' prompts are computed in small portions."""
+    is_streaming: bool = False
+    """Someone waits for each token: while it is written, prefill of other requests is split into small chunks."""
     num_prompt_positions: int = field(init=False)
 
     @property
@@ -156,6 +231,12 @@ class GenerationRequest:
             raise RequestError(
                 "pool_from", f"{first} leaves no position of a prompt with {self.num_prompt_positions}; lower it"
             )
+
+
+def require_free_id(request_id: str, taken: Container[str]) -> None:
+    """Refuse an id that another unanswered request has."""
+    if request_id in taken:
+        raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
 
 
 @dataclass(slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kestrel.errors import RequestError, shown
-from kestrel.prompt_outputs import MAX_LOGPROBS
 
+MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300
 MAX_TEMPERATURE = 2.0
@@ -16,6 +17,21 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
 MIN_REPETITION_PENALTY = 0.01
 """Scores are divided by it; far smaller ones would leave the range of float32."""
+MAX_TOKENS = 2**31 - 1
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (0, MAX_TOKENS),
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, MAX_TOKENS),
+    "min_p": (0.0, 1.0),
+    "seed": (0, MAX_SEED),
+    "logprobs": (0, MAX_LOGPROBS),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 2.0),
+    "min_tokens": (0, MAX_TOKENS),
+}
+"""Lowest and highest value of each setting, by the name that requests have for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +77,12 @@ class SamplingParams:
     """The answer ends right before the first of these texts. Decided by the skill, on the host."""
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_new_tokens, 0, 2**31 - 1)
-        _require_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
+        for name, (low, high) in BOUNDS.items():
+            value = self.max_new_tokens if name == "max_tokens" else getattr(self, name)
+            if name != "logprobs" or value is not None:
+                require_within(name, value, low, high)
         if self.top_p == 0.0:
             raise RequestError("top_p", "must be above 0 (got 0); use temperature=0 for the most likely token")
-        _require_int("top_k", self.top_k, 0, 2**31 - 1)
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
-        _require_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
                 "min_tokens", f"must not exceed max_tokens ({self.max_new_tokens}) (got {self.min_tokens})"
@@ -107,11 +115,10 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
-def _require_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
-
-
-def _require_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+def require_within(name: str, value: object, low: float, high: float) -> None:
+    """An integer where the bounds are integers, else any number."""
+    if isinstance(low, int):
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
+    elif isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise RequestError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel.config import RuntimeConfig
-from kestrel.environment import runtime_config_from
+from kestrel.config import RuntimeConfig, runtime_config_from
 from kestrel.errors import ConfigError
 
 

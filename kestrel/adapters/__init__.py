@@ -1,10 +1,8 @@
 """Low-rank adapters: what one is, the file formats it comes in, and where it comes from."""
 
-from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, ExpertShape, LowRankPair
-from kestrel.adapters.ids import AdapterId
+from kestrel.adapters.adapter import Adapter, AdapterId, AdapterShape, AdapterTarget, ExpertShape, LowRankPair
 from kestrel.adapters.library import AdapterLibrary, LibrarySnapshot, LoadedAdapter
-from kestrel.adapters.loading import load_adapter
-from kestrel.adapters.saving import save_adapter
+from kestrel.adapters.loading import load_adapter, save_adapter
 
 __all__ = [
     "Adapter",

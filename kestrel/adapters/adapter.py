@@ -1,4 +1,4 @@
-"""A low-rank adapter in memory: for each adapted matrix W a pair (a, b), so that y = W·x + scale · b·(a·x).
+"""A low-rank adapter, its id and its shape: for each adapted matrix W a pair (a, b), so that y = W·x + scale · b·(a·x).
 
 In a layer of experts the feed-forward pairs have a leading expert dimension. A token visits `experts_per_token` of
 them, so each expert holds that fraction of the rank and the token sees the whole rank.
@@ -6,11 +6,14 @@ them, so each expert holds that fraction of the rank and the token sees the whol
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
+
+from kestrel.errors import RequestError, shown
 
 Matrix = Literal["qkv", "proj", "fc1", "fc2"]
 Side = Literal["a", "b"]
@@ -111,3 +114,39 @@ class AdapterShape:
             "fc2": (self.dim, fc2_columns),
         }
         return sizes[target.matrix]
+
+
+MAX_NAME_LENGTH = 64
+MAX_STEP_DIGITS = 12
+
+_FORM = re.compile(rf"([A-Za-z0-9_-]{{1,{MAX_NAME_LENGTH}}})(?:@([0-9]{{1,{MAX_STEP_DIGITS}}}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterId:
+    """`{finetune_id}@{step}`, or a plain name. It comes from strangers: only a short, plain form is an id, and none
+    ever touches a path."""
+
+    name: str
+    """A fine-tune's id, or the name of a local adapter."""
+    step: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.step is None else f"{self.name}@{self.step}"
+
+    @classmethod
+    def parse(cls, text: object) -> AdapterId:
+        """Raises RequestError for everything that is not exactly an id."""
+        found = _FORM.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise RequestError(
+                "adapter",
+                f"{shown(text)} is not an adapter id; write finetune_id@step or a name (up to {MAX_NAME_LENGTH} "
+                f"letters A-Z a-z, digits, - and _; the step is a number of up to {MAX_STEP_DIGITS} digits)",
+            )
+        return cls(found[1], found[2])
+
+    @classmethod
+    def try_parse(cls, text: str) -> AdapterId | None:
+        found = _FORM.fullmatch(text)
+        return None if found is None else cls(found[1], found[2])

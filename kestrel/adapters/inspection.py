@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters.adapter import AdapterFormat, Matrix, Side
-from kestrel.adapters.files import AdapterFile
-from kestrel.adapters.formats import OWN_FORMAT, is_hosted, is_variant, parse_header, without_hosted_prefix
+from kestrel.adapters.formats import OWN_FORMAT, AdapterFile, format_of, parse_header, without_hosted_prefix
 from kestrel.adapters.loading import value_flaw
 from kestrel.errors import CheckpointError
 
@@ -56,7 +55,7 @@ class AdapterSummary:
 
 def summarise(file: AdapterFile) -> AdapterSummary:
     """Raises CheckpointError for a file in no known format."""
-    kind = _format_of(file)
+    kind = format_of(file)
     try:
         header = parse_header(file.texts) if kind == OWN_FORMAT else None
     except ValueError as error:
@@ -78,19 +77,6 @@ def summarise(file: AdapterFile) -> AdapterSummary:
         base_model=None if header is None else header.base_model,
         metadata=file.texts if header is None else header.metadata,
         unusable=tuple(f"{name} {flaw}" for name, tensor in file.tensors.items() if (flaw := value_flaw(tensor))),
-    )
-
-
-def _format_of(file: AdapterFile) -> AdapterFormat:
-    if file.texts.get("format") == OWN_FORMAT:
-        return OWN_FORMAT
-    if is_variant(file.tensors):
-        return "torch-variant"
-    if is_hosted(file.tensors):
-        return "hosted-finetune"
-    raise CheckpointError(
-        f"{file.path} is in no known adapter format (its first tensor is {next(iter(file.tensors))}); "
-        "expected a torch variant, a hosted fine-tune or a file that `kestrel adapters convert` wrote"
     )
 
 

@@ -11,10 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kestrel.adapters.adapter import Adapter, AdapterShape
-from kestrel.adapters.flights import Flights
-from kestrel.adapters.ids import AdapterId
+from kestrel.adapters.adapter import Adapter, AdapterId, AdapterShape
 from kestrel.adapters.loading import load_adapter
+from kestrel.adapters.single_flight import SingleFlight
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, AdapterSource
 from kestrel.errors import AdapterUnusable, CheckpointError
 from kestrel.threads import Threads
@@ -77,7 +76,7 @@ class AdapterLibrary:
         self._place = place
         self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._refusals: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._loads: Flights[LoadedAdapter | None] = Flights()
+        self._loads: SingleFlight[LoadedAdapter | None] = SingleFlight()
         self._threads = Threads("adapter-loading", MAX_LOADS_AT_ONCE)
         self._loads_total = 0
         self._failures_total = 0

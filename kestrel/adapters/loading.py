@@ -1,28 +1,35 @@
-"""From an adapter file to a checked `Adapter`: everything wrong with a file is said at once, and nothing is guessed."""
+"""From an adapter file to a checked `Adapter`, and back to a file in our own form.
+
+Everything that is wrong with a file is said in one message, and nothing is guessed.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRankPair
-from kestrel.adapters.files import AdapterFile, read_adapter_file
 from kestrel.adapters.formats import (
     OWN_FORMAT,
+    AdapterFile,
     Roles,
     TensorRole,
+    format_of,
     hosted_roles,
-    is_hosted,
-    is_variant,
     own_roles,
     parse_header,
+    read_adapter_file,
     variant_roles,
     without_hosted_prefix,
+    write_header,
 )
 from kestrel.errors import CheckpointError
 
@@ -38,16 +45,8 @@ def load_adapter(path: str | Path, shape: AdapterShape) -> Adapter:
 
 def fitted_adapter(file: AdapterFile, shape: AdapterShape) -> Adapter:
     """The adapter that a file holds, checked against a base model."""
-    if file.texts.get("format") == OWN_FORMAT:
-        return _load_own(file, shape)
-    if is_variant(file.tensors):
-        return _load_variant(file, shape)
-    if is_hosted(file.tensors):
-        return _load_hosted(file, shape)
-    raise CheckpointError(
-        f"{file.path} is in no known adapter format (its first tensor is {next(iter(file.tensors))}); "
-        "expected a torch variant, a hosted fine-tune or a file written by save_adapter"
-    )
+    load = {OWN_FORMAT: _load_own, "torch-variant": _load_variant, "hosted-finetune": _load_hosted}
+    return load[format_of(file)](file, shape)
 
 
 def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
@@ -177,3 +176,46 @@ def _listing(title: str, entries: Sequence[str]) -> list[str]:
         return []
     rest = f", and {len(entries) - _MAX_LISTED} more" if len(entries) > _MAX_LISTED else ""
     return [f"{title} ({len(entries)}): {', '.join(entries[:_MAX_LISTED])}{rest}"]
+
+
+def save_adapter(adapter: Adapter, path: str | Path) -> None:
+    """Writes safetensors with rank, targets, alpha and base model in the header; whole or not at all."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: adapters are written as safetensors; end the name in .safetensors")
+    texts = write_header(adapter)
+    try:
+        parse_header(texts)
+    except ValueError as error:
+        raise CheckpointError(f"{path} was not written: {error}") from error
+    tensors = {}
+    for name, (target, side) in own_roles(adapter.targets).items():
+        pair = adapter.targets[target]
+        tensor = (pair.a if side == "a" else pair.b).detach()
+        if flaw := value_flaw(tensor) or _rank_flaw(pair, adapter.rank):
+            raise CheckpointError(f"{path} was not written: {name} {flaw}")
+        tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(_in_order(save(tensors, metadata=texts)))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _in_order(file: bytes) -> bytes:
+    """The same file with its header sorted, so that equal adapters are equal bytes; the library's order varies."""
+    size = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + size])
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert len(text) <= size
+    return file[:8] + text.ljust(size) + file[8 + size :]
+
+
+def _rank_flaw(pair: LowRankPair, rank: int) -> str | None:
+    """An expert's share of the rank depends on the base model, so here it must only divide the rank."""
+    if pair.a.ndim != pair.b.ndim or pair.a.ndim not in (2, 3):
+        return f"belongs to a pair of {pair.a.ndim} and {pair.b.ndim} dimensions, expected 2 or, with experts, 3"
+    ranks = {pair.a.shape[-2], pair.b.shape[-1]}
+    fits = ranks == {rank} if pair.a.ndim == 2 else len(ranks) == 1 and 0 not in ranks and rank % max(ranks) == 0
+    return None if fits else f"belongs to a pair of rank {sorted(ranks)}, expected {rank}"

@@ -34,7 +34,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.families import ReadyModel, ready_from
 from kestrel.images.decode import decode_image
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.models.family import LoadedModel
 from kestrel.runtime.device import choose_device

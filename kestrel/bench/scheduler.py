@@ -18,8 +18,7 @@ from pathlib import Path
 from kestrel.bench.rows import append_row, environment
 from kestrel.cache import CacheManager
 from kestrel.grammar import free_text
-from kestrel.prompt_outputs import PromptReport
-from kestrel.request import FinishReason, GenerationRequest, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, GenerationRequest, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
 from kestrel.sampling_params import SamplingParams

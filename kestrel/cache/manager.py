@@ -29,11 +29,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from kestrel.cache.keys import context_keys, count_positions, pages_for
-from kestrel.cache.nodes import PrefixMatch, RadixNode
+from kestrel.cache.nodes import PrefixMatch, RadixNode, context_keys, count_positions, pages_for
 from kestrel.cache.pages import CacheMisuse, PagePool
-from kestrel.cache.prefix import NoPrefixCache, PrefixCache
-from kestrel.cache.radix import RadixPrefixCache
+from kestrel.cache.radix import NoPrefixCache, RadixPrefixCache
 from kestrel.errors import ConfigError, OutOfPages
 from kestrel.tokens import ContextItem
 
@@ -150,9 +148,7 @@ class CacheManager:
             raise ConfigError("page_size", f"must be at least 1 (got {page_size})")
         self._pool = PagePool(num_pages)
         self._page_size = page_size
-        self._prefixes: PrefixCache = (
-            RadixPrefixCache(self._pool, page_size) if enable_prefix_cache else NoPrefixCache()
-        )
+        self._prefixes = (RadixPrefixCache if enable_prefix_cache else NoPrefixCache)(self._pool, page_size)
         self._leases: set[PageLease] = set()
         self._num_queries = 0
         self._num_hits = 0

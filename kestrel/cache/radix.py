@@ -1,25 +1,78 @@
-"""The radix tree over context keys: one root per namespace, shared prefixes once, pages on the edges.
+"""The prefix cache: a radix tree that remembers which pages hold which context prefixes.
 
-Node boundaries need not be page-aligned. A page that straddles a boundary is held by the nodes on both sides; or the
-deeper node holds another page there, which has a copy of what comes before. Either way the page of the deepest node
-is complete up to that node's end, so in a page table the deepest node wins.
+The tree has one root per namespace, shared prefixes once, and pages on the edges. Node boundaries need not be
+page-aligned. A page that straddles a boundary is held by the nodes on both sides; or the deeper node holds another page
+there, which has a copy of what comes before. Either way the page of the deepest node is complete up to that node's end,
+so in a page table the deepest node wins.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
-from kestrel.cache.eviction import EvictionOrder
 from kestrel.cache.integrity import PrefixRecount, recount_tree
-from kestrel.cache.keys import Keys, common_length, count_positions, page_aligned_cut, pages_for
-from kestrel.cache.nodes import EMPTY_MATCH, PrefixMatch, RadixNode, RadixRoot
+from kestrel.cache.nodes import (
+    EMPTY_MATCH,
+    Keys,
+    PrefixMatch,
+    RadixNode,
+    RadixRoot,
+    common_length,
+    count_positions,
+    page_aligned_cut,
+    pages_for,
+)
 from kestrel.cache.pages import CacheMisuse, PagePool
+
+NodeT = TypeVar("NodeT", bound=Hashable)
+
+
+class EvictionOrder(Generic[NodeT]):
+    """Unlocked nodes, least recently used first, each with the pages its eviction gives back; `num_pages` is their sum.
+
+    A node joins at the recent end when its last lock goes, deepest node of a path first, and leaves when it is locked
+    again. So a node always stands after its descendants, and the oldest one is always a leaf: no search, no stale
+    entries.
+    """
+
+    def __init__(self) -> None:
+        self._num_pages_by_node: OrderedDict[NodeT, int] = OrderedDict()
+        self.num_pages = 0
+
+    def __len__(self) -> int:
+        return len(self._num_pages_by_node)
+
+    def __iter__(self) -> Iterator[NodeT]:
+        """Oldest first."""
+        return iter(self._num_pages_by_node)
+
+    def oldest(self) -> NodeT:
+        return next(iter(self._num_pages_by_node))
+
+    def add(self, node: NodeT, num_pages: int) -> None:
+        """Puts a new node at the recent end."""
+        self._num_pages_by_node[node] = num_pages
+        self.num_pages += num_pages
+
+    def resize(self, node: NodeT, num_pages: int) -> None:
+        """Changes the page count of a node, which keeps its place."""
+        self.num_pages += num_pages - self._num_pages_by_node[node]
+        self._num_pages_by_node[node] = num_pages
+
+    def remove(self, node: NodeT) -> None:
+        self.num_pages -= self._num_pages_by_node.pop(node)
 
 
 class RadixPrefixCache:
-    """Finds, locks, grows and evicts cached prefixes. Holds one reference on every page of every node."""
+    """Finds, locks, grows and evicts cached prefixes. Holds one reference on every page of every node.
+
+    An *anchor* is where a lease's lock ends; None is nowhere.
+    """
 
     shares_prefixes = True
+    """Whether what is inserted can ever be matched."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
@@ -85,7 +138,9 @@ class RadixPrefixCache:
             table += node.pages
         return table
 
-    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]) -> RadixNode:
+    def insert(
+        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
+    ) -> RadixNode | None:
         """Makes sure that `keys` follow the locked `anchor`, moves its lock to their end and returns that node.
 
         What is missing takes its pages from `table`, a page table from position 0.
@@ -158,7 +213,7 @@ class RadixPrefixCache:
         """Cuts `node` before its key `cut` and returns the new upper part.
 
         The lower part stays the same object, so that whoever is anchored at its end stays so. An unlocked upper part
-        stands at the recent end of the eviction order, out of place unless it is locked at once, as every caller does.
+        stands at the recent end of the eviction order, out of place unless it is locked next, as every caller does.
         """
         parent = node.parent
         if parent is None or not 0 < cut < len(node.keys):
@@ -214,3 +269,15 @@ class RadixPrefixCache:
         self._pool.release(leaf.pages)
         if isinstance(parent, RadixRoot) and not parent.children:
             del self._roots[parent.namespace]
+
+
+class NoPrefixCache(RadixPrefixCache):
+    """A tree that stays empty: every context is computed afresh."""
+
+    shares_prefixes = False
+
+    def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
+        yield EMPTY_MATCH
+
+    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]) -> None:
+        return None

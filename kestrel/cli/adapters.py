@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kestrel.adapters import Adapter, save_adapter
-from kestrel.adapters.files import AdapterFile, read_adapter_file
+from kestrel.adapters.formats import AdapterFile, read_adapter_file
 from kestrel.adapters.inspection import summarise
 from kestrel.adapters.loading import fitted_adapter
 from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters

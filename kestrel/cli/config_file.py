@@ -10,7 +10,7 @@ from typing import Any
 import typer
 import yaml
 
-from kestrel.environment import flag_names
+from kestrel.config import flag_names
 from kestrel.errors import ConfigError, did_you_mean, shown
 
 MAX_BYTES = 2**20

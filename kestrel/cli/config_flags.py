@@ -22,8 +22,7 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 import typer
 
 from kestrel.cli.environment import variable_of
-from kestrel.config import RuntimeConfig
-from kestrel.environment import environment_names, flag_names
+from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
 from kestrel.server.config import ServerConfig
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel.adapters import AdapterId
+from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source
 from kestrel.cli.console import note
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.event_loop import run_to_end
@@ -16,7 +17,6 @@ from kestrel.cli.pictures import read_picture
 from kestrel.cli.printing import note_limit, note_metrics, printer_for
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream
-from kestrel.engine.adapters import API_KEY_VARIABLE, given_key, has_adapter_source
 from kestrel.errors import RequestError
 from kestrel.images.rgb import RgbImage
 

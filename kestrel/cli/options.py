@@ -10,7 +10,7 @@ import typer
 
 from kestrel.errors import RequestError
 from kestrel.skills.fields import FieldTable
-from kestrel.skills.spatial import SpatialRef, spatial_refs
+from kestrel.skills.layout import SpatialRef, spatial_refs
 
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kestrel.config import RuntimeConfig
-from kestrel.engine.images import PicturePool
+from kestrel.engine.pools import PicturePool
 from kestrel.errors import RequestError, shown
 from kestrel.images.rgb import RgbImage
 

@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 
 from starlette.applications import Starlette
 
+from kestrel.adapters.sources import given_key
 from kestrel.cli.console import note, stderr_console
 from kestrel.cli.exit_codes import FAILED, OK
 from kestrel.cli.grpc_port import grpc_beside
 from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.engine.adapters import given_key
 from kestrel.engine.allocator import give_back_freed_memory, keep_freed_memory
 from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 from kestrel.errors import ConfigError, EngineStopped

@@ -14,11 +14,17 @@ from typing import NamedTuple
 
 from llguidance import LLTokenizer
 
+from kestrel.constraints.cost_limits import check_pattern, check_schema
 from kestrel.constraints.formats import ResponseFormat
-from kestrel.constraints.limits import check_pattern, check_schema
-from kestrel.constraints.matchers import FIELD, Compiled, MatcherConstraint, compile_format, read_vocabulary
+from kestrel.constraints.matchers import (
+    FIELD,
+    Compiled,
+    MatcherConstraint,
+    compile_format,
+    read_vocabulary,
+    without_control_names,
+)
 from kestrel.constraints.trials import Trials
-from kestrel.constraints.vocabulary import without_control_names
 
 CAPACITY = 64
 """Compiled formats kept."""
@@ -37,7 +43,7 @@ class ConstraintCompiler:
     def __init__(
         self, tokenizer_json: Callable[[], str], eos_id: int, capacity: int = CAPACITY, *, are_tried: bool = True
     ) -> None:
-        """Without `are_tried` formats are compiled here at once: for those that come from nobody else."""
+        """Without `are_tried` formats are compiled here right away: for those that come from nobody else."""
         self._tokenizer_json = tokenizer_json
         self._eos_id = eos_id
         self._capacity = capacity

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kestrel.constraints.limits import MAX_FORMAT_BYTES, check_shape
+from kestrel.constraints.cost_limits import MAX_FORMAT_BYTES, check_shape
 from kestrel.errors import RequestError, did_you_mean, shown
 
 MAX_CHOICES = MAX_FORMAT_BYTES // 2

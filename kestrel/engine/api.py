@@ -14,25 +14,25 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kestrel.adapters.sources import AdapterListing
+import numpy as np
+
+from kestrel.adapters import AdapterLibrary
+from kestrel.adapters.shared_memory import in_shared_memory
+from kestrel.adapters.sources import AdapterListing, configured_sources, given_key, has_adapter_source
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
-from kestrel.engine.adapters import engine_adapters, given_key, has_adapter_source
-from kestrel.engine.compiling import FormatThreads
-from kestrel.engine.images import PicturePool
-from kestrel.engine.intake import Route, require_readable, size_of, take_route
-from kestrel.engine.laying_out import generation_request
+from kestrel.engine.intake import Route, generation_request, require_readable, size_of, take_route
+from kestrel.engine.pools import FormatThreads, PicturePool
 from kestrel.engine.queue_room import QueueRoom
-from kestrel.engine.results import EngineResult
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
-from kestrel.engine.streams import EngineStream
+from kestrel.engine.streams import EngineResult, EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
-from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
+from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
 from kestrel.families import ReadyModel, ready_model
 from kestrel.models.progress import Progress
-from kestrel.request import GenerationRequest, StreamUpdate
+from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate, require_free_id
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillRegistry
@@ -52,7 +52,6 @@ class InferenceEngine(SkillCalls):
     ) -> None:
         self.config = config
         self.skills = skills
-        self._adapters = engine_adapters(config, ready, api_key)
         self._ready = ready
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
@@ -62,6 +61,14 @@ class InferenceEngine(SkillCalls):
         self._list_threads = Threads("lists", 2)
         self.text_threads = Threads("text", 2)
         """Where long texts are tokenised, and large requests laid out."""
+        self._adapters = AdapterLibrary(
+            configured_sources(config, api_key),
+            ready.adapter_shape,
+            [ready.profile.name],
+            max_rank=config.max_adapter_rank,
+            max_bytes=config.adapter_memory_bytes,
+            place=in_shared_memory if ready.computes_apart else None,
+        )
         self._accepting = True
         self._fault: BaseException | None = None
         limits = ready.runtime.limits
@@ -192,7 +199,7 @@ class InferenceEngine(SkillCalls):
         stream = self._open_stream(route, skill_name)
         self._unsent.add(stream)
         try:
-            adapter = None if request.adapter is None else await self._adapters.use(request.adapter)
+            adapter = None if request.adapter is None else await self._adapter(request.adapter)
             images = await self._pictures.decode(stream.request_id, request.images, stream.require_open)
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
             if request.response_format is not None:
@@ -201,7 +208,7 @@ class InferenceEngine(SkillCalls):
                 generation = await self.text_threads.run(*lay_out) if size.is_large else lay_out[0](*lay_out[1:])
             generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
             generation.priority = route.priority
-            generation.is_read_along = is_stream if route.read_along is None else route.read_along
+            generation.is_streaming = is_stream if route.read_along is None else route.read_along
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions
@@ -212,6 +219,10 @@ class InferenceEngine(SkillCalls):
         finally:
             self._unsent.discard(stream)
         return stream
+
+    async def _adapter(self, name: str) -> AdapterUse:
+        loaded = await self._adapters.get(name)
+        return AdapterUse(loaded.adapter_id, loaded.key, loaded.adapter)
 
     async def prepare_formats(self) -> None:
         """Read the vocabulary for answer formats. The first format does it otherwise, while others wait for it."""
@@ -231,8 +242,7 @@ class InferenceEngine(SkillCalls):
 
     def _open_stream(self, route: Route, skill: str) -> EngineStream:
         request_id = route.request_id or uuid.uuid4().hex
-        if request_id in self._streams:
-            raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
+        require_free_id(request_id, self._streams)
         self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
         stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream
@@ -250,7 +260,7 @@ class InferenceEngine(SkillCalls):
         self._pictures.release(request_id)
 
     def cancel(self, request_id: str, error: BaseException | None = None) -> None:
-        """End a request. Its caller gets `error`, by default RequestCancelled, at once; its pages, its id and what its
+        """End a request. Its caller gets `error`, by default RequestCancelled, now; its pages, its id and what its
         pictures count come back within a step. Unknown ids are ignored."""
         stream = self._streams.get(request_id)
         if stream is None or stream.is_done:
@@ -351,3 +361,35 @@ class InferenceEngine(SkillCalls):
 
 GRACE_AFTER_TIMEOUT_S = 2.0
 """How long a cancelled worker may take to end its current step."""
+
+
+# ---------------------------------------------------------------------- warm-up
+
+WARM_UP_TENANT = "warm-up"
+"""Its cached KV is shared with nobody."""
+WARM_UP_FIELDS = {
+    "query": {"question": "What is this?", "reasoning": False, "max_tokens": 2},
+    "caption": {"max_tokens": 2},
+    "point": {"object": "thing", "max_objects": 1},
+    "detect": {"object": "thing", "max_objects": 1},
+    "segment": {"object": "thing", "max_tokens": 8},
+}
+
+
+async def warm_up(engine: InferenceEngine) -> float:
+    """One real request per skill that the model knows, and the vocabulary for answer formats, before a server calls
+    itself ready; the seconds it took."""
+    began_s = time.monotonic()
+    await engine.prepare_formats()
+    known = {name.split(".")[0] for name in engine.profile.templates}
+    picture = _warm_up_picture() if engine.profile.has_vision else None
+    for skill, fields in WARM_UP_FIELDS.items():
+        if skill in known and skill in engine.skills:
+            await engine.run(skill, image=picture, tenant=WARM_UP_TENANT, **fields)
+    return time.monotonic() - began_s
+
+
+def _warm_up_picture() -> np.ndarray:
+    """Small enough for one crop: more of them are the same work again, and a server should be back soon."""
+    rows, columns = np.mgrid[0:300, 0:400]
+    return np.stack([rows % 256, columns % 256, (rows + columns) % 256], axis=-1).astype(np.uint8)

@@ -14,26 +14,25 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
+from typing import Any
 
-from kestrel.adapters import AdapterShape
+from kestrel.adapters.sources import given_key, has_adapter_source
 from kestrel.config import RuntimeConfig
-from kestrel.engine.adapters import given_key, has_adapter_source
 from kestrel.errors import EngineStopped
 from kestrel.families import ReadyModel, ready_model
-from kestrel.images.shrink import PictureForm
 from kestrel.models.progress import Progress, no_progress
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.device import choose_device
-from kestrel.runtime.memory import MemoryPlan
 from kestrel.runtime.process import Connection, ProcessRefiner, ProcessRuntime, answer_messages
 from kestrel.runtime.process.messages import Failed, Loaded, Loading, Message
-from kestrel.skills.base import ModelProfile
 
 PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NEAR_THE_MODEL = ("runtime", "refiner", "computes_apart")
+"""Fields of a `ReadyModel` that differ on the other side of a connection."""
 ENDING_S = 2.0
 """Between the end of a connection and that of its process."""
 
@@ -48,37 +47,20 @@ class ModelDescription:
     """What a `ReadyModel` says of itself, without what cannot leave its process."""
 
     limits: RuntimeLimits
-    profile: ModelProfile
-    vocab_size: int
-    num_image_positions: int
-    adapter_shape: AdapterShape
-    memory_plan: MemoryPlan | None
-    picture_form: PictureForm | None
     has_refiner: bool
+    facts: dict[str, Any]
+    """The other fields."""
 
     @classmethod
     def of(cls, ready: ReadyModel) -> ModelDescription:
-        return cls(
-            limits=ready.runtime.limits,
-            profile=ready.profile,
-            vocab_size=ready.vocab_size,
-            num_image_positions=ready.num_image_positions,
-            adapter_shape=ready.adapter_shape,
-            memory_plan=ready.memory_plan,
-            picture_form=ready.picture_form,
-            has_refiner=ready.refiner is not None,
-        )
+        facts = {field.name: getattr(ready, field.name) for field in fields(ready) if field.name not in NEAR_THE_MODEL}
+        return cls(ready.runtime.limits, ready.refiner is not None, facts)
 
     def reached_by(self, connection: Connection) -> ReadyModel:
         """The model as seen from the other end of the connection."""
         return ReadyModel(
+            **self.facts,
             runtime=ProcessRuntime(connection, self.limits),
-            profile=self.profile,
-            vocab_size=self.vocab_size,
-            num_image_positions=self.num_image_positions,
-            adapter_shape=self.adapter_shape,
-            memory_plan=self.memory_plan,
-            picture_form=self.picture_form,
             refiner=ProcessRefiner(connection, self.limits) if self.has_refiner else None,
             computes_apart=True,
         )

@@ -1,16 +1,33 @@
-"""What the engine checks of a request before the worker sees it. On the device a slip would hit the whole batch."""
+"""From the fields of a call to a request that the scheduler can run.
+
+Everything is checked before the worker sees it: on the device a slip would hit the whole batch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrel.errors import ContextTooLong, RequestError, shown
-from kestrel.skills.base import Prompt
+from kestrel.families import ReadyModel
+from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import Picture
+from kestrel.models.contract import OutlineRefiner
+from kestrel.request import (
+    FinishReason,
+    GenerationRequest,
+    PromptReport,
+    SkillOutput,
+    StreamDelta,
+    TokenConsumer,
+    TokenLogprobs,
+)
+from kestrel.skills.base import Prompt, SkillRequest, SkillSpec
 from kestrel.skills.decode_rules import require_choices
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
+from kestrel.skills.states import compact_json
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 MAX_NAME_LENGTH = 256
 MAX_PRIORITY = 1_000_000
@@ -34,7 +51,8 @@ class Route:
     tenant: str | None
     client: str | None
     read_along: bool | None
-    """Whether someone waits for each token; None: as `stream` says."""
+    """False for a stream whose latency per token does not matter: prefill of other requests is then not split for it.
+    None: as `stream` says."""
 
 
 def take_route(fields: dict[str, Any]) -> Route:
@@ -122,7 +140,7 @@ def require_readable(num_chars: int, max_positions: int) -> None:
         )
 
 
-def require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int) -> None:
+def _require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int) -> None:
     """Refuse what the device could not run: foreign items, ids out of range, spans of other pictures."""
     known = {span.digest: span.num_positions for span in spans}
     for index, item in enumerate(prompt.items):
@@ -166,3 +184,61 @@ def _item_fault(item: object, known: Mapping[str, int], vocab_size: int) -> str 
 def _require_known(name: str, token_id: int, vocab_size: int) -> None:
     if not 0 <= token_id < vocab_size:
         raise RequestError(name, f"token id {token_id} does not exist; ids run from 0 to {vocab_size - 1}")
+
+
+def generation_request(
+    ready: ReadyModel, skill: SkillSpec[Any], request: SkillRequest, images: list[Picture], request_id: str
+) -> GenerationRequest:
+    """The skill lays out its prompt; what it asks for is checked before it can reach the device."""
+    spans = [ImageSpan(image.digest, ready.num_image_positions) for image in images]
+    prompt = skill.prompt(request, spans, ready.profile)
+    _require_runnable(prompt, spans, ready.vocab_size)
+    consumer: TokenConsumer = skill.start(request, ready.profile)
+    if skill.yields_outline and ready.refiner is not None and images and images[0].outline is not None:
+        consumer = RefinedSegment(consumer, ready.refiner, images[0].outline)
+    return GenerationRequest(
+        request_id=request_id,
+        items=prompt.items,
+        grammar=prompt.grammar,
+        sampling=prompt.sampling,
+        consumer=consumer,
+        images={image.digest: image for image in images},
+        prompt_outputs=prompt.outputs,
+        constraint=prompt.constraint,
+    )
+
+
+class RefinedSegment:
+    """The optional second stage of `segment`: the coarse outline is refined on the picture before it is returned.
+
+    Wraps the skill's state. Runs on the worker thread, where the vision tower may be used.
+    """
+
+    def __init__(self, inner: TokenConsumer, refiner: OutlineRefiner, image: RgbImage) -> None:
+        self._inner = inner
+        self._refiner = refiner
+        self._image = image
+
+    def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
+        return self._inner.consume(token, logprobs)
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        self._inner.consume_prompt(report)
+
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        self._inner.consume_end(token_id, logprobs)
+
+    def flush(self) -> StreamDelta | None:
+        return self._inner.flush()
+
+    def finish(self, reason: FinishReason) -> SkillOutput:
+        output = self._inner.finish(reason)
+        segment: dict[str, Any] = output.fields["segments"][0]
+        if not segment["svg_path"] or segment["bbox"] is None:
+            return output
+        refined = self._refiner.refine_outline(self._image, segment["svg_path"], segment["bbox"])
+        if refined is not None:
+            segment["svg_path"], segment["bbox"] = refined
+            output.fields["path"], output.fields["bbox"] = refined
+            output = replace(output, text=compact_json({"path": refined[0], "bbox": refined[1]}))
+        return output

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
-from kestrel.engine.results import EngineResult
-from kestrel.engine.streams import EngineStream
+from kestrel.engine.streams import EngineResult, EngineStream
 
 Refs = Sequence[Sequence[float]]
 Settings = Mapping[str, Any]

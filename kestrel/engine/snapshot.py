@@ -61,7 +61,7 @@ def take_snapshot(
     cache: CacheManager,
     max_batch_size: int,
     num_unsent: int,
-    library: LibrarySnapshot | None,
+    library: LibrarySnapshot,
 ) -> EngineSnapshot:
     """`num_unsent`: accepted requests that the scheduler has not seen yet."""
     pages, adapters = cache.stats(), scheduler.adapters
@@ -81,8 +81,8 @@ def take_snapshot(
         running_adapters=tuple(adapters.running),
         waiting_adapters=tuple(adapters.waiting),
         adapter_slot_loads_total=adapters.loads_total,
-        num_kept_adapters=0 if library is None else len(library.kept),
-        adapter_loads_total=0 if library is None else library.loads_total,
-        adapter_load_failures_total=0 if library is None else library.failures_total,
-        adapter_load_seconds_total=0.0 if library is None else library.load_seconds_total,
+        num_kept_adapters=len(library.kept),
+        adapter_loads_total=library.loads_total,
+        adapter_load_failures_total=library.failures_total,
+        adapter_load_seconds_total=library.load_seconds_total,
     )

@@ -1,24 +1,50 @@
-"""The caller's end of a running request, on the event loop's side."""
+"""What callers get back: results, chunks, and the stream they come from."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kestrel.engine.pace import listed
-from kestrel.engine.results import EngineResult, StreamChunk
 from kestrel.errors import EngineStopped
-from kestrel.request import StreamUpdate
-from kestrel.threads import Threads
+from kestrel.request import RequestMetrics, StreamUpdate
+from kestrel.threads import Threads, listed
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """A finished request. `finish_reason` is "stop" (natural end) or "length" (a budget ended it)."""
+
+    request_id: str
+    skill: str
+    output: dict[str, Any]
+    text: str
+    finish_reason: str
+    metrics: RequestMetrics
+    num_reasoning_tokens: int = 0
+    """How many of `metrics.output_tokens` were thinking, the mark that ends it included."""
+    adapter: str | None = None
+    """The adapter it went through."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """A piece of a stream. `kind` is "text", or the type of a structured event whose `data` says more."""
+
+    text: str
+    token_index: int
+    kind: str = "text"
+    data: Mapping[str, Any] | None = None
+    logprobs: tuple[Mapping[str, Any], ...] = ()
+    """When asked for: entries, as in `EngineResult.output["logprobs"]`, of the tokens whose text begins here."""
+
+
 class EngineStream:
-    """Async iterator over a request's chunks; `await result()` gives the final result.
+    """The caller's end of a running request: an async iterator over chunks; `await result()` gives the final result.
 
     Leaving the iteration early does not end the request: call `cancel()`, or use `async with`. Cancelling the task
     that waits here cancels the request.
@@ -57,7 +83,7 @@ class EngineStream:
         try:
             result = await asyncio.shield(self._result)
             if self._late:
-                self._making = self._making or asyncio.create_task(self._threads.run(_listed_all, self._late))
+                self._making = self._making or asyncio.create_task(self._threads.run(self._list_late))
                 result.output.update(await asyncio.shield(self._making))
             return result
         except asyncio.CancelledError:
@@ -66,10 +92,13 @@ class EngineStream:
             self.cancel()
             raise
 
+    def _list_late(self) -> dict[str, Any]:
+        return {name: listed(entries) for name, entries in self._late.items()}
+
     async def result_as(self, make: Callable[[EngineResult], T]) -> tuple[EngineResult, T]:
         """The result without its output, and what `make` makes of the whole, in a thread.
 
-        For large outputs: few are in memory at once. `make` gets iterators in place of the lists that take long.
+        For large outputs: few are in memory at a time. `make` gets iterators in place of the lists that take long.
         """
         try:
             result = await asyncio.shield(self._result)
@@ -143,5 +172,19 @@ class EngineStream:
         self._chunks.put_nowait(None)
 
 
-def _listed_all(late: Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-    return {name: listed(entries) for name, entries in late.items()}
+def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
+    """A chunk as plain data, the way every front end writes it.
+
+    Text has no type. Thinking has one and no `chunk`, so that joined chunks are the answer alone.
+    """
+    place = {"completed": False, "token_index": chunk.token_index}
+    match chunk.kind:
+        case "text":
+            return {"chunk": chunk.text, **place}
+        case "reasoning":
+            return {"type": "reasoning", "reasoning": chunk.text, **place}
+        case "path_delta":
+            return {"type": "path_delta", "chunk": chunk.text, **place}
+        case "bbox":
+            return {"type": "bbox", **(chunk.data or {}), **place}
+    return {"type": chunk.kind, chunk.kind: chunk.data, **place}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +16,9 @@ import numpy as np
 from PIL import Image
 
 from kestrel.errors import RequestError
-from kestrel.images.arrays import pixels_from_array
-from kestrel.images.canvas import Canvas
-from kestrel.images.limits import ImageLimits
-from kestrel.images.pillow import EncodedPicture, canvas_from_pillow, reading
-from kestrel.images.recent import Picture, RecentPictures
-from kestrel.images.rgb import RgbImage, file_digest
-from kestrel.images.shrink import PictureForm
-from kestrel.images.vips import is_vips_image, pixels_from_vips
-
-__all__ = ["ImageLimits", "OpenedImage", "decode_image", "decode_opened", "find_or_open", "known_images"]
+from kestrel.images.encoded import EncodedPicture, ImageLimits, canvas_from_pillow, reading
+from kestrel.images.rgb import Canvas, RgbImage, file_digest
+from kestrel.images.shrink import Picture, PictureForm
 
 FEW_BYTES = 2**17
 """They are hashed in less time than it takes to hand them to another thread and back."""
@@ -75,16 +72,16 @@ def find_or_open(source: Any, limits: ImageLimits, recent: RecentPictures | None
     if isinstance(source, (str, os.PathLike)):
         return _find_or_open_file(_read_file(source, limits), limits, recent)
     if isinstance(source, np.ndarray):
-        canvas = Canvas(pixels_from_array(np.asarray(source), limits))
+        canvas = Canvas(_pixels_from_array(np.asarray(source), limits))
         return _opened(canvas, 3, lambda: canvas)
-    if not isinstance(source, (RgbImage, Image.Image)) and not is_vips_image(source):
+    if not isinstance(source, (RgbImage, Image.Image)) and not _is_vips_image(source):
         raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
     limits.check_size(source.height, source.width)
     if isinstance(source, RgbImage):
         return _opened(source, 0, lambda: Canvas(source.pixels), source.digest, given=source)
     if isinstance(source, Image.Image):
         return _opened(source, PILLOW_BYTES_PER_PIXEL, lambda: canvas_from_pillow(source))
-    return _opened(source, VIPS_BYTES_PER_PIXEL, lambda: Canvas(pixels_from_vips(source, limits)))
+    return _opened(source, VIPS_BYTES_PER_PIXEL, lambda: Canvas(_pixels_from_vips(source, limits)))
 
 
 def decode_opened(
@@ -122,7 +119,7 @@ def _opened(
 
 
 def known_images(sources: Sequence[Any], limits: ImageLimits, recent: RecentPictures) -> list[Picture] | None:
-    """Small files that are all among the `recent` ones, at once, for the event loop; None when one may not be."""
+    """Small files that are all among the `recent` ones, immediately, for the event loop; None when one may not be."""
     files = [source for source in sources if isinstance(source, bytes) and len(source) <= limits.max_bytes]
     if len(files) < len(sources) or sum(map(len, files)) > FEW_BYTES:
         return None
@@ -169,3 +166,98 @@ def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:
         raise RequestError("image", f"cannot read {shown!r} ({error.strerror}); give a readable file") from error
     except ValueError as error:
         raise RequestError("image", f"{shown!r} is not a path ({error}); pass encoded data as bytes") from error
+
+
+_REMEDY = "pass uint8 [height, width, 3] RGB, [height, width, 4] RGBA, or [height, width] grey"
+
+
+def _pixels_from_array(array: np.ndarray, limits: ImageLimits) -> np.ndarray:
+    """[height, width, 3] uint8, possibly a view. Grey is repeated, alpha dropped, anything else refused by name."""
+    if array.dtype != np.uint8:
+        raise RequestError("image", f"an array of {array.dtype} is not supported; {_REMEDY}")
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
+        raise RequestError("image", f"an array of shape {tuple(array.shape)} is not a picture; {_REMEDY}")
+    limits.check_size(array.shape[0], array.shape[1])
+    if array.ndim == 2 or array.shape[2] == 1:
+        return np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
+    return array[:, :, :3]
+
+
+_DIRECT = ("b-w", "srgb", "rgb", "multiband")
+
+
+def _is_vips_image(source: object) -> bool:
+    """Nobody can hold a pyvips image unless pyvips is loaded already."""
+    pyvips = sys.modules.get("pyvips")
+    return pyvips is not None and isinstance(source, pyvips.Image)
+
+
+def _pixels_from_vips(image: Any, limits: ImageLimits) -> np.ndarray:
+    """The pixels as they are (no rotation); other colour spaces and depths are brought to 8-bit sRGB by libvips."""
+    limits.check_size(image.height, image.width)
+    try:
+        if image.format != "uchar" or image.interpretation not in _DIRECT:
+            image = image.colourspace("srgb")
+        pixel_bytes = image.write_to_memory()
+    except sys.modules["pyvips"].Error as error:
+        raise RequestError("image", f"pyvips could not read the picture ({error}); send a complete file") from error
+    if image.format != "uchar":
+        raise RequestError("image", f"pyvips pixels of format {image.format} are not supported; cast them to uchar")
+    array = np.frombuffer(pixel_bytes, dtype=np.uint8).reshape(image.height, image.width, image.bands)
+    return _pixels_from_array(array[:, :, :1] if image.bands == 2 else array, limits)
+
+
+# ---------------------------------------------------------------------- files asked for lately
+
+
+class RecentPictures:
+    """Many questions about one picture decode it once.
+
+    For several threads: whoever asks for a file that another thread is decoding waits for that.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._pictures: OrderedDict[str, Future[Picture]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, digest: str, decode: Callable[[], Picture]) -> Picture:
+        """The picture with this digest; `decode` makes it. A failure is everyone's who waited, and is not kept."""
+        own: Future[Picture] = Future()
+        with self._lock:
+            found = self._pictures.setdefault(digest, own)
+            self._pictures.move_to_end(digest)
+        if found is not own:
+            return found.result()
+        try:
+            picture = decode()
+        except BaseException as error:
+            with self._lock:
+                del self._pictures[digest]
+            own.set_exception(error)
+            raise
+        with self._lock:
+            self._make_room(digest, picture.num_bytes)
+        own.set_result(picture)
+        return picture
+
+    def find(self, digest: str) -> Picture | None:
+        """The picture with this digest if it is here by now; never waits."""
+        with self._lock:
+            found = self._pictures.get(digest)
+            if found is None or not found.done():
+                return None
+            self._pictures.move_to_end(digest)
+        return found.result()
+
+    def _make_room(self, digest: str, num_bytes: int) -> None:
+        """For a picture whose future is still open, so that nobody drives it out before it counts."""
+        if num_bytes > self._max_bytes:
+            del self._pictures[digest]
+            return
+        self._num_bytes += num_bytes
+        for other in [other for other, future in self._pictures.items() if future.done()]:
+            if self._num_bytes <= self._max_bytes:
+                return
+            self._num_bytes -= self._pictures.pop(other).result().num_bytes

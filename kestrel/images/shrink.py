@@ -1,18 +1,18 @@
 """Resizing on the host, to the sizes that a model cuts its crops from: the bits of `kestrel.images.resize`.
 
 Pillow does each pass, over a few lines at a time: a picture is neither converted nor resized as a whole, and no pass
-holds the interpreter's lock for long.
+holds the GIL for long.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image
 
-from kestrel.images.canvas import PART_PIXELS, Canvas, spans
-from kestrel.images.rgb import RgbImage
+from kestrel.images.rgb import PART_PIXELS, Canvas, RgbImage, spans
 from kestrel.images.tiling import TilingParams, plan_tiling
 
 
@@ -36,6 +36,10 @@ class ShrunkImage:
     def num_bytes(self) -> int:
         tiled = 0 if self.tiled is None else self.tiled.nbytes
         return self.whole.nbytes + tiled + (0 if self.outline is None else self.outline.num_bytes)
+
+
+Picture: TypeAlias = RgbImage | ShrunkImage
+"""As an engine keeps it: with all its pixels, or reduced to what the model needs."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from kestrel.engine import EngineResult, EngineStream
-from kestrel.engine.bodies import chunk_body
+from kestrel.engine.streams import chunk_body
 from kestrel.errors import (
     MAX_MESSAGE,
     AdapterNotFound,
@@ -37,7 +37,7 @@ from kestrel.errors import (
     shown,
 )
 from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
-from kestrel.images.formats import FORMATS
+from kestrel.images.encoded import FORMATS
 from kestrel.threads import Threads
 
 MODEL = "moondream"

@@ -20,11 +20,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kestrel import __version__, default_model
-from kestrel.config import RuntimeConfig
+from kestrel.config import RuntimeConfig, runtime_config_from
 from kestrel.engine import InferenceEngine
 from kestrel.engine.allocator import keep_freed_memory
-from kestrel.engine.warm_up import warm_up
-from kestrel.environment import runtime_config_from
+from kestrel.engine.api import warm_up
 from kestrel.integrations.inference_protocol import (
     BOOL,
     BYTES,

@@ -15,10 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from kestrel.errors import CheckpointError, RequestError
-from kestrel.images.canvas import Canvas
 from kestrel.images.crops import normalise_and_patchify
 from kestrel.images.masks import Mask, box_values, clean_mask, rasterise_path, trace_mask
-from kestrel.images.rgb import RgbImage
+from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.images.shrink import at_most
 from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel

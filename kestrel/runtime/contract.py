@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from kestrel.grammar import Grammar
-from kestrel.prompt_outputs import PromptOutputs, ScoredToken
-from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.request import FinishReason, PromptOutputs, ScoredToken, TokenLogprobs
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import ContextItem, Token
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kestrel.prompt_outputs import ScoredToken
+from kestrel.request import ScoredToken
 from kestrel.runtime.contract import PrefillChunk, PromptPart
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kestrel.errors import NumericalError
 from kestrel.models.contract import DecoderModel
-from kestrel.prompt_outputs import ScoredToken
+from kestrel.request import ScoredToken
 from kestrel.runtime.contract import PrefillChunk, PromptPart
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
 from kestrel.runtime.upload import start_download, upload

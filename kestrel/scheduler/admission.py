@@ -9,38 +9,24 @@ Requests for an adapter that is in no slot, while all slots are in use, wait asi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
 from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
-from kestrel.request import AdapterUse, CacheNamespace
-from kestrel.scheduler.adapter_slots import SlotLease, SlotPool
-from kestrel.scheduler.queues import WaitingQueue
+from kestrel.request import CacheNamespace
+from kestrel.scheduler.adapter_slots import SlotPool
+from kestrel.scheduler.queues import SlotWaiters, WaitingQueue
 from kestrel.scheduler.sequence import Sequence
-from kestrel.scheduler.slot_waiters import SlotWaiters
 from kestrel.tokens import ContextItem
 
 
 class DeferReason(Enum):
-    NO_ROW = "no free row"
     NO_PAGES = "no free pages"
     NO_ADAPTER_SLOT = "no free adapter slot"
     IMAGE_IN_PROGRESS = "the same picture is being prefilled"
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    reason: DeferReason
-
-
-Decision: TypeAlias = Admitted | Deferred
 PictureKey: TypeAlias = tuple[CacheNamespace, tuple[ContextItem, ...]]
 
 
@@ -69,10 +55,6 @@ class Admission:
         """Names of the adapters that wait for a slot. Other threads may ask this too."""
         return self._slot_waiters.names()
 
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
-
     def admit_waiting(self, now_s: float) -> list[Sequence]:
         """Start waiting sequences in order until rows or pages run out."""
         admitted: list[Sequence] = []
@@ -83,40 +65,38 @@ class Admission:
             sequence = self._queue.try_pop(now_s)
             if sequence is None:
                 break
-            match self.decide(sequence, now_s):
-                case Admitted():
+            match self._try_start(sequence, now_s):
+                case None:
                     admitted.append(sequence)
-                case Deferred(reason=DeferReason.IMAGE_IN_PROGRESS):
+                case DeferReason.IMAGE_IN_PROGRESS:
                     self._park(sequence)
-                case Deferred(reason=DeferReason.NO_ADAPTER_SLOT):
+                case DeferReason.NO_ADAPTER_SLOT:
                     self._slot_waiters.push(sequence, now_s)
-                case Deferred():
+                case DeferReason.NO_PAGES:
                     self._queue.push(sequence)
                     self._waits_for_release = True
         return admitted
 
-    def decide(self, sequence: Sequence, now_s: float) -> Decision:
-        if not self._free_rows:
-            return Deferred(DeferReason.NO_ROW)
+    def _try_start(self, sequence: Sequence, now_s: float) -> DeferReason | None:
+        """Why it cannot start on a free row now; None when it did."""
         if sequence.reads_prefix_cache and self._picture_key(sequence) in self._picture_owner:
-            return Deferred(DeferReason.IMAGE_IN_PROGRESS)
+            return DeferReason.IMAGE_IN_PROGRESS
         use = sequence.request.adapter
-        slot = None if use is None else self._lease_slot(sequence, use, now_s)
+        slot = None
+        if use is not None and self._slot_waiters.may_pass(sequence, now_s):
+            slot = self._slots.try_acquire(use)
         if use is not None and slot is None:
-            return Deferred(DeferReason.NO_ADAPTER_SLOT)
+            return DeferReason.NO_ADAPTER_SLOT
         try:
             lease = self._cache.acquire(sequence.request.namespace, sequence.items, reuse=sequence.reads_prefix_cache)
         except OutOfPages:
             if slot is not None:
                 slot.release()
-            return Deferred(DeferReason.NO_PAGES)
+            return DeferReason.NO_PAGES
         sequence.start(self._free_rows.pop(), lease, slot)
         self._queue.took_row(sequence)
         self._own_missing_picture(sequence)
-        return Admitted(sequence)
-
-    def _lease_slot(self, sequence: Sequence, use: AdapterUse, now_s: float) -> SlotLease | None:
-        return self._slots.try_acquire(use) if self._slot_waiters.may_pass(sequence, now_s) else None
+        return None
 
     def release(self, sequence: Sequence) -> None:
         """Take back the row and pages of a sequence that no step names any more."""

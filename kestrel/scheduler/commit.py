@@ -8,8 +8,8 @@ from collections.abc import Callable
 from kestrel.errors import RequestCancelled
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, StreamUpdate
 from kestrel.runtime.contract import RowOutput, StepOutput
-from kestrel.scheduler.pipeline import PlannedWork
 from kestrel.scheduler.sequence import Sequence, Stage
+from kestrel.scheduler.steps import PlannedWork
 
 
 class Committer:

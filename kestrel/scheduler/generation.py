@@ -1,4 +1,4 @@
-"""The step loop: commit what is due, admit, plan, launch; what has its results at once is committed right then.
+"""The step loop: commit what is due, admit, plan, launch; results that are ready when launch returns are committed too.
 
 A request's life: `add` checks it can ever fit and queues it; `admit` gives it a row and pages (a cached prefix makes
 that cheap); each `step` prefills a chunk of it or decodes one token; `commit` feeds tokens to its skill until the
@@ -16,15 +16,14 @@ from typing import Generic
 
 from kestrel.cache import CacheManager
 from kestrel.errors import ContextTooLong, RequestCancelled, RequestError
-from kestrel.request import GenerationRequest, StreamUpdate
+from kestrel.request import GenerationRequest, StreamUpdate, require_free_id
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
 from kestrel.scheduler.adapter_slots import SlotPool
 from kestrel.scheduler.admission import Admission
 from kestrel.scheduler.commit import Committer
-from kestrel.scheduler.pipeline import LaunchedStep, Pipeline
-from kestrel.scheduler.plan import PlannedStep, StepPlanner, reserve_next_token
 from kestrel.scheduler.queues import WaitingQueue
 from kestrel.scheduler.sequence import Sequence, Stage
+from kestrel.scheduler.steps import LaunchedStep, Pipeline, PlannedStep, StepPlanner, reserve_next_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,7 @@ class GenerationScheduler(Generic[StepT]):
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises RequestError when it can never run."""
-        if request.request_id in self._sequences:
-            raise RequestError("request_id", f"{request.request_id!r} is in use; give each running request its own")
+        require_free_id(request.request_id, self._sequences)
         if request.adapter is not None and not self._limits.num_adapter_slots:
             raise RequestError("adapter", "this engine has no adapter slots; raise max_adapters")
         key = self._queue.key(request.priority, self._clock())

@@ -11,8 +11,7 @@ from __future__ import annotations
 from enum import Enum
 
 from kestrel.cache import PageLease
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import GenerationRequest, RequestMetrics, TokenConstraint
+from kestrel.request import GenerationRequest, PromptOutputs, PromptReport, RequestMetrics, TokenConstraint
 from kestrel.scheduler.adapter_slots import SlotLease
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
@@ -77,8 +76,8 @@ class Sequence:
         return self.stage is Stage.DECODE and self.num_generated + self.num_sampling < self.max_total_tokens
 
     @property
-    def is_read_along(self) -> bool:
-        return self.request.is_read_along and self.stage is Stage.DECODE
+    def is_streaming(self) -> bool:
+        return self.request.is_streaming and self.stage is Stage.DECODE
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -25,7 +25,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kestrel.engine import InferenceEngine
-from kestrel.engine.warm_up import warm_up
+from kestrel.engine.api import warm_up
 from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
 from kestrel.server.connections import (

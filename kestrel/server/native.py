@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel.engine import EngineResult, EngineStream
-from kestrel.engine.bodies import chunk_body
+from kestrel.engine.streams import chunk_body
 from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import RequestMetrics
 from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone

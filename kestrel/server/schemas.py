@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from kestrel.engine.intake import MAX_NAME_LENGTH, MAX_PRIORITY
-from kestrel.prompt_outputs import MAX_LOGPROBS
 from kestrel.sampling_params import (
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKEN_IDS,

@@ -14,8 +14,16 @@ from typing import Any, Generic, Protocol, TypeVar
 from kestrel.constraints import ResponseFormat
 from kestrel.errors import RequestError, did_you_mean
 from kestrel.grammar import Grammar
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import Constraint, FinishReason, SkillOutput, StreamDelta, TokenConstraint, TokenLogprobs
+from kestrel.request import (
+    Constraint,
+    FinishReason,
+    PromptOutputs,
+    PromptReport,
+    SkillOutput,
+    StreamDelta,
+    TokenConstraint,
+    TokenLogprobs,
+)
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import ContextItem, ImageSpan, Token
 

@@ -8,19 +8,15 @@ from typing import Any
 
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
-from kestrel.prompt_outputs import MAX_LOGPROBS, PromptOutputs, PromptReport
-from kestrel.request import SkillOutput, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.request import PromptOutputs, PromptReport, SkillOutput, TokenLogprobs
+from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest
-from kestrel.skills.checks import any_text, boolean, integer, some_token_ids
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values
+from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
 from kestrel.skills.layout import check_pictures, laid_out, opening
-from kestrel.skills.logprobs import ShownTokens
-from kestrel.skills.prompt_scores import prompt_logprobs
-from kestrel.skills.structured import answer_constraint
-from kestrel.skills.text_state import TextState
+from kestrel.skills.logprobs import ShownTokens, prompt_logprobs
+from kestrel.skills.states import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
 

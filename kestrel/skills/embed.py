@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrel.errors import NumericalError, RequestError
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import FinishReason, PromptOutputs, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest
-from kestrel.skills.checks import some_token_ids, text
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import FieldTable, Values
+from kestrel.skills.fields import FieldTable, Values, some_token_ids, text
 from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.tokens import ImageSpan, Token, text_tokens
 

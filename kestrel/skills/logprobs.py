@@ -13,11 +13,13 @@ Tokens whose text was cut away by a stop string have no entry.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
-from kestrel.request import TokenLogprobs
-from kestrel.skills.base import Tokenizer
+from kestrel.request import PromptReport, TokenLogprobs
+from kestrel.skills.base import ModelProfile, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +93,13 @@ class LogprobLedger:
 def _is_before(entry: dict[str, Any], end: int) -> bool:
     """Whether an entry's text begins before `end`, or is nothing and stands right there."""
     return entry["offset"] < end or (entry["offset"] == end and not entry["bytes"])
+
+
+def prompt_logprobs(ids: Sequence[int], report: PromptReport, profile: ModelProfile) -> Iterator[dict[str, Any] | None]:
+    """What the model said about a prompt: one entry per id, made as they are asked for. Nothing comes before the first,
+    so its entry is None."""
+    tokens = ShownTokens(profile.tokenizer)
+    unscored = len(ids) - report.num_scores
+    yield from repeat(None, unscored)
+    for i, score in zip(ids[unscored:], chain.from_iterable(report.stretches), strict=True):
+        yield {**tokens.entry(i, TokenLogprobs(score.logprob, score.top)), "rank": score.rank}

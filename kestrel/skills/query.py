@@ -9,15 +9,20 @@ from typing import Any
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest
-from kestrel.skills.checks import boolean, text
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
 from kestrel.skills.decode_rules import answer_rules, reasoning_rules
-from kestrel.skills.fields import FieldTable
-from kestrel.skills.layout import block, check_pictures, laid_out, opening, opens_reasoning, template_of
-from kestrel.skills.reasoning import ReasoningState
-from kestrel.skills.spatial import SpatialRef, spatial_refs
-from kestrel.skills.structured import answer_constraint
-from kestrel.skills.text_state import TextState
+from kestrel.skills.fields import FieldTable, boolean, text
+from kestrel.skills.layout import (
+    SpatialRef,
+    block,
+    check_pictures,
+    laid_out,
+    opening,
+    opens_reasoning,
+    spatial_refs,
+    template_of,
+)
+from kestrel.skills.states import ReasoningState, TextState
 from kestrel.tokens import ImageSpan
 
 _FIELDS = FieldTable(

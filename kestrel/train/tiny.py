@@ -33,7 +33,7 @@ from kestrel.moondream.config import (
 )
 from kestrel.moondream.model import MoondreamModel
 from kestrel.skills.base import SpecialIds, Template
-from kestrel.skills.svg import UNITS
+from kestrel.skills.segment import UNITS
 from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene
 from kestrel.train.tasks.example import PromptFormat, TaskExample

@@ -13,8 +13,7 @@ import pytest
 
 from kestrel.adapters import AdapterId
 from kestrel.adapters.sources import DownloadLimits, UrlTemplateSource, remote
-from kestrel.adapters.sources.cache_folder import CacheFolder, NoRoom, PartialFile
-from kestrel.adapters.sources.disk_cache import AdapterDiskCache
+from kestrel.adapters.sources.disk_cache import AdapterDiskCache, CacheFolder, NoRoom, PartialFile
 from kestrel.errors import AdapterSourceBusy, AdapterSourceError
 from tests.adapters.adapter_hosts import Host, answer, host, slow
 from tests.adapters.hosted_service import CONTENT, failure
@@ -103,7 +102,7 @@ def test_a_sweep_removes_what_dead_programs_left_and_spares_what_is_being_writte
     done.discard()
     writing.start(10)
     code = (
-        "import os, sys, pathlib; from kestrel.adapters.sources.cache_folder import CacheFolder, PartialFile\n"
+        "import os, sys, pathlib; from kestrel.adapters.sources.disk_cache import CacheFolder, PartialFile\n"
         "partial = PartialFile(CacheFolder(pathlib.Path(sys.argv[1]))); partial.start(100); os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
@@ -135,7 +134,7 @@ def test_a_sweep_with_a_smaller_bound_makes_room(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kestrel.adapters.sources.cache_folder.MIN_FREE_BYTES", 2**62)
+    monkeypatch.setattr("kestrel.adapters.sources.disk_cache.MIN_FREE_BYTES", 2**62)
     partial = PartialFile(CacheFolder(tmp_path))
     with pytest.raises(NoRoom, match="the disk is full"):
         partial.start(1000)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kestrel.adapters.flights import Flights
+from kestrel.adapters.single_flight import SingleFlight
 from kestrel.errors import EngineStopped
 
 
@@ -30,7 +30,7 @@ class Work:
         return number
 
 
-async def waiting(flights: Flights[int], work: Work, num: int) -> list[asyncio.Task[int]]:
+async def waiting(flights: SingleFlight[int], work: Work, num: int) -> list[asyncio.Task[int]]:
     tasks = [asyncio.create_task(flights.join("key", work)) for _ in range(num)]
     for _ in range(3):
         await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def waiting(flights: Flights[int], work: Work, num: int) -> list[asyncio.T
 
 
 async def test_callers_at_the_same_time_share_one_run_and_later_ones_start_another() -> None:
-    flights, work = Flights[int](), Work()
+    flights, work = SingleFlight[int](), Work()
     tasks = await waiting(flights, work, 5)
     work.may_end.set()
     assert await asyncio.gather(*tasks) == [1] * 5
@@ -46,7 +46,7 @@ async def test_callers_at_the_same_time_share_one_run_and_later_ones_start_anoth
 
 
 async def test_one_caller_who_leaves_does_not_disturb_the_others() -> None:
-    flights, work = Flights[int](), Work()
+    flights, work = SingleFlight[int](), Work()
     first, second = await waiting(flights, work, 2)
     first.cancel()
     await asyncio.wait([first])
@@ -56,7 +56,7 @@ async def test_one_caller_who_leaves_does_not_disturb_the_others() -> None:
 
 
 async def test_the_work_ends_when_the_last_caller_leaves_and_the_next_one_starts_anew() -> None:
-    flights, work = Flights[int](), Work()
+    flights, work = SingleFlight[int](), Work()
     for task in await waiting(flights, work, 3):
         task.cancel()
     await asyncio.sleep(0)
@@ -67,7 +67,7 @@ async def test_the_work_ends_when_the_last_caller_leaves_and_the_next_one_starts
 
 
 async def test_a_failure_reaches_all_who_waited_and_nobody_after_them() -> None:
-    flights, work = Flights[int](), Work()
+    flights, work = SingleFlight[int](), Work()
     work.error = ValueError("no")
     tasks = await waiting(flights, work, 3)
     work.may_end.set()
@@ -77,7 +77,7 @@ async def test_a_failure_reaches_all_who_waited_and_nobody_after_them() -> None:
 
 
 async def test_closing_ends_the_work_and_says_so() -> None:
-    flights, work = Flights[int](), Work()
+    flights, work = SingleFlight[int](), Work()
     (task,) = await waiting(flights, work, 1)
     await flights.close()
     with pytest.raises(EngineStopped, match="shut down"):

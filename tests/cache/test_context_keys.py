@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel.cache.keys import common_length, context_keys, count_positions, page_aligned_cut, pages_for
+from kestrel.cache.nodes import common_length, context_keys, count_positions, page_aligned_cut, pages_for
 from kestrel.cache.pages import CacheMisuse
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, num_positions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kestrel.cache.eviction import EvictionOrder
+from kestrel.cache.radix import EvictionOrder
 
 
 def test_the_oldest_is_the_one_added_first() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kestrel.cli import serving
-from kestrel.config import RuntimeConfig
-from kestrel.environment import flag_names
+from kestrel.config import RuntimeConfig, flag_names
 from kestrel.server.config import ServerConfig
 from tests.cli.conftest import Kestrel
 

@@ -12,8 +12,7 @@ import typer
 
 from kestrel.cli.config_flags import flag_parameters, takes_config, with_flags
 from kestrel.cli.verbs import VERBS
-from kestrel.config import RuntimeConfig
-from kestrel.environment import environment_names, flag_names
+from kestrel.config import RuntimeConfig, environment_names, flag_names
 
 from .conftest import MD3, Kestrel
 

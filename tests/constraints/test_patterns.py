@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kestrel.constraints.limits import MAX_PLACES_MET
+from kestrel.constraints.cost_limits import MAX_PLACES_MET
 from kestrel.constraints.patterns import matched, searched
 
 Expression = tuple[Any, ...]

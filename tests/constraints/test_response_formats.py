@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kestrel.constraints import ResponseFormat, response_format
-from kestrel.constraints.limits import MAX_DEPTH, check_schema
+from kestrel.constraints.cost_limits import MAX_DEPTH, SchemaTree, check_schema
 from kestrel.constraints.patterns import matched
-from kestrel.constraints.schemas import SchemaTree
 from kestrel.errors import RequestError
 from tests.constraints.json_walks import compiler, walk
 

@@ -20,8 +20,8 @@ from kestrel.constraints import compiler as compiling
 from kestrel.constraints import trials as trying
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.constraints.formats import ResponseFormat
+from kestrel.constraints.matchers import without_control_names
 from kestrel.constraints.trials import MEMORY_BYTES, Trials
-from kestrel.constraints.vocabulary import without_control_names
 from kestrel.errors import CapacityError, RequestError
 from tests.constraints.json_walks import EOS, SCHEMAS, allowed_ids, tokenizer, walk
 from tests.processes import children, eventually, has_ended

@@ -11,8 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kestrel.config import RuntimeConfig
-from kestrel.environment import environment_names
+from kestrel.config import RuntimeConfig, environment_names
 from kestrel.integrations.inference_protocol import BOOL, INPUTS, SKILLS
 from kestrel.integrations.triton_server import DRAIN_S
 

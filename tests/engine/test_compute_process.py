@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel.adapters import crossing
+from kestrel.adapters import shared_memory
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
@@ -68,7 +68,7 @@ async def test_what_is_asked_here_and_there_is_answered_alike(
     apart: Apart, make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters, log-probabilities, seeds, formats, a picture in slices beside a stream, and a second question."""
-    monkeypatch.setattr(crossing, "MIN_BLOCK_BYTES", 1)
+    monkeypatch.setattr(shared_memory, "MIN_BLOCK_BYTES", 1)
     write_adapters(tmp_path, "md3", 1)
     options = {"model_path": coarse_folder("md3"), "adapter_dir": tmp_path, "streaming_prefill_tokens": 128}
     here = await make_engine("md3", **options)

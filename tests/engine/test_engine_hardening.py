@@ -15,7 +15,7 @@ from PIL import Image
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.engine.images import PicturePool
+from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, KestrelError, NumericalError, QueueFull, RequestCancelled, RequestError
 from kestrel.grammar import END, Edge, Grammar, State, free_text
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kestrel.config import RuntimeConfig
-from kestrel.engine import images
-from kestrel.engine.images import PicturePool
+from kestrel.engine import pools
+from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled, RequestError
 from kestrel.images import decode
 from kestrel.images.decode import OpenedImage, find_or_open
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams
@@ -50,7 +50,7 @@ class SlowDecoding:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowDecoding:
     slow = SlowDecoding()
-    monkeypatch.setattr(images, "decode_opened", slow)
+    monkeypatch.setattr(pools, "decode_opened", slow)
     monkeypatch.setattr(decode, "LARGE_PIXELS", 1000)
     return slow
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kestrel.engine import InferenceEngine
-from kestrel.engine.refinement import RefinedSegment
+from kestrel.engine.intake import RefinedSegment
 from kestrel.errors import CheckpointError
 from kestrel.images.rgb import RgbImage
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs

@@ -17,8 +17,8 @@ from kestrel.config import RuntimeConfig
 from kestrel.constraints import compiler
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.constraints.formats import ResponseFormat
-from kestrel.engine import InferenceEngine, compiling
-from kestrel.engine.compiling import FormatThreads
+from kestrel.engine import InferenceEngine, pools
+from kestrel.engine.pools import FormatThreads
 from kestrel.errors import CapacityError, EngineStopped, QueueFull, RequestCancelled, RequestError
 from tests.constraints.json_walks import SCHEMAS, assert_valid
 from tests.engine.conftest import GOLDENS, MakeEngine
@@ -242,7 +242,7 @@ async def test_skills_that_write_no_free_text_refuse_a_format() -> None:
 
 
 async def test_formats_wait_for_each_other_in_a_queue_that_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "MAX_WAITING", 6)
+    monkeypatch.setattr(pools, "MAX_WAITING", 6)
     threads, may_go_on = FormatThreads(None), threading.Event()
     waiting = [asyncio.create_task(threads.run(False, may_go_on.wait, 20)) for _ in range(6)]
     await asyncio.sleep(0.05)

@@ -9,7 +9,7 @@ import pytest
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.engine import InferenceEngine
-from kestrel.engine.warm_up import FIELDS, TENANT, warm_up
+from kestrel.engine.api import WARM_UP_FIELDS, WARM_UP_TENANT, warm_up
 
 
 async def test_every_skill_runs_once_for_a_tenant_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,14 +18,14 @@ async def test_every_skill_runs_once_for_a_tenant_of_its_own(monkeypatch: pytest
         run = engine.run
 
         async def noted(skill: str, **fields: Any) -> Any:
-            assert fields["tenant"] == TENANT
+            assert fields["tenant"] == WARM_UP_TENANT
             result = await run(skill, **fields)
             answered.append(result.skill)
             return result
 
         monkeypatch.setattr(engine, "run", noted)
         assert await warm_up(engine) > 0
-    assert answered == list(FIELDS)
+    assert answered == list(WARM_UP_FIELDS)
 
 
 async def test_the_vocabulary_for_formats_is_read_before_anybody_asks_for_one() -> None:

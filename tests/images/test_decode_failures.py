@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from kestrel.errors import RequestError
-from kestrel.images import pillow
+from kestrel.images import encoded
 from kestrel.images.decode import ImageLimits, decode_image
 
 from .pictures import FORMATS, ROOMY, encode, pattern
@@ -164,7 +164,7 @@ def test_the_size_error_of_pillow_becomes_a_request_error(monkeypatch: pytest.Mo
 
 
 def test_a_file_in_countless_pieces_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pillow, "MAX_READS", 1000)
+    monkeypatch.setattr(encoded, "MAX_READS", 1000)
     data = encode(PICTURE, "PNG")
     assert decode_image(data, ROOMY).height == 40
     start = data.index(b"IDAT") - 4

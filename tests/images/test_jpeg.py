@@ -11,7 +11,7 @@ from PIL import Image
 
 from kestrel.errors import RequestError
 from kestrel.images.decode import decode_image
-from kestrel.images.jpeg import jpeg_pixels
+from kestrel.images.encoded import jpeg_pixels
 from tests.images.pictures import ROOMY, encode, pattern
 
 WRITTEN: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import warnings
 import pytest
 from PIL import Image
 
-from kestrel.images.quiet import PillowQuiet, silence_libtiff
+from kestrel.images.encoded import PillowQuiet, silence_libtiff
 
 
 def _warn_as(module: str) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.images.decode import FEW_BYTES, ImageLimits, decode_image, known_images
-from kestrel.images.recent import RecentPictures
+from kestrel.images.decode import FEW_BYTES, ImageLimits, RecentPictures, decode_image, known_images
 from kestrel.images.rgb import RgbImage
 
 from .pictures import ROOMY, encode, pattern

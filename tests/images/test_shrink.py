@@ -9,11 +9,10 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from kestrel.images import canvas, shrink
-from kestrel.images.canvas import Canvas
+from kestrel.images import rgb, shrink
 from kestrel.images.crops import cut_crops, make_crops, shrunk_tensors
 from kestrel.images.decode import decode_image, decode_opened, find_or_open
-from kestrel.images.rgb import RgbImage
+from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import plan_tiling
 
@@ -25,7 +24,7 @@ FORM = PictureForm(MOONDREAM)
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that pictures of a test are cut into dozens."""
-    for module in (canvas, shrink):
+    for module in (rgb, shrink):
         monkeypatch.setattr(module, "PART_PIXELS", 10_000)
 
 

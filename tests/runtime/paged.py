@@ -17,8 +17,7 @@ from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.prompt_outputs import PromptOutputs
-from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate
+from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.fixed_decode import FixedDecode
@@ -73,7 +72,7 @@ class Case:
     sampling: SamplingParams | None = None
     prompt_outputs: PromptOutputs | None = None
     adapter: AdapterUse | None = None
-    is_read_along: bool = False
+    is_streaming: bool = False
 
     def request(self) -> GenerationRequest:
         return GenerationRequest(
@@ -85,7 +84,7 @@ class Case:
             images={digest: RgbImage(pixels, digest) for digest, pixels in self.images.items()},
             prompt_outputs=self.prompt_outputs,
             adapter=self.adapter,
-            is_read_along=self.is_read_along,
+            is_streaming=self.is_streaming,
         )
 
 

@@ -91,7 +91,7 @@ def test_pictures_in_slices_while_others_are_read_along(family: str, steps_in_fl
     g = coarse(family)
     cases = [*all_skills(g, "a", "small")[-1:], *all_skills(g, "b", "multi")[:2], *all_skills(g, "c", "small")[3:5]]
     engine = paged(g.model, streaming_prefill_tokens=POSITIONS_PER_CROP, steps_in_flight=steps_in_flight)
-    assert engine.run(*(replace(case, is_read_along=True) for case in cases)) == dense(g, cases)
+    assert engine.run(*(replace(case, is_streaming=True) for case in cases)) == dense(g, cases)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.images.canvas import Canvas
-from kestrel.images.rgb import RgbImage
+from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import PreparedImage
 from kestrel.moondream.runtime import MoondreamDecoder

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from kestrel.errors import NumericalError
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
-from kestrel.request import FinishReason, StreamUpdate
+from kestrel.request import FinishReason, PromptOutputs, PromptReport, StreamUpdate
 from kestrel.runtime import prompt_scoring
 from kestrel.sampling_params import SamplingParams
 from kestrel.tokens import TextToken, num_positions

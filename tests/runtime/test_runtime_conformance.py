@@ -12,8 +12,7 @@ import torch
 from kestrel.errors import NumericalError
 from kestrel.grammar import free_text
 from kestrel.moondream.lora import adapter_shape
-from kestrel.prompt_outputs import PromptOutputs
-from kestrel.request import FinishReason
+from kestrel.request import FinishReason, PromptOutputs
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import (
     AdapterLoad,

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from kestrel.cache import CacheManager
 from kestrel.grammar import END, Grammar, free_text
-from kestrel.prompt_outputs import PromptOutputs, PromptReport
 from kestrel.request import (
     AdapterUse,
     FinishReason,
     GenerationRequest,
+    PromptOutputs,
+    PromptReport,
     SkillOutput,
     StreamDelta,
     StreamUpdate,
@@ -91,7 +92,7 @@ def request(
     client: str | None = None,
     adapter: str | None = None,
     prompt_outputs: PromptOutputs | None = None,
-    is_read_along: bool = False,
+    is_streaming: bool = False,
     **options: object,
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -105,7 +106,7 @@ def request(
         client=client,
         adapter=None if adapter is None else AdapterUse(adapter, adapter, None),
         prompt_outputs=prompt_outputs,
-        is_read_along=is_read_along,
+        is_streaming=is_streaming,
     )
 
 

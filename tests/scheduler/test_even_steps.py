@@ -33,8 +33,8 @@ def watched(steady: int, max_prefill_tokens: int = 4096) -> tuple[GenerationSche
     return scheduler, plans
 
 
-def start_reader(scheduler: GenerationScheduler, is_read_along: bool = True) -> None:
-    scheduler.add(request("reader", text(3, 4), max_new_tokens=60, is_read_along=is_read_along))
+def start_reader(scheduler: GenerationScheduler, is_streaming: bool = True) -> None:
+    scheduler.add(request("reader", text(3, 4), max_new_tokens=60, is_streaming=is_streaming))
     for _ in range(3):
         scheduler.step()
 
@@ -58,10 +58,10 @@ def test_a_picture_comes_in_slices_of_the_budget_and_is_prefilled_after_the_last
     assert plans.index(with_picture) == plans.index(sliced[-1]) + 1
 
 
-@pytest.mark.parametrize(("steady", "is_read_along"), [(TWO_CROPS, False), (0, True)])
-def test_nobody_who_reads_along_or_no_budget_for_it_means_whole_pictures(steady: int, is_read_along: bool) -> None:
+@pytest.mark.parametrize(("steady", "is_streaming"), [(TWO_CROPS, False), (0, True)])
+def test_nobody_who_reads_along_or_no_budget_for_it_means_whole_pictures(steady: int, is_streaming: bool) -> None:
     scheduler, plans = watched(steady)
-    start_reader(scheduler, is_read_along)
+    start_reader(scheduler, is_streaming)
     scheduler.add(request("guest", PROMPT, max_new_tokens=4))
     check_answers(scheduler)
     assert not any(plan.picture_slices for plan in plans)
@@ -186,7 +186,7 @@ def test_where_pictures_are_paced_no_step_encodes_a_whole_one_even_if_nobody_rea
 
 def test_where_pictures_are_paced_readers_have_twice_as_much_time_as_pictures_beside_them() -> None:
     paced = PacedRun()
-    paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=200, is_read_along=True))
+    paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=200, is_streaming=True))
     paced.scheduler.step()
     paced.scheduler.add(request("guest", PROMPT, max_new_tokens=4))
     answers = run(paced.scheduler)
@@ -200,7 +200,7 @@ def test_where_pictures_are_paced_readers_have_twice_as_much_time_as_pictures_be
 
 def test_where_pictures_are_paced_their_prefill_counts_too() -> None:
     paced = PacedRun()
-    paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=800, is_read_along=True))
+    paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=800, is_streaming=True))
     paced.scheduler.step()
     for number in range(3):
         paced.scheduler.add(request(f"guest{number}", [image(f"far{number}", 12), *text(1, 2)], max_new_tokens=1))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kestrel.scheduler import GenerationScheduler
-from kestrel.scheduler.slot_waiters import PATIENCE_S
+from kestrel.scheduler.queues import PATIENCE_S
 from tests.scheduler.harness import make, request, run, text
 
 ENDLESS = 1000

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
 from kestrel.grammar import free_text
-from kestrel.prompt_outputs import PromptOutputs, PromptReport, ScoredToken
-from kestrel.request import FinishReason
+from kestrel.request import FinishReason, PromptOutputs, PromptReport, ScoredToken
 from kestrel.scheduler.sequence import Stage
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, num_positions
 from tests.scheduler.harness import Recorder, by_hand, context_items, image, make, request, run, text, tokens_of

@@ -46,8 +46,8 @@ class Traffic:
 
     def do(self, action: tuple) -> None:
         match action:
-            case ("add", context, max_new, priority, adapter, is_read_along, client):
-                options = {"priority": priority, "adapter": adapter, "is_read_along": is_read_along, "client": client}
+            case ("add", context, max_new, priority, adapter, is_streaming, client):
+                options = {"priority": priority, "adapter": adapter, "is_streaming": is_streaming, "client": client}
                 self._add(context_items(context), max_new, options)
             case ("cancel", index):
                 self.scheduler.cancel(f"r{index}")

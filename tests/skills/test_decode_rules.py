@@ -16,7 +16,7 @@ from kestrel.skills.decode_rules import (
     segment_rules,
     text_rules,
 )
-from kestrel.skills.reasoning import ReasoningState
+from kestrel.skills.states import ReasoningState
 from kestrel.tokens import CoordToken, SizeToken, TextToken
 
 from .machine import Decoder, feed, in_order

@@ -8,9 +8,8 @@ from kestrel.errors import RequestError
 from kestrel.sampling_params import SamplingParams
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.checks import boolean, text
-from kestrel.skills.fields import SETTINGS, FieldTable, random_seed
-from kestrel.skills.spatial import spatial_refs
+from kestrel.skills.fields import SETTINGS, FieldTable, boolean, random_seed, text
+from kestrel.skills.layout import spatial_refs
 
 TABLE = FieldTable("query", {"question": text, "reasoning": boolean, "spatial_refs": spatial_refs})
 OBJECTS = FieldTable("point", {"object": text}, bound="max_objects", other_names={"max_points": "max_objects"})

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kestrel.grammar import State
+from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, Prompt, SkillRegistry
-from kestrel.skills.defaults import default_registry
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
 from .machine import Choose, Decoder, feed, in_order

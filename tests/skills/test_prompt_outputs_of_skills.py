@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from kestrel.errors import NumericalError, RequestError
-from kestrel.prompt_outputs import PromptOutputs, PromptReport, ScoredToken
-from kestrel.request import FinishReason
+from kestrel.request import FinishReason, PromptOutputs, PromptReport, ScoredToken
+from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.defaults import default_registry
 from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ImageSpan, TextToken, text_tokens
 

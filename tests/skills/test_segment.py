@@ -9,8 +9,16 @@ import pytest
 
 from kestrel.sampling_params import SamplingParams
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.segment import SegmentRequest, SegmentState, outline_box, points_of
-from kestrel.skills.svg import PathSyntaxError, parse_path, path_text, scaled
+from kestrel.skills.segment import (
+    PathSyntaxError,
+    SegmentRequest,
+    SegmentState,
+    outline_box,
+    parse_path,
+    path_text,
+    points_of,
+    scaled,
+)
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 from .machine import feed

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kestrel.errors import RequestError
+from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillSpec
-from kestrel.skills.defaults import default_registry
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, text_tokens
 
 IMAGE = b"picture"

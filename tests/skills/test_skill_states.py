@@ -12,8 +12,7 @@ from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.complete import CompleteState
 from kestrel.skills.detect import DetectState
 from kestrel.skills.point import PointState
-from kestrel.skills.reasoning import ReasoningState
-from kestrel.skills.text_state import TextState
+from kestrel.skills.states import ReasoningState, TextState
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 from .machine import feed

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.skills.base import Tokenizer
-from kestrel.skills.stop_strings import StoppingTextStream
-from kestrel.skills.text_stream import TextStream
+from kestrel.skills.text_stream import StoppingTextStream, TextStream
 
 from .model_profiles import golden_tokenizer
 

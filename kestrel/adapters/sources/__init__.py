@@ -1,14 +1,19 @@
 """Where adapters come from: a folder, the hosted service, any web server, or several of them in order."""
 
-from kestrel.adapters.sources.chain import SourceChain
-from kestrel.adapters.sources.configured import configured_sources
+from kestrel.adapters.sources.configured import (
+    API_KEY_VARIABLE,
+    SourceChain,
+    configured_sources,
+    given_key,
+    has_adapter_source,
+)
 from kestrel.adapters.sources.downloads import DownloadLimits
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.adapters.sources.hosted import HostedSource
+from kestrel.adapters.sources.remote import HostedSource, UrlTemplateSource
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, AdapterSource
-from kestrel.adapters.sources.url_template import UrlTemplateSource
 
 __all__ = [
+    "API_KEY_VARIABLE",
     "AdapterCopy",
     "AdapterListing",
     "AdapterSource",
@@ -18,4 +23,6 @@ __all__ = [
     "SourceChain",
     "UrlTemplateSource",
     "configured_sources",
+    "given_key",
+    "has_adapter_source",
 ]

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from kestrel.adapters.sources.cache_folder import NoRoom, PartialFile
+from kestrel.adapters.sources.disk_cache import NoRoom, PartialFile
 from kestrel.errors import (
     AdapterGone,
     AdapterNotFound,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kestrel.adapters.flights import Flights
-from kestrel.adapters.ids import AdapterId
+from kestrel.adapters.adapter import AdapterId
+from kestrel.adapters.single_flight import SingleFlight
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, FileStamp, stamped_copy
 from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable, ConfigError
 from kestrel.threads import Threads
@@ -40,7 +40,7 @@ class FolderSource:
             raise ConfigError("adapter_dir", f"{folder} is not a folder; create it, or leave adapter_dir out")
         self._folder = folder.resolve()
         self._known: dict[AdapterId, _Hashed] = {}
-        self._hashing: Flights[AdapterCopy] = Flights()
+        self._hashing: SingleFlight[AdapterCopy] = SingleFlight()
         self._threads = Threads("adapter-folder", _THREADS)
 
     async def stored(self, adapter_id: AdapterId) -> AdapterCopy | None:

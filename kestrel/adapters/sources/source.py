@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kestrel.adapters.ids import AdapterId
+from kestrel.adapters.adapter import AdapterId
 
 _CHUNK_BYTES = 2**20
 

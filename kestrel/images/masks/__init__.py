@@ -3,10 +3,9 @@
 Path coordinates are relative to a bounding box (0..1 inside it); boxes are relative to the picture.
 """
 
-from kestrel.images.masks.bbox import BOX_FIELDS, box_values
 from kestrel.images.masks.cleaning import clean_mask
-from kestrel.images.masks.mask import Mask
-from kestrel.images.masks.raster import rasterise_path
+from kestrel.images.masks.drawing import rasterise_path
+from kestrel.images.masks.geometry import BOX_FIELDS, Mask, box_values
 from kestrel.images.masks.tracing import trace_mask
 
 __all__ = ["BOX_FIELDS", "Mask", "box_values", "clean_mask", "rasterise_path", "trace_mask"]

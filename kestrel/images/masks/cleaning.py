@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel.images.masks.mask import Mask, check_mask
+from kestrel.images.masks.geometry import Mask, check_mask
 
 
 def clean_mask(mask: Mask, min_area_fraction: float = 0.0015, keep_largest: bool = False) -> Mask:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kestrel.adapters.adapter import Adapter
-from kestrel.adapters.crossing import SentAdapter
+from kestrel.adapters.shared_memory import SentAdapter
 from kestrel.images.rgb import RgbImage
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.process.messages import Connection, Refined, RefineOutline, RunStep, StepDone

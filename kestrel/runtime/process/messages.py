@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection as Pipe
 from struct import Struct
 from typing import Any, TypeAlias
 
-from kestrel.adapters.crossing import SentAdapter
+from kestrel.adapters.shared_memory import SentAdapter
 from kestrel.errors import EngineStopped, KestrelError
-from kestrel.images.recent import Picture
 from kestrel.images.rgb import RgbImage
+from kestrel.images.shrink import Picture
 from kestrel.runtime.contract import StepOutput, StepPlan
 from kestrel.runtime.process.packing import Packed, pack, portable, unpack
 

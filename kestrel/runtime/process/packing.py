@@ -15,11 +15,10 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from kestrel.adapters.crossing import SentAdapter, TensorPlace
+from kestrel.adapters.shared_memory import SentAdapter, TensorPlace
 from kestrel.errors import KestrelError
 from kestrel.grammar import Edge, Grammar, State
-from kestrel.prompt_outputs import PromptOutputs, ScoredToken
-from kestrel.request import TokenLogprobs
+from kestrel.request import PromptOutputs, ScoredToken, TokenLogprobs
 from kestrel.runtime.contract import (
     AdapterLoad,
     DecodeRow,

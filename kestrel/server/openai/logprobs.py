@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel.engine.pace import Pace
 from kestrel.errors import RequestError
-from kestrel.prompt_outputs import MAX_LOGPROBS
+from kestrel.sampling_params import MAX_LOGPROBS
 from kestrel.server.state import ServerState
 from kestrel.skills.base import Tokenizer
 from kestrel.skills.text_stream import TextStream
+from kestrel.threads import Pace
 
 Entry = Mapping[str, Any]
 """One token as `kestrel.skills.logprobs` describes it."""

@@ -17,7 +17,7 @@ from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
 from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.checks import any_text, token_ids
+from kestrel.skills.fields import any_text, token_ids
 
 OWNER = "kestrel"
 REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}

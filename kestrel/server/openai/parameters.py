@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, shown
-from kestrel.prompt_outputs import MAX_LOGPROBS
-from kestrel.sampling_params import MAX_SEED
+from kestrel.sampling_params import MAX_LOGPROBS, MAX_SEED
 from kestrel.server.schemas import COMMON_FIELDS, RESPONSE_FORMAT, SETTINGS, Schema, integer
 from kestrel.skills.fields import MAX_TOKENS
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from kestrel.adapters import save_adapter
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.families import load, resolve
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.runtime import MoondreamDecoder

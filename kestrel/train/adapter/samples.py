@@ -22,9 +22,9 @@ from typing import Any
 
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.images.decode import decode_image
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
-from kestrel.skills.svg import UNITS
+from kestrel.skills.segment import UNITS
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.tasks.example import Apart, Piece, TaskExample
 from kestrel.train.tasks.locating import path_pieces

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from kestrel.errors import ConfigError
 from kestrel.images.masks import Mask, clean_mask, rasterise_path, trace_mask
-from kestrel.images.masks.points import Points
-from kestrel.images.masks.svg_path import path_outlines
+from kestrel.images.masks.drawing import path_outlines
+from kestrel.images.masks.geometry import Points
 
 PATH_UNITS = 960
 MAX_CORNERS = 30

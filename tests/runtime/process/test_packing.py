@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
-from kestrel.adapters.crossing import SentAdapter
+from kestrel.adapters.shared_memory import SentAdapter
 from kestrel.errors import CheckpointError, ConfigError, ContextTooLong, KestrelError, NumericalError, RequestError
 from kestrel.grammar import Carries, Edge, Grammar, State, free_text
 from kestrel.images.rgb import RgbImage
-from kestrel.prompt_outputs import PromptOutputs, ScoredToken
-from kestrel.request import FinishReason, TokenLogprobs
+from kestrel.request import FinishReason, PromptOutputs, ScoredToken, TokenLogprobs
 from kestrel.runtime.contract import (
     AdapterLoad,
     DecodeRow,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.adapters import Adapter, AdapterTarget, LowRankPair, crossing
-from kestrel.adapters.crossing import MemoryBlock, SentAdapter, SharedAdapter, in_shared_memory
+from kestrel.adapters import Adapter, AdapterTarget, LowRankPair, shared_memory
+from kestrel.adapters.shared_memory import MemoryBlock, SentAdapter, SharedAdapter, in_shared_memory
 from kestrel.runtime.contract import AdapterLoad, StepPlan
 from kestrel.runtime.process import Connection
 from kestrel.runtime.process.messages import RunStep
@@ -43,7 +43,7 @@ def crossed(adapter: Adapter) -> Adapter:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_an_adapter_arrives_as_it_was(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossing, "MIN_BLOCK_BYTES", 1 if is_shared else 2**40)
+    monkeypatch.setattr(shared_memory, "MIN_BLOCK_BYTES", 1 if is_shared else 2**40)
     adapter = made(5)
     placed = in_shared_memory(adapter)
     assert isinstance(placed, SharedAdapter) == is_shared
@@ -64,7 +64,7 @@ def test_a_large_adapter_leaves_the_message_of_the_step_small() -> None:
 
 
 def test_blocks_and_their_handles_end_with_their_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossing, "MIN_BLOCK_BYTES", 1)
+    monkeypatch.setattr(shared_memory, "MIN_BLOCK_BYTES", 1)
 
     def num_open() -> int:
         gc.collect()
@@ -81,15 +81,15 @@ def test_blocks_and_their_handles_end_with_their_adapters(monkeypatch: pytest.Mo
 
 
 def test_what_was_mapped_outlives_the_side_that_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossing, "MIN_BLOCK_BYTES", 1)
+    monkeypatch.setattr(shared_memory, "MIN_BLOCK_BYTES", 1)
     found = crossed(in_shared_memory(made(5)))
     gc.collect()
     assert bool(found.targets[AdapterTarget(0, "fc1")].a.isfinite().all())
 
 
 def test_handles_are_few_whatever_the_number_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossing, "MIN_BLOCK_BYTES", 1)
-    monkeypatch.setattr(crossing, "MAX_BLOCKS", len(MemoryBlock._living) + 2)
+    monkeypatch.setattr(shared_memory, "MIN_BLOCK_BYTES", 1)
+    monkeypatch.setattr(shared_memory, "MAX_BLOCKS", len(MemoryBlock._living) + 2)
     kept = [in_shared_memory(made(5)) for _ in range(4)]
     assert [isinstance(one, SharedAdapter) for one in kept] == [True, True, False, False]
     assert crossed(kept[3]).rank == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from kestrel.images.limits import ImageLimits
+from kestrel.images.encoded import ImageLimits
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
 from kestrel.train.adapter.samples import PictureFolder
 

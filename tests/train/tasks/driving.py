@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from kestrel.request import FinishReason
-from kestrel.skills.recording import token_id
+from kestrel.skills.states import token_id
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken
 from kestrel.train.scenes.truth import Scene, SceneObject
 from kestrel.train.tasks.example import TaskExample, encode

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kestrel.skills.svg import parse_path
+from kestrel.skills.segment import parse_path
 from kestrel.train.scenes.atlas import SpriteAtlas
 from kestrel.train.scenes.catalogue import NUM_SPRITE_KINDS, WORD
 from kestrel.train.tasks.locating import path_pieces

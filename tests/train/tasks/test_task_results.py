@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel.skills.svg import parse_path
+from kestrel.skills.segment import parse_path
 from kestrel.train.scenes.truth import Scene, SceneObject
 from kestrel.train.tasks.refusals import REFUSAL
 from kestrel.train.tasks.view import reading_key

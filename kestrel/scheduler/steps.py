@@ -1,16 +1,23 @@
-"""What the next step does: one token for every running sequence, then prefill within the token budget.
+"""What the next step does, and the steps in flight: launched, results not seen yet.
 
-While someone reads an answer along, the budget is smaller, and pictures are encoded in slices before they are
-prefilled: a step then takes about as long as the one before it. Where a picture takes seconds, it comes in slices at
-all times, and readers have as much time for themselves as pictures take beside them.
+A step is one token for every running sequence, then prefill within the token budget. While an answer is streamed, the
+budget is smaller and pictures are encoded in slices before they are prefilled, so that a step takes about as long as
+the one before it. Where a picture takes seconds, it always comes in slices, and streams get more time for themselves
+than pictures take beside them.
+
+Invariants of the steps in flight:
+P1  Steps are collected in the order they were launched, each exactly once.
+P2  While a step is planned, at most `depth` launched steps are uncollected.
+P3  A sequence's row and pages are kept until no uncollected step names it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic
 
 from kestrel.errors import OutOfPages
 from kestrel.runtime.contract import (
@@ -23,10 +30,21 @@ from kestrel.runtime.contract import (
     RowStart,
     RuntimeLimits,
     StepPlan,
+    StepT,
 )
-from kestrel.scheduler.pipeline import PlannedWork
 from kestrel.scheduler.sequence import Sequence, Stage
 from kestrel.tokens import ImageSpan
+
+
+@dataclass(slots=True)
+class PlannedWork:
+    """What one step does for one sequence."""
+
+    sequence: Sequence
+    end_position: int
+    samples: bool
+    publishes: bool
+    """The prompt, or an image span of it, is complete after this step and can be shared."""
 
 
 @dataclass(slots=True)
@@ -40,8 +58,7 @@ class PlannedStep:
 
 
 REST_PER_WORK = 2.0
-"""Pictures take a third of the time at most while someone reads along: a batch of other people's rows makes a stream
-slower already."""
+"""Pictures take a third of the time at most while an answer is streamed: the rows of others slow a stream already."""
 NO_PICTURES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -75,11 +92,11 @@ class StepPlanner:
                 self._plan_decode(step, sequence)
         limits = self._limits
         slice_tokens = limits.streaming_prefill_tokens
-        is_read_along = slice_tokens > 0 and any(s.is_read_along for s in running)
-        in_slices = is_read_along or (slice_tokens > 0 and limits.paces_pictures)
-        step.slice_budget = self._slice_budget(is_read_along and bool(step.plan.decode))
+        is_streaming = slice_tokens > 0 and any(s.is_streaming for s in running)
+        in_slices = is_streaming or (slice_tokens > 0 and limits.paces_pictures)
+        step.slice_budget = self._slice_budget(is_streaming and bool(step.plan.decode))
         budget = limits.max_prefill_tokens
-        if is_read_along:
+        if is_streaming:
             budget = min(budget, slice_tokens)
         for sequence in running:
             if sequence.stage is Stage.PREFILL and budget > 0:
@@ -88,11 +105,11 @@ class StepPlanner:
         self._pictures_at_s = self._clock() if is_timed else None
         return step
 
-    def _slice_budget(self, someone_reads: bool) -> int:
-        """0 for `REST_PER_WORK` times as long as the last work for pictures took, where someone reads along."""
+    def _slice_budget(self, streams_beside: bool) -> int:
+        """0 for `REST_PER_WORK` times as long as the last work for pictures took, while an answer is streamed."""
         if not self._limits.paces_pictures:
             return self._limits.max_prefill_tokens
-        if not someone_reads:
+        if not streams_beside:
             return self._limits.streaming_prefill_tokens
         return 0 if self._clock() < self._next_slice_at_s else POSITIONS_PER_CROP
 
@@ -215,3 +232,44 @@ def reserve_next_token(sequence: Sequence) -> bool:
     except OutOfPages:
         return False
     return True
+
+
+# ---------------------------------------------------------------------- steps in flight
+
+
+@dataclass(slots=True)
+class LaunchedStep(Generic[StepT]):
+    step: StepT
+    work: dict[int, PlannedWork]  # by row
+
+
+class Pipeline(Generic[StepT]):
+    def __init__(self, depth: int, launch_waits: bool) -> None:
+        self._depth = depth
+        self._launch_waits = launch_waits
+        self._launched: deque[LaunchedStep[StepT]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Results are ready when launch returns; commit before planning the next step."""
+        return self._depth == 0 and self._launch_waits
+
+    @property
+    def is_over_depth(self) -> bool:
+        return len(self._launched) > self._depth
+
+    def push(self, launched: LaunchedStep[StepT]) -> None:
+        for work in launched.work.values():
+            work.sequence.num_in_flight += 1
+            work.sequence.num_sampling += work.samples
+        self._launched.append(launched)
+
+    def pop(self) -> LaunchedStep[StepT]:
+        launched = self._launched.popleft()
+        for work in launched.work.values():
+            work.sequence.num_in_flight -= 1
+            work.sequence.num_sampling -= work.samples
+        return launched

@@ -18,8 +18,8 @@ class _Flight(Generic[Value]):
     num_waiting: int = 0
 
 
-class Flights(Generic[Value]):
-    """One task per key. For one event loop."""
+class SingleFlight(Generic[Value]):
+    """One task per key, for one event loop."""
 
     def __init__(self) -> None:
         self._flights: dict[str, _Flight[Value]] = {}

@@ -1,7 +1,10 @@
-"""Decoding pictures in pools, so that neither the event loop nor the accelerator's thread waits for it.
+"""Slow work for requests in thread pools, so that neither the event loop nor the worker waits for it.
 
-Small pictures never wait behind large ones, which have threads of their own. What decoding takes is reckoned from a
-picture's header and counted before it begins. What is kept of a picture afterwards is what the model needs of it.
+Pictures: small ones never wait behind large ones, which have threads of their own. What decoding takes is reckoned from
+a picture's header and counted before it begins. What is kept of a picture afterwards is what the model needs of it.
+
+Answer formats: a few threads compile, each behind a trial that bounds its time. One more serves the formats that are
+compiled already, so that these never wait behind one that is not.
 """
 
 from __future__ import annotations
@@ -11,15 +14,16 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import EngineStopped, QueueFull, RequestError
-from kestrel.images.decode import OpenedImage, decode_opened, find_or_open, known_images
-from kestrel.images.limits import ImageLimits
-from kestrel.images.recent import Picture, RecentPictures
-from kestrel.images.shrink import PictureForm
+from kestrel.images.decode import OpenedImage, RecentPictures, decode_opened, find_or_open, known_images
+from kestrel.images.encoded import ImageLimits
+from kestrel.images.shrink import Picture, PictureForm
+from kestrel.skills.base import ConstraintSource
 from kestrel.threads import Threads
 
 T = TypeVar("T")
@@ -161,3 +165,78 @@ class PicturePool:
         self._is_closed = True
         self._threads.close()
         self._large.close()
+
+
+# ---------------------------------------------------------------------- answer formats
+
+NUM_COMPILING = 2
+"""A format that takes all of its time holds up no other as long as it is alone."""
+MAX_WAITING = 64
+"""Requests with formats that are not compiled yet. What they wait is not counted against what their own may take."""
+STACK_BYTES = 64 * 2**20
+"""The compiler calls itself once for every level of a schema; a thread's usual stack holds some hundred of them."""
+
+
+class FormatThreads:
+    """Where requests with an answer format are laid out."""
+
+    def __init__(self, constraints: ConstraintSource | None) -> None:
+        self._constraints = constraints
+        self._compiling = DeepThreads("compile", NUM_COMPILING)
+        self._starting = DeepThreads("formats", 1)
+        self._num_waiting = 0
+
+    async def prepare(self) -> None:
+        """What every format needs, so that the first one finds it ready."""
+        if self._constraints is not None:
+            await self._starting.run(self._constraints.prepare)
+
+    async def run(self, is_kept: bool, function: Callable[..., T], *arguments: Any) -> T:
+        """`is_kept`: the format is compiled already. Should it be given up meanwhile, this compiles it as well."""
+        if is_kept:
+            return await self._starting.run(function, *arguments)
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFull(f"{self._num_waiting} answer formats are waiting to be compiled; retry later")
+        self._num_waiting += 1
+        try:
+            return await self._compiling.run(function, *arguments)
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Nothing that was begun holds up the end of the process: trials are killed."""
+        self._compiling.close()
+        self._starting.close()
+        if self._constraints is not None:
+            self._constraints.close()
+
+
+class DeepThreads:
+    """Threads with deep stacks, started on first use."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self._name = name
+        self._number = number
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """A cancelled caller leaves immediately; what was begun ends by itself."""
+        if self._pool is None:
+            self._pool = self._started()
+        return await asyncio.wrap_future(self._pool.submit(function, *arguments))
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _started(self) -> ThreadPoolExecutor:
+        """Threads take the stack size that is set while they start, so all of them start here."""
+        pool = ThreadPoolExecutor(self._number, thread_name_prefix=f"kestrel-{self._name}")
+        all_started = threading.Barrier(self._number)
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for _ in range(self._number):
+                pool.submit(all_started.wait)
+        finally:
+            threading.stack_size(before)
+        return pool
