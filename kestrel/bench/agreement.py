@@ -21,7 +21,7 @@ from typing import Any
 
 from kestrel.bench.charts import draw_chart
 from kestrel.bench.engine import load_model
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.families import ready_from

@@ -43,8 +43,8 @@ import numpy as np
 from PIL import Image
 
 from kestrel.bench.http_memory import resident_mib
-from kestrel.bench.http_sides import plain
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.http_overhead import plain
+from kestrel.bench.results import append_row, environment, machine_load
 
 Sizes: TypeAlias = tuple[float, float]
 """MiB of the server's process and of the process that computes."""

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.results import append_row, environment, machine_load
 from kestrel.bench.workloads import QUESTION
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine

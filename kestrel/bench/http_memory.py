@@ -25,8 +25,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from kestrel.bench.http_sides import HttpServer, plain
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.http_overhead import HttpServer, plain
+from kestrel.bench.results import append_row, environment, machine_load
 
 NUM_CLIENTS = 8
 NUM_KNOWN = 6

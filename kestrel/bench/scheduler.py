@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, environment
 from kestrel.cache import CacheManager
 from kestrel.grammar import free_text
 from kestrel.prompt_outputs import PromptReport

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from PIL import Image
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 

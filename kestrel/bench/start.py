@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kestrel.bench.charts import draw_chart
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.results import append_row, environment, machine_load
 from kestrel.bench.workloads import Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine

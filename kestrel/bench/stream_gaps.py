@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.load import Answered, answer, percentiles
-from kestrel.bench.rows import append_row, environment, machine_load
-from kestrel.bench.workloads import QUESTION, Ask
+from kestrel.bench.results import append_row, environment, machine_load
+from kestrel.bench.workloads import QUESTION, Answered, Ask, answer, percentiles
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.families import ready_from

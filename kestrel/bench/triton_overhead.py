@@ -29,9 +29,17 @@ from typing import Any
 
 import numpy as np
 
-from kestrel.bench.http_sides import MAX_BATCH_SIZE, START_S, DirectEngine, steady
-from kestrel.bench.http_workloads import SKILL, WORKLOADS, Workload, picture
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.http_overhead import (
+    MAX_BATCH_SIZE,
+    SKILL,
+    START_S,
+    WORKLOADS,
+    DirectEngine,
+    Workload,
+    picture,
+    steady,
+)
+from kestrel.bench.results import append_row, environment
 
 ROOT = Path(__file__).parents[2]
 MEASURED = tuple(number for number, workload in enumerate(WORKLOADS) if workload.concurrency == 1)

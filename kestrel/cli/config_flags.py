@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,6 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 
 import typer
 
-from kestrel.cli.environment import variable_of
 from kestrel.config import RuntimeConfig
 from kestrel.environment import environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
@@ -170,3 +170,15 @@ def _value_type(hint: Any) -> Any:
         return hint
     kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
     return Optional[kinds[0] if len(kinds) == 1 else str]  # noqa: UP045 (built at run time)
+
+
+# ---------------------------------------------------------------------- environment
+# Which environment variable a value came from, for messages that refuse it.
+
+
+def variable_of(context: typer.Context, parameter: str, variables: Iterable[str]) -> str | None:
+    """The variable that gave a parameter of a command its value; None when something else did."""
+    source = context.get_parameter_source(parameter)
+    if source is None or source.name != "ENVIRONMENT":
+        return None
+    return next((variable for variable in variables if os.environ.get(variable)), None)

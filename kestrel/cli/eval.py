@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kestrel.bench.rows import environment
+from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stderr_console, stdout_console
-from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import note_default_model, open_engine
-from kestrel.cli.sizes import parse_size
+from kestrel.cli.options import parse_size
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.evals.drawing import open_atlas

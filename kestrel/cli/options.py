@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kestrel.errors import RequestError
+from kestrel.config import RuntimeConfig
+from kestrel.engine.images import PicturePool
+from kestrel.errors import ConfigError, RequestError, shown
+from kestrel.images.rgb import RgbImage
+from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.skills.fields import FieldTable
 from kestrel.skills.spatial import SpatialRef, spatial_refs
 
@@ -142,3 +150,100 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise RequestError("--spatial-ref", f"{text!r} is not x,y or x0,y0,x1,y1 with numbers from 0 to 1") from None
+
+
+# ---------------------------------------------------------------------- pictures
+# Pictures named on the command line.
+
+
+STDIN = "-"
+PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif")
+
+
+def is_file(text: str) -> bool:
+    """Whether a word of the command line names a file; a long question does not."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
+
+
+def looks_like_picture(text: str) -> bool:
+    """Whether a word of the command line is the path of a picture rather than a question, be it there or not."""
+    if text.endswith("?"):
+        return False
+    has_ending = Path(text).suffix.lower() in PICTURE_ENDINGS
+    has_folder = any(separator in text for separator in (os.sep, os.altsep) if separator)
+    has_blanks = any(character.isspace() for character in text)
+    return (has_ending and has_folder) if has_blanks else (has_ending or has_folder)
+
+
+def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
+    """A picture where a question belongs: one that is there, or the path of one that is not."""
+    if is_file(text):
+        raise RequestError(name, f"{text} is a file, not a question; {remedy}")
+    if looks_like_picture(text):
+        raise RequestError(name, f"{shown(text)} looks like a picture, and there is no such file; check the path")
+
+
+async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:
+    return (await read_pictures([source], config))[source]
+
+
+async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[str, RgbImage]:
+    """Decoded pictures by source, each read once, under the configuration's limits.
+
+    Read before a model is loaded, so that a wrong path is reported at once.
+    """
+    names = list(dict.fromkeys(sources))
+    for name in names:
+        if name != STDIN and not is_file(os.path.expanduser(name)):
+            raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
+    pool = PicturePool(config)
+    try:
+        found = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])
+    finally:
+        pool.close()
+    pictures = [picture for picture in found if isinstance(picture, RgbImage)]  # all: there is no model to reduce for
+    return dict(zip(names, pictures, strict=True))
+
+
+def _from_stdin(config: RuntimeConfig) -> bytes:
+    if sys.stdin.isatty():
+        raise RequestError("image", "- reads a picture from stdin, but nothing is piped in; give a file instead")
+    return sys.stdin.buffer.read(config.max_image_bytes + 1)
+
+
+# ---------------------------------------------------------------------- sizes
+# Heights and widths as text.
+
+
+def parse_size(flag: str, text: str) -> tuple[int, int]:
+    """Height and width from "378x378"."""
+    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip().lower())
+    if match is None:
+        raise ConfigError(flag, f"{text!r} is not a height and a width; write it as in 378x378")
+    return int(match[1]), int(match[2])
+
+
+# ---------------------------------------------------------------------- random option
+# --random, which the measuring verbs share.
+
+
+RandomOption = Annotated[
+    str | None,
+    typer.Option(
+        "--random",
+        metavar="NAME",
+        help=f"Random weights made on the device instead of a model: {', '.join(RANDOM_NAMES)}.",
+    ),
+]
+
+
+def check_random(random: str | None, config: RuntimeConfig) -> None:
+    if random is None:
+        return
+    if random not in RANDOM_NAMES:
+        raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(RANDOM_NAMES)}")
+    if config.model is not None or config.weights is not None:
+        raise ConfigError("--random", "takes the place of a model; leave out --model and --model-path")

@@ -11,15 +11,12 @@ from rich import box
 from rich.table import Table
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.phases import DECODE, GAPS
-from kestrel.bench.profile import Profile, ProfilePlan, measure_profile
-from kestrel.bench.profile_picture import profile_svg
-from kestrel.bench.rows import environment
+from kestrel.bench.profile import DECODE, GAPS, Profile, ProfilePlan, measure_profile, profile_svg
+from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stderr_console, stdout_console, write
-from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.random_option import RandomOption, check_random
+from kestrel.cli.options import RandomOption, check_random
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 

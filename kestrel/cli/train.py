@@ -7,23 +7,23 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
-from typing import Annotated
+from types import FrameType, TracebackType
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from kestrel import default_model
-from kestrel.cli.adapter_training_report import AdapterReport
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stdout_console, write
-from kestrel.cli.event_loop import Interrupted
-from kestrel.cli.exit_codes import INTERRUPTED
-from kestrel.cli.sizes import parse_size
-from kestrel.cli.training_report import TrainingReport
+from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
+from kestrel.cli.options import parse_size
 from kestrel.errors import ConfigError
+from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.options import AdapterRun
-from kestrel.train.adapter.run import run_adapter
+from kestrel.train.adapter.run import Beginning, run_adapter
 from kestrel.train.courses import COURSES, named_courses
+from kestrel.train.loop import StepReport
 from kestrel.train.options import TinyRun
 from kestrel.train.run import run
 
@@ -142,3 +142,143 @@ def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]
         yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---------------------------------------------------------------------- training report
+# What a training run shows: a bar on a terminal, a line per report elsewhere.
+
+
+_COLUMNS = (
+    TextColumn("step {task.fields[step]}"),
+    BarColumn(bar_width=24),
+    TextColumn("loss {task.fields[loss]}"),
+    TextColumn("{task.fields[rate]} scenes/s"),
+    TextColumn("{task.fields[seconds]} s"),
+    TextColumn("lr {task.fields[lr]}"),
+)
+
+
+class TrainingReport:
+    """Called with every report of the loop. A run that is bounded by time and by steps is as far as the further one."""
+
+    def __init__(self, options: TinyRun, console: Console) -> None:
+        self._options = options
+        self._is_terminal = console.is_terminal
+        self._bar = Progress(*_COLUMNS, console=console, disable=not self._is_terminal)
+        waiting: dict[str, Any] = {
+            "step": f"0/{options.steps}",
+            "loss": "-",
+            "rate": "-",
+            "seconds": "0",
+            "lr": "-",
+        }
+        self._task: TaskID = self._bar.add_task("training", total=1.0, **waiting)
+
+    def __call__(self, line: StepReport) -> None:
+        if not self._is_terminal:
+            write(f"{as_line(line)}\n")
+            return
+        done = max(line.step / max(1, self._options.steps), line.seconds / self._options.max_seconds)
+        self._bar.update(
+            self._task,
+            completed=min(1.0, done),
+            step=f"{line.step}/{self._options.steps}",
+            loss=f"{line.text:.4f}",
+            rate=f"{line.scenes_per_s:.0f}",
+            seconds=f"{line.seconds:.0f}",
+            lr=f"{line.lr:.2g}",
+        )
+
+    def stopping(self) -> None:
+        note("stopping after this step, then saving; Ctrl-C again leaves at once and keeps nothing of this run")
+
+    def __enter__(self) -> TrainingReport:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def as_line(line: StepReport) -> str:
+    return (
+        f"step {line.step:6d}  {line.scenes:9,d} scenes  {line.scenes_per_s:6.1f}/s  {line.seconds:6.1f} s  "
+        f"lr {line.lr:.2e}  loss {line.text:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
+        f"balance {line.balance:.3f}  tokens right {line.token_accuracy:.4f}  waiting {line.waiting:.2f}"
+    )
+
+
+# ---------------------------------------------------------------------- adapter training report
+# What training an adapter shows: a bar on a terminal, a line per report elsewhere.
+
+
+_ADAPTER_COLUMNS = (
+    TextColumn("{task.fields[stage]}"),
+    BarColumn(bar_width=24),
+    TextColumn("{task.fields[figures]}"),
+)
+
+
+class AdapterReport:
+    """`kestrel.train.adapter.run.RunReport` on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._is_terminal = console.is_terminal
+        self._bar = Progress(*_ADAPTER_COLUMNS, console=console, disable=not self._is_terminal)
+        waiting: dict[str, Any] = {"stage": "reading data", "figures": ""}
+        self._task: TaskID = self._bar.add_task("training", total=None, **waiting)
+        self._steps = 1
+        self._best: float | None = None
+
+    def beginning(self, beginning: Beginning) -> None:
+        self._steps = beginning.steps
+        left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
+        write(
+            f"{beginning.num_pictures} pictures, {beginning.num_train_tasks} tasks to learn from, "
+            f"{beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
+            f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
+        )
+
+    def picture(self, done: int, total: int) -> None:
+        if self._is_terminal:
+            self._bar.update(self._task, total=total, completed=done, stage=f"looking at pictures {done}/{total}")
+        elif done == total:
+            write(f"looked at {total} pictures\n")
+
+    def line(self, line: StepLine) -> None:
+        if line.val_loss is not None:
+            self._best = line.val_loss if self._best is None else min(self._best, line.val_loss)
+        if not self._is_terminal:
+            write(f"{adapter_line(line)}\n")
+            return
+        best = "" if self._best is None else f"  best val {self._best:.4f}"
+        self._bar.update(
+            self._task,
+            total=self._steps,
+            completed=line.step,
+            stage=f"step {line.step}/{self._steps}",
+            figures=f"loss {line.loss:.4f}{best}  {line.pictures_per_s:.1f} pictures/s  {line.seconds:.0f} s",
+        )
+
+    def stopping(self) -> None:
+        note("stopping after this step, then saving; --resume goes on. Ctrl-C again leaves at once")
+
+    def __enter__(self) -> AdapterReport:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def adapter_line(line: StepLine) -> str:
+    val = "" if line.val_loss is None else f"  val loss {line.val_loss:.4f}"
+    return (
+        f"step {line.step:5d}  {line.pictures_per_s:5.1f} pictures/s  {line.seconds:6.1f} s  lr {line.lr:.2e}  "
+        f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
+        f"tokens right {line.token_accuracy:.4f}{val}"
+    )

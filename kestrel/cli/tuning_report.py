@@ -10,15 +10,12 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kestrel.bench.kernels.case_timer import CaseTimer
-from kestrel.bench.kernels.command import all_cases
-from kestrel.bench.kernels.sizes import tuning_sizes
+from kestrel.bench.kernels.case import tuning_sizes
+from kestrel.bench.kernels.measure import CaseTimer, all_cases
 from kestrel.bench.kernels.tune import LeftOut, Tuned, TuningRun, choose_cases
 from kestrel.cli.console import note, stderr_console, write
 from kestrel.errors import ConfigError
-from kestrel.tuning.growing_table import GrowingTable
-from kestrel.tuning.table_choice import table_name, user_folder
-from kestrel.tuning.table_file import MeasuredWith
+from kestrel.kernels.tuning import GrowingTable, MeasuredWith, table_name, user_folder
 
 
 def tune_gpu(ops: list[str] | None, output: Path | None, time_limit_s: float | None, with_experts: bool) -> None:

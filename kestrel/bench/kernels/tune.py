@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from kestrel.bench.kernels.case import Case
-from kestrel.bench.kernels.case_timer import CannotRun, CaseTimer
+from kestrel.bench.kernels.measure import CannotRun, CaseTimer
 from kestrel.errors import ConfigError, did_you_mean
 from kestrel.kernels.triton.tuning_table import TunedSize
-from kestrel.tuning.entry_json import Entry
-from kestrel.tuning.tuned_ops import TUNED_OPS
+from kestrel.kernels.tuning import TUNED_OPS, Entry
 
 MARGIN = 0.03
 """A tuning must be faster than the rules by this share."""

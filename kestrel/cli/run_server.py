@@ -8,14 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from starlette.applications import Starlette
 
-from kestrel.cli.console import note, stderr_console
-from kestrel.cli.exit_codes import FAILED, OK
-from kestrel.cli.grpc_port import grpc_beside
+from kestrel.cli.console import FAILED, OK, note, stderr_console
 from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -25,6 +23,7 @@ from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 from kestrel.errors import ConfigError, EngineStopped
 from kestrel.runtime.device import choose_device
 from kestrel.server.config import ServerConfig
+from kestrel.server.host import ServerHost
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import END_SIGNALS
 from kestrel.server.lifecycle import serve as serve_app
@@ -173,3 +172,35 @@ def _announce(address: str, config: RuntimeConfig, grpc_target: str | None) -> N
     note(f"Application startup complete. Playground and API: {address}")
     if grpc_target is not None:
         note(f"The same model over gRPC (KServe v2): {grpc_target}")
+
+
+# ---------------------------------------------------------------------- grpc port
+# kestrel serve --grpc-port: the gRPC endpoint beside the HTTP server, each unknown to the other.
+
+
+REMEDY = "needs grpcio, which is not installed; run `pip install -e '.[grpc]'` in the checkout, or leave it out"
+
+
+@asynccontextmanager
+async def grpc_beside(state: ServerState) -> AsyncIterator[str | None]:
+    """Listens while the block runs, if a port is set; gives what clients connect to."""
+    config = state.config
+    if config.grpc_port is None:
+        yield None
+        return
+    try:
+        from kestrel.integrations.grpc.endpoint import EndpointOptions, GrpcEndpoint  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError("grpc_port", REMEDY) from error
+    options = EndpointOptions(
+        address=config.host,
+        port=config.grpc_port,
+        max_message_bytes=config.max_body_bytes,
+        max_metadata_bytes=config.max_header_bytes,
+        max_calls=config.max_grpc_calls,
+        idle_connection_s=config.keep_alive_timeout_s,
+        tls_cert_file=config.tls_cert_file,
+        tls_key_file=config.tls_key_file,
+    )
+    async with GrpcEndpoint(ServerHost(state, "gRPC"), options) as endpoint:
+        yield endpoint.target
