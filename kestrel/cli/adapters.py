@@ -21,8 +21,9 @@ from kestrel.adapters.loading import fitted_adapter
 from kestrel.adapters.sources import AdapterListing
 from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.cli.config_flags import name_givers
+from kestrel.cli.config_flags import name_givers, verb_group
 from kestrel.cli.console import note, printable, run_to_end, stdout_console, write
+from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, KestrelError
 from kestrel.families import adapter_shape, find_model, known_models, resolve
@@ -33,21 +34,14 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", help="Registered name of the base model; nothing is downloaded.")
 ]
 ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Folder of the base model.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
 
 
 def make_group() -> typer.Typer:
-    group = typer.Typer(help="List, inspect and convert adapters.", add_completion=False, rich_markup_mode=None)
-    group.callback(invoke_without_command=True)(_adapters)
+    group = verb_group("List, inspect and convert adapters.")
     group.command("list")(list_adapters)
     group.command("inspect")(inspect)
     group.command("convert")(convert)
     return group
-
-
-def _adapters(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        write(context.get_help() + "\n")
 
 
 def list_adapters(
@@ -74,9 +68,9 @@ def list_adapters(
             raise
     listings += downloaded_adapters(config.adapter_cache_folder or default_cache_folder(), "downloaded")
     if as_json:
-        write(json.dumps([listing_as_json(listing) for listing in listings], indent=2, ensure_ascii=False) + "\n")
+        write(json.dumps([_listing_as_json(listing) for listing in listings], indent=2, ensure_ascii=False) + "\n")
     elif listings:
-        stdout_console().print(listing_table(listings))
+        stdout_console().print(_listing_table(listings))
     else:
         note("there are no adapters; name a folder of them with --adapter-dir")
 
@@ -95,9 +89,9 @@ def inspect(
     summary = summarise(content)
     fits = {base.name: _misfit(content, base) for base in _bases(model, model_path)}
     if as_json:
-        write(json.dumps(summary_as_json(file, summary, fits), indent=2, ensure_ascii=False) + "\n")
+        write(json.dumps(_summary_as_json(file, summary, fits), indent=2, ensure_ascii=False) + "\n")
     else:
-        stdout_console().print(summary_table(file, summary, fits))
+        stdout_console().print(_summary_table(file, summary, fits))
 
 
 def convert(
@@ -170,20 +164,18 @@ def _fitting(file: AdapterFile, bases: tuple[ModelSpec | LocatedModel, ...]) -> 
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.suffix != ".safetensors":
         raise ConfigError("OUT", f"{target} must end in .safetensors")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError("OUT", f"{target.parent} is not a folder; create it first")
+    check_parent_folder("OUT", target)
     if target.exists() and not overwrite:
         raise ConfigError("OUT", f"{target} exists already; choose another name, or add --overwrite")
 
 
-# ---------------------------------------------------------------------- adapter report
-# How adapters appear on stdout: lists and the inside of one file, as tables and as JSON.
+# ---------------------------------------------------------------------- tables and JSON
 
 
 _MAX_SHOWN = 5
 
 
-def listing_table(listings: Sequence[AdapterListing]) -> Table:
+def _listing_table(listings: Sequence[AdapterListing]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", style="bold")
     table.add_column("size", justify="right", no_wrap=True)
@@ -193,12 +185,12 @@ def listing_table(listings: Sequence[AdapterListing]) -> Table:
         where = Text(printable(listing.problem or listing.source))
         where.stylize("" if listing.problem is None else "red")
         changed = "" if listing.modified_s is None else _date(listing.modified_s)
-        size = "" if listing.num_bytes is None else short_bytes(listing.num_bytes)
+        size = "" if listing.num_bytes is None else _short_bytes(listing.num_bytes)
         table.add_row(Text(printable(listing.name)), size, changed, where)
     return table
 
 
-def listing_as_json(listing: AdapterListing) -> dict[str, Any]:
+def _listing_as_json(listing: AdapterListing) -> dict[str, Any]:
     return {
         "id": listing.name,
         "source": listing.source,
@@ -208,13 +200,13 @@ def listing_as_json(listing: AdapterListing) -> dict[str, Any]:
     }
 
 
-def summary_table(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> Table:
+def _summary_table(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     norms = ", ".join(f"{matrix} {norm:.4g}" for matrix, norm in summary.delta_norms.items())
     rows = [
-        ("file", f"{path} ({short_bytes(path.stat().st_size)})"),
+        ("file", f"{path} ({_short_bytes(path.stat().st_size)})"),
         ("format", summary.format),
         ("rank", _rank(summary)),
         ("targets", f"{', '.join(summary.matrices)} of {summary.num_layers} layers"),
@@ -230,7 +222,7 @@ def summary_table(path: Path, summary: AdapterSummary, fits: Mapping[str, str | 
     return table
 
 
-def summary_as_json(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> dict[str, Any]:
+def _summary_as_json(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> dict[str, Any]:
     return {
         "file": str(path),
         "bytes": path.stat().st_size,
@@ -253,7 +245,7 @@ def _closest(fits: Mapping[str, str | None]) -> str:
     return f"none of {', '.join(fits)}; hold it against one with --model or --model-path to see why"
 
 
-def short_bytes(count: int) -> str:
+def _short_bytes(count: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,6 @@
-"""kestrel bench: the verbs that measure."""
+"""kestrel bench: the verbs that measure. `engine`: requests per second and latency of the whole engine. `kernels`: the
+Triton kernels against their plain versions.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +29,22 @@ from kestrel.bench.engine import (
 )
 from kestrel.bench.results import append_row, environment
 from kestrel.bench.workloads import MODES, WORKLOADS
-from kestrel.cli.config_flags import environment_hint, with_flags
+from kestrel.cli.config_flags import environment_hint, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.options import RandomOption, check_random
+from kestrel.cli.options import PictureCacheOption, RandomOption, check_parent_folder, check_random, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
 
 
 def make_group() -> typer.Typer:
-    group = typer.Typer(help="Measure speed.", add_completion=False, rich_markup_mode=None)
-    group.callback(invoke_without_command=True)(_bench)
+    group = verb_group("Measure speed.")
     group.command("engine", epilog=environment_hint(engine))(engine)
     group.command("kernels")(kernels)
     return group
 
 
-def _bench(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        write(context.get_help() + "\n")
-
-
-# ---------------------------------------------------------------------- bench engine options
-# The flags of `kestrel bench engine`.
+# ---------------------------------------------------------------------- kestrel bench engine
 
 
 DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), tuple(MODES), (3, 30)
@@ -109,14 +104,6 @@ OutputOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print whole rows, one JSON object per line.", show_default=False)
 ]
-PictureCacheOption = Annotated[
-    Path | None,
-    typer.Option("--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."),
-]
-
-
-# ---------------------------------------------------------------------- bench engine
-# kestrel bench engine: requests per second and latency of the whole engine.
 
 
 @with_flags
@@ -159,8 +146,8 @@ def engine(
     sizes = [config.max_batch_size] if batch_sizes is None else _counts("--batch-sizes", batch_sizes)
     cases = list(
         cases_of(
-            _listed(workloads) or DEFAULT_WORKLOADS,
-            _listed(modes) or DEFAULT_MODES,
+            split_names(workloads or ()) or DEFAULT_WORKLOADS,
+            split_names(modes or ()) or DEFAULT_MODES,
             sizes,
             DEFAULT_TOKENS if tokens is None else _counts("--tokens", tokens),
             requests,
@@ -190,12 +177,12 @@ def _row_sink(output: Path | None, as_json: bool) -> Callable[[Row], None]:
     def take(row: Row) -> None:
         if output is not None:
             append_row(output, row)
-        write((json.dumps(row) if as_json else line_of(row)) + "\n")
+        write((json.dumps(row) if as_json else _line_of(row)) + "\n")
 
     return take
 
 
-def line_of(row: Row) -> str:
+def _line_of(row: Row) -> str:
     """The figures of a row that a reader looks for first."""
     mixed = ", {adapters} adapters of rank {adapter_rank}" if row["adapters"] else ""
     return (
@@ -222,28 +209,20 @@ def _check_queue(cases: Sequence[Case], config: RuntimeConfig) -> None:
 
 
 def _check_output(path: Path | None) -> None:
-    """Before minutes of work, not after them."""
-    if path is None:
-        return
-    if path.suffix != ".csv" or path.is_dir():
+    if path is not None and (path.suffix != ".csv" or path.is_dir()):
         raise ConfigError("--output", f"{path} is no CSV file; name a file that ends in .csv")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("--output", f"{path.parent} is not a folder; create it first")
-
-
-def _listed(texts: Sequence[str] | None) -> list[str]:
-    return [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+    if path is not None:
+        check_parent_folder("--output", path)
 
 
 def _counts(flag: str, texts: Sequence[str]) -> list[int]:
-    parts = _listed(texts)
+    parts = split_names(texts)
     if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(flag, f"{','.join(texts)!r} are no numbers from 1 on; write them as in {flag} 1,4,16")
     return [int(part) for part in parts]
 
 
-# ---------------------------------------------------------------------- bench kernels
-# kestrel bench kernels: the Triton kernels against their plain versions.
+# ---------------------------------------------------------------------- kestrel bench kernels
 
 
 BEST = 3
@@ -274,7 +253,7 @@ def kernels(
     Times are of the GPU alone, on inputs that do not lie in its cache. Needs an NVIDIA GPU; with --check and without
     one, the kernels run in Triton's interpreter.
     """
-    named = None if ops is None else [name.strip() for text in ops for name in text.split(",") if name.strip()]
+    named = None if ops is None else split_names(ops)
     if find_spec("triton") is None:
         raise ConfigError("bench kernels", "Triton is not installed; install it with `pip install triton`")
     if check and sweep:

@@ -90,6 +90,14 @@ def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> st
     return _as_typed(flag_names(field), context)
 
 
+def variable_of(context: typer.Context, parameter: str, variables: Iterable[str]) -> str | None:
+    """The variable that gave a parameter of a command its value; None when something else did."""
+    source = context.get_parameter_source(parameter)
+    if source is None or source.name != "ENVIRONMENT":
+        return None
+    return next((variable for variable in variables if os.environ.get(variable)), None)
+
+
 def _as_typed(names: Sequence[str], context: typer.Context) -> str:
     """The name that the command line has last, else the first."""
     arguments = context.find_object(tuple) or ()
@@ -109,6 +117,18 @@ def environment_hint(verb: Callable[..., None]) -> str | None:
     if takes_config(verb):
         return "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
     return None
+
+
+def verb_group(text: str) -> typer.Typer:
+    """For verbs with verbs of their own; called without one, it shows its help."""
+
+    def show_help(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    group = typer.Typer(help=text, add_completion=False, rich_markup_mode=None)
+    group.callback(invoke_without_command=True)(show_help)
+    return group
 
 
 def flag_parameters(group: type) -> list[inspect.Parameter]:
@@ -170,15 +190,3 @@ def _value_type(hint: Any) -> Any:
         return hint
     kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
     return Optional[kinds[0] if len(kinds) == 1 else str]  # noqa: UP045 (built at run time)
-
-
-# ---------------------------------------------------------------------- environment
-# Which environment variable a value came from, for messages that refuse it.
-
-
-def variable_of(context: typer.Context, parameter: str, variables: Iterable[str]) -> str | None:
-    """The variable that gave a parameter of a command its value; None when something else did."""
-    source = context.get_parameter_source(parameter)
-    if source is None or source.name != "ENVIRONMENT":
-        return None
-    return next((variable for variable in variables if os.environ.get(variable)), None)

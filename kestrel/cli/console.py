@@ -1,4 +1,7 @@
-"""Where text goes: results to stdout, everything else to stderr."""
+"""What a verb shares with the terminal: where text goes, what an error looks like, exit codes, and Ctrl-C.
+
+Results go to stdout, everything else to stderr.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,7 @@ def note(text: str) -> None:
     stderr_console().print(text, style="dim", markup=False, soft_wrap=True)
 
 
-# ---------------------------------------------------------------------- exit codes
-# The one table from errors to exit codes, and the one line a user sees.
+# ---------------------------------------------------------------------- errors and exit codes
 
 
 OK = 0
@@ -136,8 +138,7 @@ def _is_unexpected(error: Exception) -> bool:
     return not isinstance(error, (KestrelError, USAGE_ERROR))
 
 
-# ---------------------------------------------------------------------- event loop
-# Running a verb's coroutine so that Ctrl-C closes what it opened.
+# ---------------------------------------------------------------------- Ctrl-C
 
 
 ResultT = TypeVar("ResultT")

@@ -1,4 +1,4 @@
-"""What `kestrel serve` does once its settings are read."""
+"""What `kestrel serve` does once its settings are read: processes, signals, loading, watchdog, gRPC endpoint."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ logger = logging.getLogger("kestrel.server")
 
 NAP_S = 1.0
 """Between two looks of the watchdog, or less where a step gets little time."""
+GRPC_REMEDY = "needs grpcio, which is not installed; run `pip install -e '.[grpc]'` in the checkout, or leave it out"
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
@@ -174,16 +175,9 @@ def _announce(address: str, config: RuntimeConfig, grpc_target: str | None) -> N
         note(f"The same model over gRPC (KServe v2): {grpc_target}")
 
 
-# ---------------------------------------------------------------------- grpc port
-# kestrel serve --grpc-port: the gRPC endpoint beside the HTTP server, each unknown to the other.
-
-
-REMEDY = "needs grpcio, which is not installed; run `pip install -e '.[grpc]'` in the checkout, or leave it out"
-
-
 @asynccontextmanager
 async def grpc_beside(state: ServerState) -> AsyncIterator[str | None]:
-    """Listens while the block runs, if a port is set; gives what clients connect to."""
+    """The gRPC endpoint beside the HTTP server, if a port is set; gives what clients connect to."""
     config = state.config
     if config.grpc_port is None:
         yield None
@@ -191,7 +185,7 @@ async def grpc_beside(state: ServerState) -> AsyncIterator[str | None]:
     try:
         from kestrel.integrations.grpc.endpoint import EndpointOptions, GrpcEndpoint  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigError("grpc_port", REMEDY) from error
+        raise ConfigError("grpc_port", GRPC_REMEDY) from error
     options = EndpointOptions(
         address=config.host,
         port=config.grpc_port,

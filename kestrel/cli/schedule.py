@@ -83,8 +83,8 @@ async def _schedule(
         took_s = time.monotonic() - began_s
         if any(isinstance(outcome, EngineResult) for outcome in outcomes):
             note_default_model(config)
-        write_answers(prompts, outcomes, output, engine.model_name)
-    print_summary(prompts, outcomes, took_s)
+        _write_answers(prompts, outcomes, output, engine.model_name)
+    _print_summary(prompts, outcomes, took_s)
     return [outcome for outcome in outcomes if isinstance(outcome, Exception)]
 
 
@@ -105,8 +105,7 @@ async def _ask(engine: InferenceEngine, batch: Batch, index: int) -> EngineResul
         lane.end()
 
 
-# ---------------------------------------------------------------------- schedule report
-# What `kestrel schedule` prints: interleaved streams, answers, the table of counts and times.
+# ---------------------------------------------------------------------- what is printed
 
 
 Outcome: TypeAlias = EngineResult | KestrelError
@@ -129,16 +128,16 @@ class Lane:
         elif chunk.kind == "text":
             self._waiting += chunk.text
             while (cut := _line_end(self._waiting)) is not None:
-                write_numbered(self._number, self._waiting[:cut].strip())
+                _write_numbered(self._number, self._waiting[:cut].strip())
                 self._waiting = self._waiting[cut:]
 
     def end(self) -> None:
         if self._waiting.strip():
-            write_numbered(self._number, self._waiting.strip())
+            _write_numbered(self._number, self._waiting.strip())
         self._waiting = ""
 
 
-def write_answers(prompts: Sequence[str], outcomes: Sequence[Outcome], output: OutputOptions, model: str) -> None:
+def _write_answers(prompts: Sequence[str], outcomes: Sequence[Outcome], output: OutputOptions, model: str) -> None:
     """Everything that streaming has not printed yet."""
     for number, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True), start=1):
         if isinstance(outcome, KestrelError):
@@ -148,10 +147,10 @@ def write_answers(prompts: Sequence[str], outcomes: Sequence[Outcome], output: O
             write_json_line({"prompt": number, **kind, "question": prompt, **result_as_json(outcome, model)})
         elif not output.stream:
             for line in outcome.text.strip().split("\n"):
-                write_numbered(number, line)
+                _write_numbered(number, line)
 
 
-def write_numbered(number: int, line: str) -> None:
+def _write_numbered(number: int, line: str) -> None:
     console = stdout_console()
     if console.is_terminal:
         console.print(f"[{number}]", style=LANE_STYLES[(number - 1) % len(LANE_STYLES)], markup=False, end=" ")
@@ -160,7 +159,7 @@ def write_numbered(number: int, line: str) -> None:
         write(f"[{number}] {line}\n")
 
 
-def print_summary(prompts: Sequence[str], outcomes: Sequence[Outcome], took_s: float) -> None:
+def _print_summary(prompts: Sequence[str], outcomes: Sequence[Outcome], took_s: float) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("#", justify="right")
     table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=32)

@@ -1,4 +1,4 @@
-"""kestrel serve: the engine over HTTP."""
+"""kestrel serve: the engine over HTTP. A flag outranks the environment, that the YAML file, and that a default."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from kestrel.errors import ConfigError, did_you_mean, shown
 from kestrel.server.config import ServerConfig
 
 
-def _read_config_file(context: typer.Context, path: Path | None) -> Path | None:
-    take_defaults_from_file(context, path, (ServerConfig, RuntimeConfig))
+def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
+    """For an eager option: what the file says becomes the default of the other options."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **_read_config_file(path)}
     return path
 
 
@@ -33,7 +35,7 @@ def serve(
             envvar="KESTREL_CONFIG",
             show_envvar=False,
             is_eager=True,
-            callback=_read_config_file,
+            callback=_take_defaults,
         ),
     ] = None,
     *,
@@ -54,18 +56,18 @@ def serve(
     run_server(server, config)
 
 
-# ---------------------------------------------------------------------- config file
-# Flags from a YAML file: a flag outranks the environment, the environment the file, the file a default.
+# ---------------------------------------------------------------------- the YAML file
 
 
 MAX_BYTES = 2**20
 
 
-def read_config_file(path: Path, groups: tuple[type, ...]) -> dict[str, str | list[str]]:
-    """The file's values as texts, as if they stood on the command line. Keys are names of the groups' fields."""
-    known = {field.name for group in groups for field in fields(group) if flag_names(field)}
-    texts = {field.name for group in groups for field in fields(group) if "str" in str(field.type)}
-    lists = {field.name for group in groups for field in fields(group) if "tuple" in str(field.type)}
+def _read_config_file(path: Path) -> dict[str, str | list[str]]:
+    """The file's values as texts, as if they stood on the command line. Keys are names of fields."""
+    settings = [*fields(ServerConfig), *fields(RuntimeConfig)]
+    known = {field.name for field in settings if flag_names(field)}
+    texts = {field.name for field in settings if "str" in str(field.type)}
+    lists = {field.name for field in settings if "tuple" in str(field.type)}
     values: dict[str, str | list[str]] = {}
     for key, value in _mapping(path).items():
         if key not in known:
@@ -77,12 +79,6 @@ def read_config_file(path: Path, groups: tuple[type, ...]) -> dict[str, str | li
         written = [_text(path, key, item, needs_quotes=key in texts) for item in items]
         values[key] = written if key in lists else written[0]
     return values
-
-
-def take_defaults_from_file(context: typer.Context, path: Path | None, groups: tuple[type, ...]) -> None:
-    """For an eager option: what the file says becomes the default of the other options."""
-    if path is not None:
-        context.default_map = {**(context.default_map or {}), **read_config_file(path, groups)}
 
 
 def _mapping(path: Path) -> Mapping[Any, Any]:

@@ -1,4 +1,4 @@
-"""kestrel query: a question, about a picture or without one."""
+"""The verbs that ask one skill: query, caption, point, detect and segment."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def query(
     """
     source, question = picture_and_question(words, image)
     fields = {"question": question, "reasoning": reasoning, "spatial_refs": parse_spatial_refs(spatial_ref)}
-    run_skill(SkillCall("query", fields, source, settings, output, config))
+    _run_skill(_SkillCall("query", fields, source, settings, output, config))
 
 
 def picture_and_question(words: list[str], image: str | None) -> tuple[str | None, str]:
@@ -82,10 +82,6 @@ def picture_and_question(words: list[str], image: str | None) -> tuple[str | Non
     return (words[0] if len(words) == 2 else image), question
 
 
-# ---------------------------------------------------------------------- caption
-# kestrel caption: a picture described in words.
-
-
 @with_flags
 def caption(
     image: ImageArgument,
@@ -96,11 +92,7 @@ def caption(
     config: RuntimeConfig,
 ) -> None:
     """Describe a picture."""
-    run_skill(SkillCall("caption", {"length": length}, image, settings, output, config))
-
-
-# ---------------------------------------------------------------------- point
-# kestrel point: a point on every instance of an object.
+    _run_skill(_SkillCall("caption", {"length": length}, image, settings, output, config))
 
 
 @with_flags
@@ -118,11 +110,7 @@ def point(
     Prints x and y of each, from 0 to 1 across and down the picture.
     """
     fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
-    run_skill(SkillCall("point", fields, image, settings, output, config))
-
-
-# ---------------------------------------------------------------------- detect
-# kestrel detect: a box around every instance of an object.
+    _run_skill(_SkillCall("point", fields, image, settings, output, config))
 
 
 @with_flags
@@ -138,11 +126,7 @@ def detect(
 
     Prints the sides of each, from 0 to 1 across and down the picture; a box may reach beyond it.
     """
-    run_skill(SkillCall("detect", {"object": object}, image, settings, output, config))
-
-
-# ---------------------------------------------------------------------- segment
-# kestrel segment: the outline of an object.
+    _run_skill(_SkillCall("detect", {"object": object}, image, settings, output, config))
 
 
 @with_flags
@@ -160,15 +144,14 @@ def segment(
     Prints its box, from 0 to 1 across and down the picture, and an SVG path relative to that box.
     """
     fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
-    run_skill(SkillCall("segment", fields, image, settings, output, config))
+    _run_skill(_SkillCall("segment", fields, image, settings, output, config))
 
 
-# ---------------------------------------------------------------------- one skill
-# One request from the command line: check, read the picture, load, run, print, draw.
+# ---------------------------------------------------------------------- one request
 
 
 @dataclass(frozen=True)
-class SkillCall:
+class _SkillCall:
     """What a verb was asked for."""
 
     skill: str
@@ -181,13 +164,13 @@ class SkillCall:
     config: RuntimeConfig
 
 
-def run_skill(call: SkillCall) -> None:
+def _run_skill(call: _SkillCall) -> None:
     check_settings(call.skill, call.settings, call.output)
     _check_adapter(call)
     run_to_end(_answer(call))
 
 
-def _check_adapter(call: SkillCall) -> None:
+def _check_adapter(call: _SkillCall) -> None:
     """Before a model is loaded: without a source of adapters there is none to be found."""
     if call.settings.adapter is not None and not has_adapter_source(call.config, given_key()):
         raise RequestError(
@@ -197,7 +180,7 @@ def _check_adapter(call: SkillCall) -> None:
         )
 
 
-async def _answer(call: SkillCall) -> None:
+async def _answer(call: _SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
     async with open_engine(call.config) as engine:
         printer = printer_for(call.skill, engine.model_name, call.output.as_json, call.output.stream)
@@ -214,7 +197,7 @@ async def _answer(call: SkillCall) -> None:
     note_metrics(result.metrics)
 
 
-def _save(call: SkillCall, picture: RgbImage | None, result: EngineResult) -> None:
+def _save(call: _SkillCall, picture: RgbImage | None, result: EngineResult) -> None:
     if not isinstance(call.output, SaveOptions) or call.output.save is None or picture is None:
         return
     save_picture(draw_result(picture, result.output, call.fields["object"]), call.output.save)

@@ -1,4 +1,4 @@
-"""kestrel train: the verbs that make models."""
+"""kestrel train: the verbs that make models, and what they show meanwhile."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType, TracebackType
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from kestrel import default_model
-from kestrel.cli.config_flags import with_flags
+from kestrel.cli.config_flags import verb_group, with_flags
 from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
-from kestrel.cli.options import parse_size
+from kestrel.cli.options import parse_size, split_names
 from kestrel.errors import ConfigError
 from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.options import AdapterRun
@@ -29,16 +29,10 @@ from kestrel.train.run import run
 
 
 def make_group() -> typer.Typer:
-    group = typer.Typer(help="Train models.", add_completion=False, rich_markup_mode=None)
-    group.callback(invoke_without_command=True)(_train)
+    group = verb_group("Train models.")
     group.command("tiny")(tiny)
     group.command("adapter")(adapter)
     return group
-
-
-def _train(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        write(context.get_help() + "\n")
 
 
 @with_flags
@@ -71,9 +65,9 @@ def tiny(
     (CSV and PNG) and progress.json there. Ctrl-C ends a run early and saves it.
     """
     if sizes is not None:
-        options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in _listed(sizes)))
+        options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in split_names(sizes)))
     if courses is not None:
-        options = replace(options, courses=named_courses(parse_shares(_listed(courses))))
+        options = replace(options, courses=named_courses(parse_shares(split_names(courses))))
     with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
@@ -122,10 +116,6 @@ def parse_shares(texts: list[str]) -> dict[str, float]:
     return shares
 
 
-def _listed(texts: list[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
 @contextmanager
 def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Inside, Ctrl-C only asks the work to stop, which the given function tells; a second one leaves at once."""
@@ -144,39 +134,47 @@ def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]
         signal.signal(signal.SIGINT, before)
 
 
-# ---------------------------------------------------------------------- training report
-# What a training run shows: a bar on a terminal, a line per report elsewhere.
+# ---------------------------------------------------------------------- reports
 
 
-_COLUMNS = (
-    TextColumn("step {task.fields[step]}"),
-    BarColumn(bar_width=24),
-    TextColumn("loss {task.fields[loss]}"),
-    TextColumn("{task.fields[rate]} scenes/s"),
-    TextColumn("{task.fields[seconds]} s"),
-    TextColumn("lr {task.fields[lr]}"),
-)
+ReportT = TypeVar("ReportT", bound="_Report")
 
 
-class TrainingReport:
+class _Report:
+    """A bar on a terminal; elsewhere a report is a line."""
+
+    def __init__(self, console: Console, *columns: ProgressColumn, total: float | None, **fields: Any) -> None:
+        self._is_terminal = console.is_terminal
+        self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
+        self._task: TaskID = self._bar.add_task("training", total=total, **fields)
+
+    def __enter__(self: ReportT) -> ReportT:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+class TrainingReport(_Report):
     """Called with every report of the loop. A run that is bounded by time and by steps is as far as the further one."""
 
     def __init__(self, options: TinyRun, console: Console) -> None:
+        columns = (
+            TextColumn("step {task.fields[step]}"),
+            BarColumn(bar_width=24),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} scenes/s"),
+            TextColumn("{task.fields[seconds]} s"),
+            TextColumn("lr {task.fields[lr]}"),
+        )
+        waiting = {"step": f"0/{options.steps}", "loss": "-", "rate": "-", "seconds": "0", "lr": "-"}
+        super().__init__(console, *columns, total=1.0, **waiting)
         self._options = options
-        self._is_terminal = console.is_terminal
-        self._bar = Progress(*_COLUMNS, console=console, disable=not self._is_terminal)
-        waiting: dict[str, Any] = {
-            "step": f"0/{options.steps}",
-            "loss": "-",
-            "rate": "-",
-            "seconds": "0",
-            "lr": "-",
-        }
-        self._task: TaskID = self._bar.add_task("training", total=1.0, **waiting)
 
     def __call__(self, line: StepReport) -> None:
         if not self._is_terminal:
-            write(f"{as_line(line)}\n")
+            write(f"{_as_line(line)}\n")
             return
         done = max(line.step / max(1, self._options.steps), line.seconds / self._options.max_seconds)
         self._bar.update(
@@ -192,17 +190,8 @@ class TrainingReport:
     def stopping(self) -> None:
         note("stopping after this step, then saving; Ctrl-C again leaves at once and keeps nothing of this run")
 
-    def __enter__(self) -> TrainingReport:
-        self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-
-def as_line(line: StepReport) -> str:
+def _as_line(line: StepReport) -> str:
     return (
         f"step {line.step:6d}  {line.scenes:9,d} scenes  {line.scenes_per_s:6.1f}/s  {line.seconds:6.1f} s  "
         f"lr {line.lr:.2e}  loss {line.text:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
@@ -210,25 +199,12 @@ def as_line(line: StepReport) -> str:
     )
 
 
-# ---------------------------------------------------------------------- adapter training report
-# What training an adapter shows: a bar on a terminal, a line per report elsewhere.
-
-
-_ADAPTER_COLUMNS = (
-    TextColumn("{task.fields[stage]}"),
-    BarColumn(bar_width=24),
-    TextColumn("{task.fields[figures]}"),
-)
-
-
-class AdapterReport:
+class AdapterReport(_Report):
     """`kestrel.train.adapter.run.RunReport` on a console."""
 
     def __init__(self, console: Console) -> None:
-        self._is_terminal = console.is_terminal
-        self._bar = Progress(*_ADAPTER_COLUMNS, console=console, disable=not self._is_terminal)
-        waiting: dict[str, Any] = {"stage": "reading data", "figures": ""}
-        self._task: TaskID = self._bar.add_task("training", total=None, **waiting)
+        columns = TextColumn("{task.fields[stage]}"), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}")
+        super().__init__(console, *columns, total=None, stage="reading data", figures="")
         self._steps = 1
         self._best: float | None = None
 
@@ -251,7 +227,7 @@ class AdapterReport:
         if line.val_loss is not None:
             self._best = line.val_loss if self._best is None else min(self._best, line.val_loss)
         if not self._is_terminal:
-            write(f"{adapter_line(line)}\n")
+            write(f"{_adapter_line(line)}\n")
             return
         best = "" if self._best is None else f"  best val {self._best:.4f}"
         self._bar.update(
@@ -265,17 +241,8 @@ class AdapterReport:
     def stopping(self) -> None:
         note("stopping after this step, then saving; --resume goes on. Ctrl-C again leaves at once")
 
-    def __enter__(self) -> AdapterReport:
-        self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-
-def adapter_line(line: StepLine) -> str:
+def _adapter_line(line: StepLine) -> str:
     val = "" if line.val_loss is None else f"  val loss {line.val_loss:.4f}"
     return (
         f"step {line.step:5d}  {line.pictures_per_s:5.1f} pictures/s  {line.seconds:6.1f} s  lr {line.lr:.2e}  "

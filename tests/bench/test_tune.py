@@ -16,7 +16,7 @@ import torch
 from kestrel.bench.kernels.case import Case, Maker, small_sizes, tuning_sizes
 from kestrel.bench.kernels.measure import CannotRun, CaseTimer, all_cases
 from kestrel.bench.kernels.tune import LeftOut, Tuned, TuningRun, choose_cases
-from kestrel.cli.tuning_report import run_tuning
+from kestrel.cli.tune import run_tuning
 from kestrel.errors import ConfigError
 from kestrel.kernels.triton.best_ids import Tuning
 from kestrel.kernels.triton.ops import triton_ops
