@@ -1,7 +1,8 @@
 """The engine benchmark: cases in, rows out, the model loaded once.
 
 Each batch size gets a runtime of its own over the loaded model and a warm-up. Each case gets a fresh engine over that
-runtime, so that its prefix cache begins empty and cases may show the same pictures.
+runtime, so that its prefix cache begins empty and cases may show the same pictures. Suites are named runs over random
+models, within a time limit.
 """
 
 from __future__ import annotations
@@ -63,10 +64,6 @@ class Case:
             if value < 1:
                 raise ConfigError(name, f"must be at least 1 (got {value})")
 
-    @property
-    def title(self) -> str:
-        return f"{self.workload} {self.mode} B={self.max_batch_size} T={self.tokens} n={self.requests}"
-
 
 def default_requests(max_batch_size: int) -> int:
     """64, 128, 256 and 384 from batch sizes 1, 4, 16 and 64 on."""
@@ -97,10 +94,8 @@ class EngineBench:
         self._adapters = adapters
         self._config = config
         self._picture_folder = picture_folder
-        self._environment = {
-            **environment(),
-            **machine_load(),
-        }  # once: a row in a file of the checkout is a change of it
+        # Once: a row in a file of the checkout is a change of it.
+        self._environment = {**environment(), **machine_load()}
 
     async def run(self, cases: Sequence[Case], on_row: OnRow) -> None:
         """Neighbouring cases of one batch size share a runtime."""
@@ -155,7 +150,7 @@ class EngineBench:
         device = choose_device(config)
         return {
             **self._environment,
-            **library_versions(),
+            **_library_versions(),
             "model": self._loaded.name,
             "device": device.type,
             "dtype": str(choose_dtype(config, device)).removeprefix("torch."),
@@ -183,9 +178,39 @@ class EngineBench:
         return asks if self._adapters is None else self._adapters.taken_in_turn(asks)
 
 
+class WrappedRuntime(Generic[StepT]):
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Runtime[StepT]) -> None:
+        self._inner = inner
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._inner.limits
+
+    def launch(self, plan: StepPlan) -> StepT:
+        return self._inner.launch(plan)
+
+    def has_encoded(self, digest: str) -> bool:
+        return self._inner.has_encoded(digest)
+
+    def collect(self, step: StepT) -> StepOutput:
+        return self._inner.collect(step)
+
+
+class _CountingRuntime(WrappedRuntime[StepT]):
+    num_vision_passes = 0
+    """Pictures that went through the vision tower; one that two rows of a step share counts once."""
+
+    def launch(self, plan: StepPlan) -> StepT:
+        spans = (item for chunk in plan.prefill for item in chunk.items if isinstance(item, ImageSpan))
+        self.num_vision_passes += len({span.digest for span in spans})
+        return super().launch(plan)
+
+
 class _CountedModel:
     def __init__(self, ready: ReadyModel) -> None:
-        self.runtime: CountingRuntime[Any] = CountingRuntime(ready.runtime)
+        self.runtime: _CountingRuntime[Any] = _CountingRuntime(ready.runtime)
         self.ready = replace(ready, runtime=self.runtime)
 
 
@@ -196,7 +221,7 @@ def remarkable_settings(config: RuntimeConfig) -> str:
 
 
 @lru_cache(maxsize=1)
-def library_versions() -> dict[str, str]:
+def _library_versions() -> dict[str, str]:
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -232,36 +257,7 @@ def cases_of(
                     )
 
 
-# ---------------------------------------------------------------------- counting
-# A runtime that counts what it is asked to do, for benchmarks.
-
-
-class CountingRuntime(Generic[StepT]):
-    """Passes everything on to `inner`."""
-
-    def __init__(self, inner: Runtime[StepT]) -> None:
-        self._inner = inner
-        self.num_vision_passes = 0
-        """Pictures that went through the vision tower; one that two rows of a step share counts once."""
-
-    @property
-    def limits(self) -> RuntimeLimits:
-        return self._inner.limits
-
-    def launch(self, plan: StepPlan) -> StepT:
-        spans = (item for chunk in plan.prefill for item in chunk.items if isinstance(item, ImageSpan))
-        self.num_vision_passes += len({span.digest for span in spans})
-        return self._inner.launch(plan)
-
-    def has_encoded(self, digest: str) -> bool:
-        return self._inner.has_encoded(digest)
-
-    def collect(self, step: StepT) -> StepOutput:
-        return self._inner.collect(step)
-
-
 # ---------------------------------------------------------------------- random adapters
-# Adapters of random numbers for the engine benchmark: every matrix of every layer, in files of our own format.
 
 
 SPREAD = 0.01

@@ -22,10 +22,8 @@ import io
 import json
 import os
 import random
-import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -41,7 +39,8 @@ import torch
 from PIL import Image
 
 from kestrel.bench.http_load.client import Connection, Target
-from kestrel.bench.results import append_row, environment
+from kestrel.bench.processes import ServerProcess, cpu_seconds_of, steady_environment
+from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
@@ -107,35 +106,7 @@ def measure(numbers: Sequence[int], rounds: int, starts: int) -> dict[int, Compa
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="per start")
-    parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--workload", type=int, action="append", choices=range(len(WORKLOADS)), help="default: all")
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row per figure")
-    for flag in ("--direct-engine", "--apart"):
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--first-turn", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.direct_engine:
-        torch.set_num_threads(1)
-        serve_turns(args.apart, args.first_turn)
-        return
-    measured_on = {**environment(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-    found = measure(args.workload or range(len(WORKLOADS)), args.rounds, args.starts)
-    rows = chain.from_iterable(found[number].rows(WORKLOADS[number]) for number in found)
-    for row in rows:
-        print(f"{row['workload']}, {row['concurrency']} at once: {row['metric']} {row['value']:.4g}")
-        if args.output is not None:
-            append_row(args.output, {**measured_on, **row})
-
-
-if __name__ == "__main__":
-    main()
-
-
-# ---------------------------------------------------------------------- http workloads
-# What both sides of a comparison are asked, a turn at a time.
+# ---------------------------------------------------------------------- what is asked
 
 
 WIDTH, HEIGHT = 640, 480
@@ -180,7 +151,7 @@ class Labelling(Workload):
 
     def pictures(self, turn: int) -> list[bytes | None]:
         first = turn * self.num_requests
-        return [cut_out(number) for number in range(first, first + self.num_requests)]
+        return [_cut_out(number) for number in range(first, first + self.num_requests)]
 
 
 LABELS: dict[str, dict[str, Any]] = {
@@ -206,7 +177,7 @@ def picture() -> bytes:
     return buffer.getvalue()
 
 
-def cut_out(number: int) -> bytes:
+def _cut_out(number: int) -> bytes:
     """A part of the demo's scene, one crop large, as a JPEG; hardly any two are the same."""
     with Image.open(SCENE) as opened:
         scene = opened.convert("RGB")
@@ -217,15 +188,10 @@ def cut_out(number: int) -> bytes:
     return buffer.getvalue()
 
 
-# ---------------------------------------------------------------------- http sides
-# The sides of a comparison: `kestrel serve`, and engines that are called directly, whose model is in a process of its
-# own as the server's may be, or not.
-#
-# All answer the same requests with the same settings, a turn at a time.
+# ---------------------------------------------------------------------- the sides
 
 
 MAX_BATCH_SIZE = 16
-START_S = 120.0
 LATEST_BEGINNING_S = 0.05
 
 
@@ -274,7 +240,7 @@ class DirectEngine:
         flags = ["--direct-engine", "--first-turn", str(first_turn), *(["--apart"] if apart else [])]
         command = [sys.executable, "-m", "kestrel.bench.http_overhead", *flags]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=steady()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=steady_environment()
         )
 
     def __enter__(self) -> DirectEngine:
@@ -311,7 +277,7 @@ async def _serve_turns(config: RuntimeConfig, process: ComputeProcess | None, fi
             workload = WORKLOADS[int(line)]
             turn = first_turn + turns[workload]
             turns[workload] += 1
-            callers = direct_callers(engine, workload, turn)
+            callers = _direct_callers(engine, workload, turn)
             cpu_before_s = cpu_seconds_of(os.getpid())
             p50_s, rate = await drive(callers, workload.num_requests, turn)
             cpu_s = (cpu_seconds_of(os.getpid()) - cpu_before_s) / workload.num_requests
@@ -324,7 +290,7 @@ async def _engine(config: RuntimeConfig, process: ComputeProcess | None) -> Infe
     return InferenceEngine.start(config, await asyncio.to_thread(process.ready))
 
 
-def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> list[Caller]:
+def _direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> list[Caller]:
     pictures = workload.pictures(turn)
 
     async def call(number: int) -> None:
@@ -338,42 +304,28 @@ def direct_callers(engine: InferenceEngine, workload: Workload, turn: int) -> li
 # ---------------------------------------------------------------------- the server
 
 
-class HttpServer:
-    """`kestrel serve` in a process of its own, asked over kept-alive connections."""
+class HttpServer(ServerProcess):
+    """`kestrel serve`, asked over kept-alive connections."""
 
-    def __init__(self, first_turn: int = 0, *flags: str, environment: dict[str, str] | None = None) -> None:
-        flags = ("--port", "0", "--device", "cpu", "--max-batch-size", str(MAX_BATCH_SIZE), *flags)
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
-        command = [sys.executable, "-m", "kestrel.main", "serve", *flags]
-        self._process = subprocess.Popen(command, stderr=self._log, env=environment or steady())
-        self.url = self._address()
+    def __init__(self, first_turn: int = 0, environment: dict[str, str] | None = None) -> None:
+        flags = ("--port", "0", "--device", "cpu", "--max-batch-size", str(MAX_BATCH_SIZE))
+        super().__init__([sys.executable, "-m", "kestrel.main", "serve", *flags], environment or steady_environment())
+        self.url = self.logged(r"API: (http://\S+/)")
         self._first_turn = first_turn
         self._turns: Counter[Workload] = Counter()
-
-    def __enter__(self) -> HttpServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-        self._log.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def turn(self, number: int) -> Round:
         workload = WORKLOADS[number]
         turn = self._first_turn + self._turns[workload]
         self._turns[workload] += 1
-        cpu_before_s = cpu_seconds_of(self._process.pid)
+        cpu_before_s = cpu_seconds_of(self.pid)
         p50_s, rate = asyncio.run(self._drive(workload, turn))
-        return Round(p50_s, rate, (cpu_seconds_of(self._process.pid) - cpu_before_s) / workload.num_requests)
+        return Round(p50_s, rate, (cpu_seconds_of(self.pid) - cpu_before_s) / workload.num_requests)
 
     async def _drive(self, workload: Workload, turn: int) -> tuple[float, float]:
         pictures = workload.pictures(turn)
         skills = [workload.skill_of(number) for number in range(workload.num_requests)]
-        bodies = [body_of(workload.fields_of(skill), image) for skill, image in zip(skills, pictures, strict=True)]
+        bodies = [_body_of(workload.fields_of(skill), image) for skill, image in zip(skills, pictures, strict=True)]
         targets = {skill: Target.of(f"{self.url}v1/{skill}") for skill in skills}
         connections = [
             {skill: Connection(target) for skill, target in targets.items()} for _ in range(workload.concurrency)
@@ -394,41 +346,32 @@ class HttpServer:
             for connection in every:
                 connection.close()
 
-    def _address(self) -> str:
-        deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s and self._process.poll() is None:
-            found = re.search(r"API: (http://\S+/)", Path(self._log.name).read_text(encoding="utf-8"))
-            if found is not None:
-                return found.group(1)
-            time.sleep(0.05)
-        self._process.kill()
-        raise RuntimeError(f"the server did not start: {Path(self._log.name).read_text(encoding='utf-8')}")
 
-
-def body_of(fields: dict[str, Any], image: bytes | None) -> bytes:
+def _body_of(fields: dict[str, Any], image: bytes | None) -> bytes:
     picture = {} if image is None else {"image_url": base64.b64encode(image).decode()}
     return json.dumps({**fields, **picture}).encode()
 
 
-def steady() -> dict[str, str]:
-    """The environment of both: one thread each, and freed memory kept, because whether glibc gives it back after every
-    step, at up to half the speed, is a matter of luck."""
-    kept = str(2**30)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": kept, "MALLOC_MMAP_THRESHOLD_": kept}
+def main() -> None:
+    parser = command_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=12, help="per start")
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--workload", type=int, action="append", choices=range(len(WORKLOADS)), help="default: all")
+    for flag in ("--direct-engine", "--apart"):
+        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--first-turn", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.direct_engine:
+        torch.set_num_threads(1)
+        serve_turns(args.apart, args.first_turn)
+        return
+    measured_on = {**environment(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    found = measure(args.workload or range(len(WORKLOADS)), args.rounds, args.starts)
+    rows = chain.from_iterable(found[number].rows(WORKLOADS[number]) for number in found)
+    for row in rows:
+        print(f"{row['workload']}, {row['concurrency']} at once: {row['metric']} {row['value']:.4g}")
+        append_row(args.output, {**measured_on, **row})
 
 
-def plain() -> dict[str, str]:
-    """The environment as an operator has it, but for one thread of the model."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def cpu_seconds_of(pid: int) -> float:
-    """User and system time of a running process and of those it started; nan where the system does not tell."""
-    path = Path(f"/proc/{pid}")
-    try:
-        fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
-        children = (path / "task" / str(pid) / "children").read_text().split()
-    except OSError:
-        return float("nan")
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(map(cpu_seconds_of, map(int, children)))
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,8 @@
-"""Where a request's time goes: fresh pictures asked about one at a time, every phase timed."""
+"""Where a request's time goes: fresh pictures asked about one at a time, every phase timed.
+
+Phases are spans on one clock, taken by wrappers around a decoder and a runtime. Only `kestrel profile` builds these
+wrappers; the step loop knows nothing of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Protocol
 from xml.sax.saxutils import escape
 
 import torch
@@ -18,6 +22,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from kestrel.bench.charts import chart_pictures
+from kestrel.bench.engine import WrappedRuntime
 from kestrel.bench.workloads import Material, find_workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -30,7 +35,7 @@ from kestrel.models.contract import PreparedImage
 from kestrel.models.family import LoadedModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPlan, StepT
+from kestrel.runtime.contract import Runtime, StepPlan, StepT
 from kestrel.runtime.device import choose_device
 
 
@@ -148,9 +153,6 @@ def _mean_ms(seconds: Sequence[float]) -> float:
 
 
 # ---------------------------------------------------------------------- phases
-# Who used the time: spans on one clock, taken by wrappers around a decoder and a runtime.
-#
-# Only `kestrel profile` builds these wrappers; the step loop knows nothing of them.
 
 
 JPEG, UPLOAD, RESIZE, VISION, PREFILL, DECODE = "JPEG decode", "upload", "resize", "vision", "prefill", "decode"
@@ -264,26 +266,16 @@ class TimedDecoder(MoondreamDecoder):
             return super().embed_images(images)
 
 
-class TimedRuntime(Generic[StepT]):
+class TimedRuntime(WrappedRuntime[StepT]):
     """Tells prefill steps from decode steps."""
 
     def __init__(self, inner: Runtime[StepT], clock: PhaseClock) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._clock = clock
-
-    @property
-    def limits(self) -> RuntimeLimits:
-        return self._inner.limits
 
     def launch(self, plan: StepPlan) -> StepT:
         with self._clock.on_device(PREFILL if plan.prefill else DECODE):
-            return self._inner.launch(plan)
-
-    def collect(self, step: StepT) -> StepOutput:
-        return self._inner.collect(step)
-
-    def has_encoded(self, digest: str) -> bool:
-        return self._inner.has_encoded(digest)
+            return super().launch(plan)
 
 
 def timed_decoder(clock: PhaseClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
@@ -318,8 +310,7 @@ def _outermost_first(spans: Sequence[Span]) -> list[Span]:
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
-# ---------------------------------------------------------------------- profile picture
-# A profile as an SVG picture: the mean request as one bar, and one request over time.
+# ---------------------------------------------------------------------- the picture
 
 
 COLOURS: dict[str, str] = dict(

@@ -193,17 +193,7 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def main() -> None:
-    TARGET.write_text(report(RESULTS), encoding="utf-8")
-    print(f"wrote {TARGET}")
-
-
-if __name__ == "__main__":
-    main()
-
-
-# ---------------------------------------------------------------------- peer
-# What a peer measured on the same workload and GPU, to stand beside our own figures.
+# ---------------------------------------------------------------------- what a peer measured
 
 
 PEER_SOURCE = (
@@ -246,3 +236,12 @@ PEER_DECODE_STEP_MS: dict[tuple[str, int], float] = {("MD2", 1): 1.58, ("MD2", 1
 """By model and batch size."""
 
 PEER_START = "The peer's engine needs 50 to 60 s to start."
+
+
+def main() -> None:
+    TARGET.write_text(report(RESULTS), encoding="utf-8")
+    print(f"wrote {TARGET}")
+
+
+if __name__ == "__main__":
+    main()

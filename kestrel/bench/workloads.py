@@ -1,4 +1,6 @@
-"""What the engine benchmark asks. Every request yields a known number of tokens: ends are barred.
+"""What the engine benchmark asks, and the clients that ask it.
+
+Every request yields a known number of tokens: ends are barred.
 
 - chart9: a question of 14 words about a picture nobody has seen, which is cut into 9 crops; 750 positions on
   Moondream 2, 749 on Moondream 3
@@ -118,8 +120,7 @@ WORKLOADS = (
 )
 
 
-# ---------------------------------------------------------------------- load
-# Clients of the engine benchmark, and what they saw.
+# ---------------------------------------------------------------------- clients
 
 
 @dataclass(frozen=True, slots=True)

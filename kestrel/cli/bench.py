@@ -175,8 +175,7 @@ def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
 
 def _row_sink(output: Path | None, as_json: bool) -> Callable[[Row], None]:
     def take(row: Row) -> None:
-        if output is not None:
-            append_row(output, row)
+        append_row(output, row)
         write((json.dumps(row) if as_json else _line_of(row)) + "\n")
 
     return take
@@ -288,8 +287,7 @@ def _time(ops: list[str] | None, output: Path | None) -> None:
     measured_on = environment()
     for timed in time_kernels(ops):
         row = timed.columns()
-        if output is not None:
-            append_row(output, {**measured_on, **row})
+        append_row(output, {**measured_on, **row})
         figures = [f"{row[key]:.1f}" for key in ("plain_us", "triton_us")]
         figures += [f"{row[key]:.2f}" for key in ("speedup", "tb_per_s")] + [f"{row['tflop_per_s']:.0f}"]
         figures += [f"{row[key]:.0%}" for key in ("bandwidth_share", "compute_share")]
@@ -307,10 +305,9 @@ def _sweep(ops: list[str] | None, output: Path | None) -> None:
         write(f"{swept.case.op}, {swept.case.size}: {swept.default_s * 1e6:.1f} µs by default\n")
         for tuning, seconds in list(swept.seconds.items())[:BEST]:
             write(f"  {seconds * 1e6:8.1f} µs  {tuning}\n")
-        if output is not None:
-            for tuning, seconds in swept.seconds.items():
-                what = {"op": swept.case.op, "size": swept.case.size, "tuning": tuning}
-                append_row(output, {**measured_on, **what, "us": seconds * 1e6, "default_us": swept.default_s * 1e6})
+        for tuning, seconds in swept.seconds.items():
+            what = {"op": swept.case.op, "size": swept.case.size, "tuning": tuning}
+            append_row(output, {**measured_on, **what, "us": seconds * 1e6, "default_us": swept.default_s * 1e6})
 
 
 def _check(ops: list[str] | None) -> None:

@@ -1,4 +1,7 @@
-"""A small HTTP/1.1 client on asyncio streams: what a load generator spends on itself is lost to the measurement."""
+"""A small HTTP/1.1 client on asyncio streams, and what became of a request.
+
+What a load generator spends on itself is lost to the measurement.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +167,6 @@ class _Body:
 
 
 # ---------------------------------------------------------------------- outcomes
-# What became of one request, as the client saw it and as the server told it.
 
 
 @dataclass(frozen=True)

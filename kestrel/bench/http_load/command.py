@@ -1,4 +1,4 @@
-"""The command behind examples/benchmark_http_server.py: flags, one run, its JSON and its page."""
+"""The command behind examples/benchmark_http_server.py: flags, requests, one run, its JSON and its page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kestrel import __version__
 from kestrel.bench.http_load.client import Outcome, Target
-from kestrel.bench.http_load.page import Run, render
+from kestrel.bench.http_load.page import Run, load_text, render
 from kestrel.bench.http_load.ramp import Ramp, Sender, Stage, Thresholds, run_ramp, warm_up
 from kestrel.errors import ConfigError, KestrelError, shown
 
@@ -109,7 +108,7 @@ def read_run(path: Path) -> Run:
 
 def measure(args: argparse.Namespace) -> Run:
     """Runs the ramp, and writes its JSON when asked to."""
-    ramp = ramp_of(args)
+    ramp = _ramp_of(args)
     target = Target.of(args.url, {"authorization": f"Bearer {args.api_key}"} if args.api_key else None)
     images = find_images(args.image, args.image_dir)
     skill = skill_of(args.url)
@@ -119,7 +118,7 @@ def measure(args: argparse.Namespace) -> Run:
     thresholds = Thresholds(args.latency_threshold_ms, args.ttft_threshold_ms, args.error_threshold)
 
     async def run() -> list[dict[str, Any]]:
-        with RampDisplay(Console(), args.stage_duration) as display:
+        with _RampDisplay(Console(), args.stage_duration) as display:
             try:
                 await warm_up(sender, args.warmup_requests or max(3, len(images)))
                 return await run_ramp(ramp.stages(), sender, args.stage_duration, thresholds, display)
@@ -133,7 +132,7 @@ def measure(args: argparse.Namespace) -> Run:
     return Run(args.output.stem if args.output else "this run", data)
 
 
-def ramp_of(args: argparse.Namespace) -> Ramp:
+def _ramp_of(args: argparse.Namespace) -> Ramp:
     if args.start_rps is None:
         if args.max_rps is not None:
             raise ConfigError("--max-rps", "needs --start-rps, where the rate begins")
@@ -176,8 +175,7 @@ def parameters(args: argparse.Namespace, ramp: Ramp, prompt: str | None, images:
     }
 
 
-# ---------------------------------------------------------------------- bodies
-# The requests of a run: one body per picture, ready to send, used in turn.
+# ---------------------------------------------------------------------- requests
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -237,15 +235,14 @@ def find_images(files: Sequence[Path], folder: Path | None) -> list[Path]:
     return images
 
 
-# ---------------------------------------------------------------------- progress
-# What a person sees while the ramp runs: the stage at work, and a line for each that is done.
+# ---------------------------------------------------------------------- what a person sees meanwhile
 
 
 HEADING = "stage  load        req/s   ok / all     errors   latency p50 / p95 ms   TTFT p50 / p95 ms    out tok/s"
 REDRAW_S = 0.25
 
 
-class RampDisplay:
+class _RampDisplay:
     """A `RampWatcher` for a console; without a terminal only the lines appear."""
 
     def __init__(self, console: Console, duration_s: float) -> None:
@@ -264,20 +261,19 @@ class RampDisplay:
         self._clock: asyncio.Task[None] | None = None
         self._number = self._num_ok = self._num_failed = 0
 
-    def __enter__(self) -> RampDisplay:
+    def __enter__(self) -> _RampDisplay:
         self._progress.start()
         self._console.print(HEADING, style="dim", highlight=False, soft_wrap=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop_clock()
         self._progress.stop()
 
     def begins(self, number: int, stage: Stage) -> None:
         self._number, self._num_ok, self._num_failed = number, 0, 0
-        self._progress.reset(self._task, total=self._duration_s, description=f"{number:>2}  {load_text(stage)}")
+        load = load_text({"target_rps": stage.target_rps, "concurrency_limit": stage.concurrency_limit})
+        self._progress.reset(self._task, total=self._duration_s, description=f"{number:>2}  {load}")
         self._stop_clock()
         self._clock = asyncio.ensure_future(self._tick())
 
@@ -290,7 +286,7 @@ class RampDisplay:
     def ended(self, report: dict[str, Any]) -> None:
         self._stop_clock()
         style = "red" if report["overloaded"] else None
-        self._console.print(stage_line(self._number, report), style=style, highlight=False, soft_wrap=True)
+        self._console.print(_stage_line(self._number, report), style=style, highlight=False, soft_wrap=True)
         for reason in report["overload_reasons"]:
             self._console.print(f"       overloaded: {reason}", style="red", highlight=False, soft_wrap=True)
 
@@ -307,15 +303,8 @@ class RampDisplay:
             self._clock = None
 
 
-def load_text(stage: Stage) -> str:
-    if stage.target_rps is not None:
-        return f"{stage.target_rps:g} req/s"
-    return f"{stage.concurrency_limit} at once"
-
-
-def stage_line(number: int, report: dict[str, Any]) -> str:
-    target = report["target_rps"]
-    load = f"{report['concurrency_limit']} at once" if target is None else f"{target:g} req/s"
+def _stage_line(number: int, report: dict[str, Any]) -> str:
+    load = load_text(report)
     counts = f"{report['requests_success']} / {report['requests_total']}"
     return (
         f"{number:>5}  {load:<11} {report['throughput_rps']:>5.2f}   {counts:<12} {report['error_rate']:>6.1%}"

@@ -173,10 +173,10 @@ def _summary_row(number: int, run: Run) -> str:
     well = [stage for stage in run.stages if not stage.get("overloaded")]
     best = max(well or run.stages, key=lambda stage: stage.get("throughput_rps") or 0.0, default={})
     over = next((stage for stage in run.stages if stage.get("overloaded")), None)
-    told = "not reached" if over is None else f"at {_load_text(over)}: {_reasons(over)}"
+    told = "not reached" if over is None else f"at {load_text(over)}: {_reasons(over)}"
     cells = (
         _figure(best.get("throughput_rps"), 2),
-        _load_text(best) if best else "—",
+        load_text(best) if best else "—",
         _pair(best.get("latency")),
         _pair(best.get("ttft")),
         _figure((best.get("tokens") or {}).get("output_per_s"), 1),
@@ -240,7 +240,7 @@ def _reasons(stage: dict[str, Any]) -> str:
     return "; ".join(stage.get("overload_reasons") or []) or "yes"
 
 
-def _load_text(stage: dict[str, Any]) -> str:
+def load_text(stage: dict[str, Any]) -> str:
     target = stage.get("target_rps")
     return f"{stage.get('concurrency_limit')} at once" if target is None else f"{target:g} req/s"
 
@@ -254,8 +254,8 @@ def _figure(value: float | None, digits: int) -> str:
     return "—" if value is None else f"{value:,.{digits}f}"
 
 
-# ---------------------------------------------------------------------- charts
-# Line charts as SVG text: axes with round steps, one colour per run, solid for medians and dashed for p95.
+# ---------------------------------------------------------------------- line charts as SVG
+# Axes with round steps, one colour per run, solid for medians and dashed for p95.
 
 
 WIDTH, HEIGHT = 560, 300
@@ -399,8 +399,7 @@ def _marker(kind: int, x: float, y: float) -> str:
     return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"/>'
 
 
-# ---------------------------------------------------------------------- page style
-# The style sheet of the report, for light and dark screens and for paper.
+# ---------------------------------------------------------------------- style sheet
 
 
 STYLE = """

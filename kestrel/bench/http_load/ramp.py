@@ -1,4 +1,9 @@
-"""One stage: a number of clients at once, or a number of requests a second, for a while."""
+"""The ramp: stage after stage with more load, until one is too much or the last is done.
+
+A stage is a number of clients at the same time, or a number of requests a second, for a while. It is a window in a
+longer life: requests are in flight when it ends. Each answered request counts with the share of its time that lies in
+the window, so that neither those cut off nor the quiet end distort the rates.
+"""
 
 from __future__ import annotations
 
@@ -126,11 +131,7 @@ BACK_OFF_S = 0.05
 """How long a refused client waits before it asks again, so that refusals do not become the load."""
 
 
-# ---------------------------------------------------------------------- statistics
-# What is reported of a stage: rates, percentiles, and whether it was too much.
-#
-# A stage is a window in a longer life: requests are in flight when it ends. Each answered request counts with the share
-# of its time that lies in the window, so that neither those cut off nor the quiet end distort the rates.
+# ---------------------------------------------------------------------- statistics of a stage
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def stage_report(stage: Stage, run: StageRun, thresholds: Thresholds) -> dict[st
     """One entry of `results`. Times are in seconds."""
     answered = [outcome for outcome in run.outcomes if outcome.ok]
     failed = [outcome for outcome in run.outcomes if not outcome.ok]
-    shares = [share_within(outcome, run) for outcome in answered]
+    shares = [_share_within(outcome, run) for outcome in answered]
     total = len(run.outcomes) + run.unsent
     errors = Counter(str(outcome.error) for outcome in failed)
     if run.unsent:
@@ -182,7 +183,7 @@ def stage_report(stage: Stage, run: StageRun, thresholds: Thresholds) -> dict[st
     return {**report, "overloaded": bool(reasons), "overload_reasons": reasons}
 
 
-def share_within(outcome: Outcome, run: StageRun) -> float:
+def _share_within(outcome: Outcome, run: StageRun) -> float:
     """The part of a request's time that lies in the stage's window."""
     end_s = run.began_s + run.duration_s
     inside_s = min(outcome.ended_s, end_s) - max(outcome.started_s, run.began_s)
@@ -217,8 +218,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-# ---------------------------------------------------------------------- ramp
-# The ramp: stage after stage with more load, until one is too much or the last is done.
+# ---------------------------------------------------------------------- the ramp
 
 
 class ServerUnusable(KestrelError):

@@ -1,4 +1,4 @@
-"""One operation at one size: both versions, their inputs, and what the work amounts to."""
+"""One operation at one size: both versions, their inputs, what the work amounts to; and the sizes of the models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _tensors(result: Result) -> tuple[Tensor, ...]:
 
 
 # ---------------------------------------------------------------------- sizes
-# The sizes at which kernels are timed, and small ones at which they are only run.
 
 
 PAGE_SIZE = 16

@@ -1,4 +1,4 @@
-"""Running the cases: timed on a GPU, or once each for their results alone."""
+"""Running the cases: timed on a GPU, with one block size after another, or once each for their results alone."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def _timed(case: Case, ceilings: Ceilings) -> Timed:
     return Timed(case, plain_s, seconds_per_call(calls(case.triton), captured=True), far, ceilings)
 
 
-def _distance(case: Case, device: torch.device, dtype: torch.dtype) -> float:
+def _distance(case: Case, device: torch.device, dtype: torch.dtype, **tuning: Any) -> float:
     """Of the results of both versions on equal inputs, each on its own copy: some write to what they are given."""
-    got = case.triton(*case.make(Maker(device, dtype)))
+    got = case.triton(*case.make(Maker(device, dtype)), **tuning)
     return distance(got, case.plain(*case.make(Maker(device, dtype))))
 
 
-# ---------------------------------------------------------------------- timing
-# Times on the GPU: calls on inputs that no longer lie in its cache, in a CUDA graph where that is possible.
+# ---------------------------------------------------------------------- times on the GPU
+# Calls on inputs that no longer lie in its cache, in a CUDA graph where that is possible.
 
 
 ROUNDS = 9
@@ -183,8 +183,7 @@ def _seconds(run_all: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-# ---------------------------------------------------------------------- case timer
-# A case with one tuning after another: its times, whether its result is right, and the size a table knows it by.
+# ---------------------------------------------------------------------- block sizes
 
 
 class CannotRun(Exception):
@@ -215,9 +214,7 @@ class CaseTimer:
     def is_right(self, case: Case, tuning: Any) -> bool:
         """Whether the result is that of the plain version, as closely as any kernel's has to be."""
         with _on_this_gpu():
-            got = case.triton(*case.make(Maker(self._device, self._dtype)), tuning=tuning)
-            expected = case.plain(*case.make(Maker(self._device, self._dtype)))
-            return is_close(case, distance(got, expected), self._dtype)
+            return is_close(case, _distance(case, self._device, self._dtype, tuning=tuning), self._dtype)
 
     def size(self, case: Case, op: str) -> TunedSize:
         """What the kernel asks a table for when it runs."""
@@ -248,10 +245,6 @@ class _AskedTable(TuningTable):
     def find(self, op: str, num_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
         self.sizes.append(TunedSize(op, rows_range(num_rows), dims, dtypes))
         return None
-
-
-# ---------------------------------------------------------------------- sweep
-# Every kernel with all the block sizes listed for it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the text model needs: norms, tau, rotation with storing, attention over pages, linears of a few rows."""
+"""What the text model needs: norms, tau, rotation, attention over pages, linears of few rows, experts, adapters."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def _linear_case(
     )
 
 
-# ---------------------------------------------------------------------- moe cases
-# Mixtures of experts, for few tokens and for many, with matrices as they are and in float8.
+# ---------------------------------------------------------------------- mixtures of experts
+# For few tokens and for many, with matrices as they are and in float8.
 
 
 def moe_cases(sizes: Sizes) -> Iterator[Case]:
@@ -292,8 +292,8 @@ def _narrowed(matrices_EFD: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.view(matrices_EFD.shape), scale.view(matrices_EFD.shape[:2])
 
 
-# ---------------------------------------------------------------------- low rank cases
-# Deltas of adapters at both ends of a block: several small ones mixed, and a single large one.
+# ---------------------------------------------------------------------- adapters
+# Deltas at both ends of a block: several small ones mixed, and a single large one.
 
 
 def low_rank_cases(sizes: Sizes) -> Iterator[Case]:
