@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
@@ -49,7 +49,7 @@ class ProfiledRequest:
     @property
     def parts_s(self) -> dict[str, float]:
         """Seconds of every phase, and those in which no phase ran."""
-        return {**own_seconds(self.spans), GAPS: self.whole_s - covered_seconds(self.spans)}
+        return {**own_seconds(self.spans), GAPS: self.whole_s - _covered_seconds(self.spans)}
 
     def count(self, phase: str) -> int:
         return sum(span.name == phase for span in self.spans)
@@ -95,9 +95,9 @@ class ProfilePlan:
 
 
 async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, plan: ProfilePlan) -> Profile:
-    clock = clock_for(choose_device(config))
+    clock = _clock_for(choose_device(config))
     config = replace(config, streaming_prefill_tokens=0)  # one request at a time: pictures as a whole
-    ready = ready_from(loaded, config, make_decoder=timed_decoder(clock))
+    ready = ready_from(loaded, config, make_decoder=_timed_decoder(clock))
     # Without a form, the model resizes every picture itself: where it is timed.
     ready = replace(ready, runtime=TimedRuntime(ready.runtime, clock), picture_form=None)
     pictures = chart_pictures(plan.warm_up + plan.requests, plan.picture_folder)
@@ -105,7 +105,7 @@ async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, 
         asking = _Asking(engine, ready, clock, config, plan.tokens)
         for picture in pictures[: plan.warm_up]:
             await asking.profile(picture)
-        with torch_trace(plan.trace, choose_device(config)) as trace:
+        with _torch_trace(plan.trace, choose_device(config)) as trace:
             requests = [await asking.profile(picture) for picture in pictures[plan.warm_up :]]
     if trace is not None:
         trace.export_chrome_trace(str(plan.trace))
@@ -116,7 +116,7 @@ class _Asking:
     """One request after the other."""
 
     def __init__(
-        self, engine: InferenceEngine, ready: ReadyModel, clock: PhaseClock, config: RuntimeConfig, tokens: int
+        self, engine: InferenceEngine, ready: ReadyModel, clock: HostClock, config: RuntimeConfig, tokens: int
     ) -> None:
         self._engine = engine
         self._clock = clock
@@ -140,7 +140,7 @@ class _Asking:
             return decode_image(picture, self._limits)
 
 
-def torch_trace(path: Path | None, device: torch.device) -> torch_profile | nullcontext[None]:
+def _torch_trace(path: Path | None, device: torch.device) -> torch_profile | nullcontext[None]:
     """Every operation and kernel of all threads; nothing without a path."""
     if path is None:
         return nullcontext()
@@ -169,20 +169,8 @@ class Span:
     end_s: float
 
 
-class PhaseClock(Protocol):
-    def on_host(self, name: str) -> AbstractContextManager[None]: ...
-
-    def on_device(self, name: str) -> AbstractContextManager[None]:
-        """Around work that is launched inside; it may run later."""
-        ...
-
-    def take(self) -> list[Span]:
-        """The spans since the last call, once the device is done with them."""
-        ...
-
-
 class HostClock:
-    """For devices that run what is launched at once."""
+    """For devices that run what is launched immediately."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -194,9 +182,11 @@ class HostClock:
         self._spans.append(Span(name, start_s, time.perf_counter()))
 
     def on_device(self, name: str) -> AbstractContextManager[None]:
+        """Around work that is launched inside; it may run later."""
         return self.on_host(name)
 
     def take(self) -> list[Span]:
+        """The spans since the last call, once the device is done with them."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -242,14 +232,14 @@ def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def clock_for(device: torch.device) -> PhaseClock:
+def _clock_for(device: torch.device) -> HostClock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 class TimedDecoder(MoondreamDecoder):
     """Tells apart what a picture goes through."""
 
-    def __init__(self, model: MoondreamModel, clock: PhaseClock) -> None:
+    def __init__(self, model: MoondreamModel, clock: HostClock) -> None:
         super().__init__(model)
         self._clock = clock
 
@@ -269,7 +259,7 @@ class TimedDecoder(MoondreamDecoder):
 class TimedRuntime(WrappedRuntime[StepT]):
     """Tells prefill steps from decode steps."""
 
-    def __init__(self, inner: Runtime[StepT], clock: PhaseClock) -> None:
+    def __init__(self, inner: Runtime[StepT], clock: HostClock) -> None:
         super().__init__(inner)
         self._clock = clock
 
@@ -278,7 +268,7 @@ class TimedRuntime(WrappedRuntime[StepT]):
             return super().launch(plan)
 
 
-def timed_decoder(clock: PhaseClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
+def _timed_decoder(clock: HostClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
     return lambda model: TimedDecoder(model, clock)
 
 
@@ -297,7 +287,7 @@ def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
     return seconds
 
 
-def covered_seconds(spans: Sequence[Span]) -> float:
+def _covered_seconds(spans: Sequence[Span]) -> float:
     """Time in which at least one span ran."""
     total_s, until_s = 0.0, -float("inf")
     for span in _outermost_first(spans):

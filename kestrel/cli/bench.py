@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,7 @@ from kestrel.bench.workloads import MODES, WORKLOADS
 from kestrel.cli.config_flags import environment_hint, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.options import PictureCacheOption, RandomOption, check_parent_folder, check_random, split_names
+from kestrel.cli.options import PictureCacheOption, RandomOption, check_parent_folder, check_random, flag, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
 
@@ -51,77 +52,56 @@ DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), tuple(MODES), (3
 DEFAULT_TIME_LIMIT_S = 1500.0
 DEFAULT_ADAPTER_RANK = 16
 
-WorkloadsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--workloads",
-        metavar="NAME,...",
-        help=f"What is asked: {', '.join(w.name for w in WORKLOADS)}. Default: {', '.join(DEFAULT_WORKLOADS)}.",
-    ),
-]
-ModesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--modes",
-        metavar="NAME,...",
-        help="flood: all requests at once; closed: a client per row, one request in flight each. Default: both.",
-    ),
-]
-BatchSizesOption = Annotated[
-    list[str] | None,
-    typer.Option("--batch-sizes", metavar="N,...", help="Several --max-batch-size, one after the other."),
-]
-TokensOption = Annotated[
-    list[str] | None, typer.Option("--tokens", metavar="N,...", help="Tokens of every answer. Default: 3,30.")
-]
-RequestsOption = Annotated[
-    int | None,
-    typer.Option("--requests", metavar="N", help="Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on."),
-]
-AdaptersOption = Annotated[
-    int,
-    typer.Option(
-        "--adapters",
-        metavar="N",
-        help="Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.",
-    ),
-]
-AdapterRankOption = Annotated[
-    int | None,
-    typer.Option("--adapter-rank", metavar="R", help="Their rank. Default: 16. Raises --max-adapter-rank to it."),
-]
-SuiteOption = Annotated[
-    str | None,
-    typer.Option("--suite", metavar="NAME", help=f"Everything of a table, in order: {', '.join(SUITES)}."),
-]
-TimeLimitOption = Annotated[
-    float | None,
-    typer.Option("--time-limit", metavar="S", help=f"Seconds for a suite. Default: {DEFAULT_TIME_LIMIT_S:g}."),
-]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", help="Add a row per case to this CSV file, at once.")
+    Path | None, typer.Option("--output", metavar="FILE", help="Add a row to this CSV file as each case is done.")
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print whole rows, one JSON object per line.", show_default=False)
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """What is measured; names and numbers as they were typed."""
+
+    workloads: tuple[str, ...] = flag(
+        f"What is asked: {', '.join(w.name for w in WORKLOADS)}. Default: {', '.join(DEFAULT_WORKLOADS)}.",
+        (),
+        metavar="NAME,...",
+    )
+    modes: tuple[str, ...] = flag(
+        "flood: all requests at once; closed: a client per row, one request in flight each. Default: both.",
+        (),
+        metavar="NAME,...",
+    )
+    batch_sizes: tuple[str, ...] = flag("Several --max-batch-size, one after the other.", (), metavar="N,...")
+    tokens: tuple[str, ...] = flag("Tokens of every answer. Default: 3,30.", (), metavar="N,...")
+    requests: int | None = flag("Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on.", metavar="N")
+    adapters: int = flag(
+        "Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.", 0, metavar="N"
+    )
+    adapter_rank: int | None = flag("Their rank. Default: 16. Raises --max-adapter-rank to it.", metavar="R")
+    suite: str | None = flag(f"Everything of a table, in order: {', '.join(SUITES)}.", metavar="NAME")
+    time_limit: float | None = flag(f"Seconds for a suite. Default: {DEFAULT_TIME_LIMIT_S:g}.", metavar="S")
+    as_json: bool = flag("Print whole rows, one JSON object per line.", False, flags=("--json",), show_default=False)
+
+    def cases(self, config: RuntimeConfig) -> list[Case]:
+        if self.batch_sizes and config.max_batch_size != RuntimeConfig.max_batch_size:
+            raise ConfigError("--max-batch-size", "is decided by --batch-sizes; leave out one of the two")
+        cases = cases_of(
+            split_names(self.workloads) or DEFAULT_WORKLOADS,
+            split_names(self.modes) or DEFAULT_MODES,
+            _counts("--batch-sizes", self.batch_sizes) if self.batch_sizes else [config.max_batch_size],
+            _counts("--tokens", self.tokens) if self.tokens else DEFAULT_TOKENS,
+            self.requests,
+        )
+        return list(cases)
 
 
 @with_flags
 def engine(
-    workloads: WorkloadsOption = None,
-    modes: ModesOption = None,
-    batch_sizes: BatchSizesOption = None,
-    tokens: TokensOption = None,
-    requests: RequestsOption = None,
-    adapters: AdaptersOption = 0,
-    adapter_rank: AdapterRankOption = None,
     random: RandomOption = None,
-    suite: SuiteOption = None,
-    time_limit: TimeLimitOption = None,
     output: OutputOption = None,
-    as_json: JsonOption = False,
     picture_cache: PictureCacheOption = None,
     *,
+    run: EngineRun,
     config: RuntimeConfig,
 ) -> None:
     """Measure the engine: requests per second, latency, tokens, cache hits and vision passes.
@@ -131,30 +111,17 @@ def engine(
     Pictures are drawn by number, so that every run sees the same ones; answers never end early.
     """
     _check_output(output)
-    on_row = _row_sink(output, as_json)
-    if suite is not None:
-        chosen = {"--workloads": workloads, "--modes": modes, "--batch-sizes": batch_sizes, "--tokens": tokens}
-        more = {"--requests": requests, "--random": random, "--adapters": adapters or None}
-        _refuse_beside_suite({**chosen, **more, "--adapter-rank": adapter_rank}, config)
-        run_to_end(run_suite(find_suite(suite), config, picture_cache, _limit_s(time_limit), on_row, note))
+    on_row = _row_sink(output, run.as_json)
+    if run.suite is not None:
+        _refuse_beside_suite(run, random, config)
+        run_to_end(run_suite(find_suite(run.suite), config, picture_cache, _limit_s(run.time_limit), on_row, note))
         return
-    if time_limit is not None:
+    if run.time_limit is not None:
         raise ConfigError("--time-limit", "is for a suite; add --suite, or leave it out")
     check_random(random, config)
-    if batch_sizes is not None and config.max_batch_size != RuntimeConfig.max_batch_size:
-        raise ConfigError("--max-batch-size", "is decided by --batch-sizes; leave out one of the two")
-    sizes = [config.max_batch_size] if batch_sizes is None else _counts("--batch-sizes", batch_sizes)
-    cases = list(
-        cases_of(
-            split_names(workloads or ()) or DEFAULT_WORKLOADS,
-            split_names(modes or ()) or DEFAULT_MODES,
-            sizes,
-            DEFAULT_TOKENS if tokens is None else _counts("--tokens", tokens),
-            requests,
-        )
-    )
+    cases = run.cases(config)
     _check_queue(cases, config)
-    mixed = _random_adapters(adapters, adapter_rank)
+    mixed = _random_adapters(run.adapters, run.adapter_rank)
     with LoadingBars(stderr_console()) as bars:
         loaded = load_model(config, random, bars)
     run_to_end(EngineBench(loaded, config, picture_cache, mixed).run(cases, on_row))
@@ -191,14 +158,17 @@ def _line_of(row: Row) -> str:
     ).format(**row)
 
 
-def _refuse_beside_suite(given: dict[str, object], config: RuntimeConfig) -> None:
-    named = [flag for flag, value in given.items() if value is not None]
+def _refuse_beside_suite(run: EngineRun, random: str | None, config: RuntimeConfig) -> None:
+    names = ("workloads", "modes", "batch_sizes", "tokens", "requests", "adapters", "adapter_rank")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(run, name) not in ((), None, 0)]
+    if random is not None:
+        given.append("--random")
     if config.model is not None or config.weights is not None:
-        named.append("--model")
+        given.append("--model")
     if config.max_batch_size != RuntimeConfig.max_batch_size:
-        named.append("--max-batch-size")
-    if named:
-        raise ConfigError(named[0], "is decided by --suite; leave out one of the two")
+        given.append("--max-batch-size")
+    if given:
+        raise ConfigError(given[0], "is decided by --suite; leave out one of the two")
 
 
 def _check_queue(cases: Sequence[Case], config: RuntimeConfig) -> None:

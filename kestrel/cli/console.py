@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Part of a result, at once. A terminal gets no control characters."""
+    """Part of a result, immediately. A terminal gets no control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -149,7 +149,7 @@ class Interrupted(Exception):
 
 
 class _Interrupts:
-    """SIGINT handler: the first one cancels the work, a second one leaves at once."""
+    """SIGINT handler: the first one cancels the work, a second one leaves immediately."""
 
     def __init__(self) -> None:
         self.seen = False

@@ -24,7 +24,7 @@ def note_default_model(config: RuntimeConfig) -> None:
 
 @asynccontextmanager
 async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
-    """An engine that is shut down at the end: drained normally, at once after an error or Ctrl-C."""
+    """An engine that is shut down at the end: drained normally, immediately after an error or Ctrl-C."""
     with LoadingBars(stderr_console()) as bars:
         try:
             engine = await InferenceEngine.create(config, progress=bars)

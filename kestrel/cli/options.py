@@ -51,7 +51,7 @@ PictureCacheOption = Annotated[
 ]
 
 
-def _flag(text: str, default: Any = None, **extra: Any) -> Any:
+def flag(text: str, default: Any = None, **extra: Any) -> Any:
     return field(default=default, metadata={"help": text, **extra})
 
 
@@ -59,13 +59,13 @@ def _flag(text: str, default: Any = None, **extra: Any) -> Any:
 class Settings:
     """How tokens are chosen. What is not given is left to the model's own defaults."""
 
-    temperature: float | None = _flag("0 takes the most likely token each time; at most 2.")
-    top_p: float | None = _flag("Keep the likely tokens that reach this probability.")
-    top_k: int | None = _flag("Keep this many likely tokens; 0 keeps all.")
-    min_p: float | None = _flag("Drop tokens less likely than this share of the most likely one.")
-    seed: int | None = _flag("Same seed, same request: same answer.")
-    logprobs: int | None = _flag("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
-    adapter: str | None = _flag("Adapter to answer with, such as the name of a file in --adapter-dir.", metavar="ID")
+    temperature: float | None = flag("0 takes the most likely token each time; at most 2.")
+    top_p: float | None = flag("Keep the likely tokens that reach this probability.")
+    top_k: int | None = flag("Keep this many likely tokens; 0 keeps all.")
+    min_p: float | None = flag("Drop tokens less likely than this share of the most likely one.")
+    seed: int | None = flag("Same seed, same request: same answer.")
+    logprobs: int | None = flag("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
+    adapter: str | None = flag("Adapter to answer with, such as the name of a file in --adapter-dir.", metavar="ID")
 
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -75,23 +75,23 @@ class Settings:
 class TextSettings(Settings):
     """Settings of a skill that is bounded by tokens."""
 
-    max_new_tokens: int | None = _flag("Longest answer in tokens; thinking has a budget of the same size.")
+    max_new_tokens: int | None = flag("Longest answer in tokens; thinking has a budget of the same size.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectSettings(Settings):
     """Settings of a skill that is bounded by objects."""
 
-    max_objects: int | None = _flag("Most objects to find.")
-    max_new_tokens: int | None = _flag("Refused, with a hint to the bound that counts.", hidden=True)
+    max_objects: int | None = flag("Most objects to find.")
+    max_new_tokens: int | None = flag("Refused, with a hint to the bound that counts.", hidden=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    as_json: bool = _flag(
+    as_json: bool = flag(
         "Print JSON; one object per line where there are several.", False, flags=("--json",), show_default=False
     )
-    stream: bool = _flag("Print pieces as they come.", False, flags=("--stream",), show_default=False)
+    stream: bool = flag("Print pieces as they come.", False, flags=("--stream",), show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:
 async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[str, RgbImage]:
     """Decoded pictures by source, each read once, under the configuration's limits.
 
-    Read before a model is loaded, so that a wrong path is reported at once.
+    Read before a model is loaded, so that a wrong path is reported immediately.
     """
     names = list(dict.fromkeys(sources))
     for name in names:

@@ -48,7 +48,7 @@ def serve(
 
     POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64.
     --grpc-port also offers them in the protocol of KServe and Triton.
-    SIGTERM or Ctrl-C lets accepted requests finish; a second one ends at once.
+    SIGTERM or Ctrl-C lets accepted requests finish; a second one ends immediately.
     """
     # Here and not above: help and refused settings need no web framework.
     from kestrel.cli.run_server import run_server  # noqa: PLC0415

@@ -118,7 +118,7 @@ def parse_shares(texts: list[str]) -> dict[str, float]:
 
 @contextmanager
 def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C only asks the work to stop, which the given function tells; a second one leaves at once."""
+    """Inside, Ctrl-C only asks the work to stop, which the given function tells; a second one leaves immediately."""
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -188,7 +188,7 @@ class TrainingReport(_Report):
         )
 
     def stopping(self) -> None:
-        note("stopping after this step, then saving; Ctrl-C again leaves at once and keeps nothing of this run")
+        note("stopping after this step, then saving; Ctrl-C again leaves immediately and keeps nothing of this run")
 
 
 def _as_line(line: StepReport) -> str:
@@ -239,7 +239,7 @@ class AdapterReport(_Report):
         )
 
     def stopping(self) -> None:
-        note("stopping after this step, then saving; --resume goes on. Ctrl-C again leaves at once")
+        note("stopping after this step, then saving; --resume goes on. Ctrl-C again leaves immediately")
 
 
 def _adapter_line(line: StepLine) -> str:

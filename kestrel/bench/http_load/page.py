@@ -53,7 +53,7 @@ def render(runs: Sequence[Run]) -> str:
     figures = "".join(
         f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg}</figure>"
         for chart in _charts(runs, by_rate)
-        if (svg := chart_svg(chart))
+        if (svg := _chart_svg(chart))
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -287,7 +287,7 @@ class Chart:
     """The y axis reaches at least this far."""
 
 
-def chart_svg(chart: Chart) -> str:
+def _chart_svg(chart: Chart) -> str:
     xs = [x for line in chart.lines for x, _, _ in line.points]
     ys = [y for line in chart.lines for _, y, _ in line.points]
     if not xs:
@@ -312,7 +312,7 @@ class _Frame:
         self.low, self.high = min(xs), max(xs)
         if self.low == self.high:
             self.low, self.high = self.low - 1, self.high + 1
-        self.x_ticks = x_ticks(sorted(set(xs)), self.low, self.high)
+        self.x_ticks = _x_ticks(sorted(set(xs)), self.low, self.high)
 
     def x(self, value: float) -> float:
         return LEFT + 10 + (value - self.low) / (self.high - self.low) * (WIDTH - LEFT - RIGHT - 20)
@@ -330,7 +330,7 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [low + step * i for i in range(num_steps + 1)]
 
 
-def x_ticks(loads: Sequence[float], low: float, high: float) -> list[float]:
+def _x_ticks(loads: Sequence[float], low: float, high: float) -> list[float]:
     """The loads themselves when there is room for them, else round values."""
     if len(loads) <= 10:
         nearest = min((b - a for a, b in itertools.pairwise(loads)), default=high - low)
@@ -339,7 +339,7 @@ def x_ticks(loads: Sequence[float], low: float, high: float) -> list[float]:
     return [tick for tick in round_ticks(0.0, high, 8) if low <= tick <= high]
 
 
-def number_text(value: float) -> str:
+def _number_text(value: float) -> str:
     if value >= 10_000:
         return f"{value / 1000:g}k"
     return f"{value:.10g}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
@@ -357,7 +357,7 @@ def _axes(chart: Chart, frame: _Frame) -> list[str]:
         x = frame.x(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
         parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{number_text(tick)}</text>'
+            f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_number_text(tick)}</text>'
         )
     middle, centre = (LEFT + right) / 2, (TOP + bottom) / 2
     parts.append(
@@ -369,7 +369,7 @@ def _axes(chart: Chart, frame: _Frame) -> list[str]:
 
 
 def _rounded(tick: float) -> str:
-    return number_text(float(f"{tick:.6g}"))
+    return _number_text(float(f"{tick:.6g}"))
 
 
 def _limit(chart: Chart, frame: _Frame) -> list[str]:

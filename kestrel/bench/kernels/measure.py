@@ -80,7 +80,7 @@ def all_cases(sizes: Sizes, ops: list[str] | None) -> list[Case]:
 def time_kernels(ops: list[str] | None) -> Iterator[Timed]:
     """Every case at full size on the GPU of this machine, one after another."""
     cases = all_cases(full_sizes(), ops)
-    ceilings = measure_ceilings()
+    ceilings = _measure_ceilings()
     for case in cases:
         yield _timed(case, ceilings)
         torch.cuda.empty_cache()
@@ -103,8 +103,8 @@ def _timed(case: Case, ceilings: Ceilings) -> Timed:
     def calls(run: Callable[..., object]) -> list[Callable[[], object]]:
         return [partial(run, *arguments) for arguments in inputs]
 
-    plain_s = seconds_per_call(calls(case.plain), captured=case.is_plain_capturable)
-    return Timed(case, plain_s, seconds_per_call(calls(case.triton), captured=True), far, ceilings)
+    plain_s = _seconds_per_call(calls(case.plain), captured=case.is_plain_capturable)
+    return Timed(case, plain_s, _seconds_per_call(calls(case.triton), captured=True), far, ceilings)
 
 
 def _distance(case: Case, device: torch.device, dtype: torch.dtype, **tuning: Any) -> float:
@@ -136,7 +136,7 @@ def num_copies(bytes_moved: int) -> int:
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // max(1, bytes_moved))))
 
 
-def seconds_per_call(calls: Sequence[Callable[[], object]], captured: bool) -> float:
+def _seconds_per_call(calls: Sequence[Callable[[], object]], captured: bool) -> float:
     """Median over rounds of all calls, one after another, once warm."""
     for call in calls[:2]:
         call()
@@ -147,14 +147,14 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], captured: bool) -> f
     return median(times) / len(calls)
 
 
-def measure_ceilings() -> Ceilings:
+def _measure_ceilings() -> Ceilings:
     device = torch.device("cuda")
     source = torch.zeros(2**28, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     square = torch.randn(8192, 8192, device=device).to(torch.bfloat16)
     # By a kernel: the driver's own copies inside a graph reach two thirds of this.
-    copying = seconds_per_call([lambda: torch.add(source, 1.0, out=target)] * 4, captured=True)
-    multiplying = seconds_per_call([lambda: square @ square] * 4, captured=True)
+    copying = _seconds_per_call([lambda: torch.add(source, 1.0, out=target)] * 4, captured=True)
+    multiplying = _seconds_per_call([lambda: square @ square] * 4, captured=True)
     return Ceilings(2 * source.nbytes / copying, 2 * 8192**3 / multiplying)
 
 
@@ -205,7 +205,7 @@ class CaseTimer:
             for tuning in tunings:
                 calls = [partial(case.triton, *arguments, tuning=tuning) for arguments in inputs]
                 try:
-                    found[tuning] = seconds_per_call(calls, captured=True)
+                    found[tuning] = _seconds_per_call(calls, captured=True)
                 except TritonError:
                     if tuning is None:
                         raise
