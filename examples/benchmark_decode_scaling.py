@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kestrel.bench.engine import free_device_memory, load_model
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.results import append_row, environment, machine_load
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.families import ReadyModel, ready_from

@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 
-from kestrel.cli.adapter_training_report import AdapterReport
+from kestrel.cli.train import AdapterReport
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import run_adapter
 from tests.moondream.coarse import EMBEDDED, POSITIONS, coarse_folder

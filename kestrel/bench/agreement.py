@@ -10,18 +10,16 @@ Compared with one after the other in graphs: the share of equal answers, and of 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from kestrel.bench.charts import draw_chart
 from kestrel.bench.engine import load_model
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.families import ready_from
@@ -86,12 +84,11 @@ def common_length(a: str, b: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--random", choices=RANDOM_NAMES)
     parser.add_argument("--weights")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pictures", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row per way")
     args = parser.parse_args(argv)
     config = RuntimeConfig(model_path=args.weights, dtype=args.dtype, max_batch_size=16)
     loaded = load_model(config, args.random)
@@ -103,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for way in WAYS:
         figures = agreement(expected, asyncio.run(answers(config, loaded, pictures, way)))
         print(f"{way.name}: " + " ".join(f"{name}={value:.4g}" for name, value in figures.items()))
-        if args.output is not None:
-            append_row(args.output, {**measured_on, **what, "way": way.name, **figures})
+        append_row(args.output, {**measured_on, **what, "way": way.name, **figures})
 
 
 if __name__ == "__main__":

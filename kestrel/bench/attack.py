@@ -14,7 +14,6 @@ Only loopback addresses are used, each attack has a fixed number of clients, and
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import contextlib
@@ -24,7 +23,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -42,9 +40,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from kestrel.bench.http_memory import resident_mib
-from kestrel.bench.http_sides import plain
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.processes import ServerProcess, children_of, free_port, plain_environment, resident_mib
+from kestrel.bench.results import append_row, command_parser, environment, machine_load
 
 Sizes: TypeAlias = tuple[float, float]
 """MiB of the server's process and of the process that computes."""
@@ -71,60 +68,38 @@ SCENE = Path(__file__).parents[1] / "cli" / "demo_scene.png"
 # ---------------------------------------------------------------------- the server under attack
 
 
-class AttackedServer:
-    """`kestrel serve` in a process of its own."""
+class AttackedServer(ServerProcess):
+    """`kestrel serve`, ended without a word."""
 
     def __init__(self, program: Sequence[str], *flags: str) -> None:
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen([*program, *FLAGS, *flags], stderr=self._log, env=plain())
-        self.url = self._found(r"API: (http://\S+?)/\s")
-        self.grpc_target = self._found(r"gRPC \(KServe v2\): (\S+)")
-
-    def __enter__(self) -> AttackedServer:
-        return self
+        super().__init__([*program, *FLAGS, *flags], plain_environment())
+        self.url = self.logged(r"API: (http://\S+?)/\s")
+        self.grpc_target = self.logged(r"gRPC \(KServe v2\): (\S+)")
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(30)
-        self._log.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        super().__exit__()
 
     @property
     def compute_pid(self) -> int:
         """Of the process that the server started first."""
-        return int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0])
+        return children_of(self.pid)[0]
 
     @property
     def sizes(self) -> Sizes:
         sizes = resident_mib(self.pid)
         if len(sizes) < 2:
-            raise RuntimeError(f"the server or the process that computes has ended: {self.log_tail()}")
+            raise RuntimeError(f"the server or the process that computes has ended: {self.log[-4000:]}")
         return sizes[0], sizes[1]
 
     @property
     def log_bytes(self) -> int:
         return Path(self._log.name).stat().st_size
 
-    def log_tail(self) -> str:
-        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")[-4000:]
-
     def exit_code(self, within_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(within_s)
         return None
-
-    def _found(self, pattern: str) -> str:
-        deadline_s = time.monotonic() + 120
-        while time.monotonic() < deadline_s and self._process.poll() is None:
-            found = re.search(pattern, Path(self._log.name).read_text(encoding="utf-8"))
-            if found is not None:
-                return found.group(1)
-            time.sleep(0.05)
-        self._process.kill()
-        raise RuntimeError(f"the server did not start: {self.log_tail()}")
 
 
 # ---------------------------------------------------------------------- the polite client
@@ -597,24 +572,17 @@ def _sizes(mib: Sizes) -> str:
     return " + ".join(f"{size:.0f}" for size in mib) + " MiB"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     """`program` is the command line of a server that may fetch pictures from loopback."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="Calm and attack together (default: 600).")
     parser.add_argument("--most-slowdown", type=float, default=MOST_SLOWDOWN, help="Of the polite p99 (default: 3).")
     parser.add_argument("--seed", type=int, default=0)
     names = [attack.__name__ for attack in ATTACKS]
     parser.add_argument("--only", nargs="+", choices=names, default=[], help="These attacks alone.")
-    parser.add_argument("--output", type=Path, help="CSV file that a row is added to.")
     options = parser.parse_args(arguments)
     load = machine_load()
-    port = _free_port()
+    port = free_port()
     hosts = ("--adapter-url-template", f"http://127.0.0.1:{port}/{{id}}", "--allowed-image-host", f"127.0.0.1:{port}")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -625,8 +593,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         report = asyncio.run(run(server, attacker, options.seconds, lambda line: print(line, flush=True)))
         faults = report.faults(options.most_slowdown)
         if faults:
-            print(server.log_tail(), file=sys.stderr)
-    if options.output is not None:
-        append_row(options.output, {**environment(), **load, "seconds": options.seconds, **vars(report)})
+            print(server.log[-4000:], file=sys.stderr)
+    append_row(options.output, {**environment(), **load, "seconds": options.seconds, **vars(report)})
     print("\n".join(f"FAULT: {fault}" for fault in faults) or "no fault")
     return 1 if faults else 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import math
 import resource
 import statistics
 import subprocess
@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.processes import status_mib
+from kestrel.bench.results import append_row, command_parser, environment, machine_load
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 
@@ -93,10 +93,9 @@ def children_cpu_seconds() -> float:
 def peak_rss_gb() -> float:
     """The most memory this process held. Linux: since its program started, where `ru_maxrss` also counts the one that
     started it. Elsewhere the unit is a kilobyte, on macOS a byte."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024 / 1e9
+    peak_mib = status_mib("VmHWM")
+    if not math.isnan(peak_mib):
+        return peak_mib * 2**20 / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
@@ -123,28 +122,20 @@ def rows(demo: Took, engine: EngineFigures, num_queries: int) -> list[dict[str, 
     ]
 
 
-def load_average() -> float:
-    """Processes that wanted to run in the last minute, this one among them."""
-    return os.getloadavg()[0]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--queries", type=int, default=10)
     parser.add_argument("--size", type=int, nargs=2, default=(WIDTH, HEIGHT), help=argparse.SUPPRESS)
     parser.add_argument("--engine-only", action="store_true", help="print the engine's figures as JSON and stop")
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row per measurement")
     args = parser.parse_args()
     if args.engine_only:
         print(json.dumps(asdict(asyncio.run(measure_engine(args.queries, tuple(args.size))))))
         return
-    load_before, measured_on = load_average(), environment()
+    measured_on = {**environment(), **machine_load()}
     found = rows(time_demo(), measure_engine_apart(args.queries), args.queries)
-    machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "load_before": load_before}
     for row in found:
         print(f"{row['workload']}: {row['value']:.3g} {row['metric']}")
-        if args.output is not None:
-            append_row(args.output, {**measured_on, **machine, **row})
+        append_row(args.output, {**measured_on, **row})
 
 
 if __name__ == "__main__":

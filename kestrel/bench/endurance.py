@@ -9,20 +9,19 @@ when the first minute is over, and the most after that. Nothing but the client's
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.processes import status_mib
+from kestrel.bench.results import append_row, command_parser, environment, machine_load
 from kestrel.bench.workloads import QUESTION
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -106,7 +105,7 @@ class Watch:
     async def run(self) -> None:
         while True:
             held = torch.cuda.memory_reserved(self.device) / GIB if self.device.type == "cuda" else 0.0
-            self.readings.append((held, resident_gib()))
+            self.readings.append((held, status_mib() / 1024))
             await asyncio.sleep(1.0)
 
     def figures(self) -> dict[str, float]:
@@ -118,15 +117,6 @@ class Watch:
             **{f"{name}_most": max(reading[i] for reading in late) for i, name in enumerate(names)},
             **{f"{name}_end": late[-1][i] for i, name in enumerate(names)},
         }
-
-
-def resident_gib() -> float:
-    """Of this process; not a number where the system does not tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return float("nan")
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) * 1024 / GIB
 
 
 async def endure(config: RuntimeConfig, ready: Any, minutes: float, device: torch.device) -> dict[str, float | int]:
@@ -149,11 +139,10 @@ async def endure(config: RuntimeConfig, ready: Any, minutes: float, device: torc
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--random", choices=RANDOM_NAMES, required=True)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row")
     args = parser.parse_args(argv)
     config = RuntimeConfig(max_batch_size=args.rows)
     loaded = load_model(config, args.random)
@@ -163,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     planned = {"device_gib_planned": planned_bytes / GIB}
     figures = {**planned, **asyncio.run(endure(config, ready, args.minutes, device))}
     print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
-    if args.output is not None:
-        append_row(args.output, {**environment(), **machine_load(), "model": args.random, "rows": args.rows, **figures})
+    append_row(args.output, {**environment(), **machine_load(), "model": args.random, "rows": args.rows, **figures})
 
 
 if __name__ == "__main__":

@@ -1,39 +1,44 @@
 """The engine benchmark: cases in, rows out, the model loaded once.
 
 Each batch size gets a runtime of its own over the loaded model and a warm-up. Each case gets a fresh engine over that
-runtime, so that its prefix cache begins empty and cases may show the same pictures.
+runtime, so that its prefix cache begins empty and cases may show the same pictures. Suites are named runs over random
+models, within a time limit.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Generic
 
 import torch
+from torch import Tensor
 
+from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair, save_adapter
+from kestrel.adapters.adapter import MATRICES, Side
 from kestrel.bench.charts import chart_pictures
-from kestrel.bench.counting import CountingRuntime
-from kestrel.bench.load import Load, find_mode, flood
-from kestrel.bench.random_adapters import RandomAdapters
-from kestrel.bench.rows import environment, machine_load
-from kestrel.bench.workloads import Ask, Material, find_workload, question_pieces
+from kestrel.bench.results import environment, machine_load
+from kestrel.bench.workloads import Ask, Load, Material, find_mode, find_workload, flood, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, shown
 from kestrel.families import ReadyModel, load, ready_from, resolve
 from kestrel.models.family import LoadedModel
 from kestrel.models.progress import Progress
 from kestrel.moondream.random_models import random_moondream
+from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPlan, StepT
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.skills.base import SpecialIds
+from kestrel.tokens import ImageSpan
 
 REQUESTS_BY_BATCH = {1: 64, 4: 128, 16: 256, 64: 384}
 UNREMARKABLE = ("model", "model_path", "weights_path", "tokenizer_path", "device", "dtype", "max_batch_size")
@@ -58,10 +63,6 @@ class Case:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(name, f"must be at least 1 (got {value})")
-
-    @property
-    def title(self) -> str:
-        return f"{self.workload} {self.mode} B={self.max_batch_size} T={self.tokens} n={self.requests}"
 
 
 def default_requests(max_batch_size: int) -> int:
@@ -93,10 +94,8 @@ class EngineBench:
         self._adapters = adapters
         self._config = config
         self._picture_folder = picture_folder
-        self._environment = {
-            **environment(),
-            **machine_load(),
-        }  # once: a row in a file of the checkout is a change of it
+        # Once: a row in a file of the checkout is a change of it.
+        self._environment = {**environment(), **machine_load()}
 
     async def run(self, cases: Sequence[Case], on_row: OnRow) -> None:
         """Neighbouring cases of one batch size share a runtime."""
@@ -151,7 +150,7 @@ class EngineBench:
         device = choose_device(config)
         return {
             **self._environment,
-            **library_versions(),
+            **_library_versions(),
             "model": self._loaded.name,
             "device": device.type,
             "dtype": str(choose_dtype(config, device)).removeprefix("torch."),
@@ -179,9 +178,39 @@ class EngineBench:
         return asks if self._adapters is None else self._adapters.taken_in_turn(asks)
 
 
+class WrappedRuntime(Generic[StepT]):
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Runtime[StepT]) -> None:
+        self._inner = inner
+
+    @property
+    def limits(self) -> RuntimeLimits:
+        return self._inner.limits
+
+    def launch(self, plan: StepPlan) -> StepT:
+        return self._inner.launch(plan)
+
+    def has_encoded(self, digest: str) -> bool:
+        return self._inner.has_encoded(digest)
+
+    def collect(self, step: StepT) -> StepOutput:
+        return self._inner.collect(step)
+
+
+class _CountingRuntime(WrappedRuntime[StepT]):
+    num_vision_passes = 0
+    """Pictures that went through the vision tower; one that two rows of a step share counts once."""
+
+    def launch(self, plan: StepPlan) -> StepT:
+        spans = (item for chunk in plan.prefill for item in chunk.items if isinstance(item, ImageSpan))
+        self.num_vision_passes += len({span.digest for span in spans})
+        return super().launch(plan)
+
+
 class _CountedModel:
     def __init__(self, ready: ReadyModel) -> None:
-        self.runtime: CountingRuntime[Any] = CountingRuntime(ready.runtime)
+        self.runtime: _CountingRuntime[Any] = _CountingRuntime(ready.runtime)
         self.ready = replace(ready, runtime=self.runtime)
 
 
@@ -192,7 +221,7 @@ def remarkable_settings(config: RuntimeConfig) -> str:
 
 
 @lru_cache(maxsize=1)
-def library_versions() -> dict[str, str]:
+def _library_versions() -> dict[str, str]:
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -226,3 +255,161 @@ def cases_of(
                         tokens=num_tokens,
                         requests=count,
                     )
+
+
+# ---------------------------------------------------------------------- random adapters
+
+
+SPREAD = 0.01
+"""Small enough that answers stay finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomAdapters:
+    count: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--adapters", self.count), ("--adapter-rank", self.rank)):
+            if value < 1:
+                raise ConfigError(flag, f"must be at least 1 (got {value})")
+
+    @property
+    def names(self) -> list[str]:
+        return [f"random{number}" for number in range(self.count)]
+
+    def configured(self, config: RuntimeConfig, folder: Path) -> RuntimeConfig:
+        """With room for all of them on the device at once."""
+        if config.adapter_dir is not None or config.adapter_url_template is not None:
+            raise ConfigError("--adapters", "makes its own adapters; leave out adapter_dir and adapter_url_template")
+        return replace(
+            config,
+            adapter_dir=folder,
+            max_adapters=max(config.max_adapters, self.count),
+            max_adapter_rank=max(config.max_adapter_rank, self.rank),
+        )
+
+    def write(self, folder: Path, shape: AdapterShape) -> None:
+        for seed, name in enumerate(self.names):
+            save_adapter(random_adapter(shape, self.rank, seed), folder / f"{name}.safetensors")
+
+    def taken_in_turn(self, asks: Sequence[Ask]) -> list[Ask]:
+        """The same requests, each through the next adapter."""
+        return [_through(ask, self.names[number % self.count]) for number, ask in enumerate(asks)]
+
+
+def random_adapter(shape: AdapterShape, rank: int, seed: int) -> Adapter:
+    dice = torch.Generator().manual_seed(seed)
+
+    def factor(target: AdapterTarget, side: Side) -> Tensor:
+        return torch.empty(shape.tensor_shape(target, side, rank), dtype=torch.bfloat16).normal_(
+            0, SPREAD, generator=dice
+        )
+
+    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES]
+    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
+    return Adapter("kestrel-adapter", rank, pairs)
+
+
+def _through(ask: Ask, name: str) -> Ask:
+    return replace(ask, fields={**ask.fields, "settings": {**ask.fields["settings"], "adapter": name}})
+
+
+# ---------------------------------------------------------------------- suites
+
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """Cases of one model under one configuration."""
+
+    random: str
+    cases: tuple[Case, ...]
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the configuration; a chapter whose fields this version does not have is left out."""
+
+    @property
+    def title(self) -> str:
+        return " ".join([self.random, *(f"{name}={value}" for name, value in self.settings.items())])
+
+
+def find_suite(name: str) -> Sequence[Chapter]:
+    suite = SUITES.get(name)
+    if suite is None:
+        raise ConfigError("suite", f"{shown(name)} is not a suite; use one of: {', '.join(SUITES)}")
+    return suite
+
+
+async def run_suite(
+    chapters: Sequence[Chapter],
+    config: RuntimeConfig,
+    picture_folder: Path | None,
+    time_limit_s: float,
+    on_row: OnRow,
+    tell: Tell,
+) -> None:
+    deadline_s = time.monotonic() + time_limit_s
+    for chapter in chapters:
+        unknown = set(chapter.settings) - {f.name for f in fields(RuntimeConfig)}
+        if unknown:
+            tell(f"left out {chapter.title}: this version has no {', '.join(sorted(unknown))}")
+            continue
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            tell(f"time is up: left out {chapter.title} and what follows")
+            return
+        tell(f"{chapter.title}: {left_s:.0f} s left")
+        try:
+            await asyncio.wait_for(_run_chapter(chapter, config, picture_folder, on_row, tell), left_s)
+        except asyncio.TimeoutError:
+            tell(f"time is up inside {chapter.title}")
+            return
+
+
+async def _run_chapter(
+    chapter: Chapter, config: RuntimeConfig, picture_folder: Path | None, on_row: OnRow, tell: Tell
+) -> None:
+    bench: EngineBench | None = None
+    for max_batch_size, cases in groupby(chapter.cases, lambda case: case.max_batch_size):
+        try:
+            changed = replace(config, **chapter.settings)
+            if bench is None or changed.quantization != "none":  # a quantised model serves one runtime
+                bench = None
+                free_device_memory()
+                bench = EngineBench(load_model(changed, chapter.random), changed, picture_folder)
+            await bench.run(list(cases), on_row)
+        except Exception as error:  # whatever it is, the other cases are worth their time
+            tell(f"{chapter.title} B={max_batch_size} failed: {type(error).__name__}: {error}")
+    del bench
+    free_device_memory()
+
+
+def _chart9(mode: str, *batch_sizes: int) -> tuple[Case, ...]:
+    return tuple(cases_of(["chart9"], [mode], batch_sizes, [3, 30], None))
+
+
+_SAME_IMAGE = tuple(cases_of(["same-image"], ["flood"], [64], [3, 30], 256))
+_FP8_EXPERTS = {"quantization": "fp8-experts", "kv_cache_dtype": "fp8"}
+_FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+
+H200 = (
+    Chapter("MD2", (*_chart9("flood", 64), *_SAME_IMAGE, *_chart9("closed", 1), *_chart9("flood", 16, 4))),
+    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1)), _FP8_EXPERTS),
+    Chapter("MD2", _chart9("flood", 64), _FP8),
+    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1))),
+    Chapter("MD2", (*_chart9("flood", 1), *_chart9("closed", 4, 16, 64))),
+    Chapter("MD2", tuple(cases_of(["same-image"], ["flood", "closed"], [16], [3, 30], 256))),
+    Chapter("MD2", tuple(cases_of(["text", "mixed-skills"], ["flood"], [64], [30], None))),
+    Chapter("MD3", (*_chart9("flood", 1, 4, 16), *_chart9("closed", 4, 16, 64))),
+)
+"""What `PERFORMANCE.md` compares with, then the rest of its tables."""
+
+TINY = (
+    Chapter("tiny", tuple(cases_of(["chart9", "same-image"], ["flood", "closed"], [2], [3], 4))),
+    Chapter("tiny", tuple(cases_of(["text"], ["flood"], [4], [6], 8)), {"page_size": 32}),
+)
+"""A minute on a CPU, to see that everything runs."""
+
+SUITES: dict[str, Sequence[Chapter]] = {"h200": H200, "tiny": TINY}

@@ -9,7 +9,6 @@ the requests, at the end, the most after that fifth, and a minute after the last
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import io
@@ -18,15 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 from PIL import Image
 
-from kestrel.bench.http_sides import HttpServer, plain
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.http_overhead import HttpServer
+from kestrel.bench.processes import plain_environment, resident_mib
+from kestrel.bench.results import append_row, command_parser, environment, machine_load
 
 NUM_CLIENTS = 8
 NUM_KNOWN = 6
@@ -129,17 +128,6 @@ class MixedTraffic:
         return {"max_tokens": self.dice.randint(1, 8), "temperature": self.dice.choice([0.0, 0.7])}
 
 
-def resident_mib(pid: int) -> list[float]:
-    """Of a process and of those it started, in that order; empty once it has ended."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    own = next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS:")), 0.0)
-    return [own, *(size for child in children for size in resident_mib(int(child)))]
-
-
 async def drive(url: str, pid: int, num_requests: int, seed: int, report: Callable[[str], None]) -> dict[str, float]:
     """Sends the requests and gives the figures of the server's process and of the one that computes."""
     traffic, readings, numbers = MixedTraffic(random.Random(seed)), [], iter(range(num_requests))
@@ -170,17 +158,15 @@ async def drive(url: str, pid: int, num_requests: int, seed: int, report: Callab
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     load = machine_load()
-    with HttpServer(environment=plain()) as server:
+    with HttpServer(environment=plain_environment()) as server:
         figures = asyncio.run(drive(server.url, server.pid, options.requests, options.seed, print))
     print({name: round(value, 1) for name, value in figures.items()})
-    if options.output is not None:
-        append_row(options.output, {**environment(), **load, "requests": options.requests, **figures})
+    append_row(options.output, {**environment(), **load, "requests": options.requests, **figures})
 
 
 if __name__ == "__main__":

@@ -1,34 +1,28 @@
-"""Where a request's time goes: fresh pictures asked about one at a time, every phase timed."""
+"""Where a request's time goes: fresh pictures asked about one at a time, every phase timed.
+
+Phases are spans on one clock, taken by wrappers around a decoder and a runtime. Only `kestrel profile` builds these
+wrappers; the step loop knows nothing of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import torch
+from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from kestrel.bench.charts import chart_pictures
-from kestrel.bench.phases import (
-    DECODE,
-    GAPS,
-    JPEG,
-    PHASES,
-    PhaseClock,
-    Span,
-    TimedRuntime,
-    clock_for,
-    covered_seconds,
-    own_seconds,
-    timed_decoder,
-)
+from kestrel.bench.engine import WrappedRuntime
 from kestrel.bench.workloads import Material, find_workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -36,7 +30,12 @@ from kestrel.families import ReadyModel, ready_from
 from kestrel.images.decode import decode_image
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
+from kestrel.images.tiling import TilingPlan
+from kestrel.models.contract import PreparedImage
 from kestrel.models.family import LoadedModel
+from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.runtime.contract import Runtime, StepPlan, StepT
 from kestrel.runtime.device import choose_device
 
 
@@ -50,7 +49,7 @@ class ProfiledRequest:
     @property
     def parts_s(self) -> dict[str, float]:
         """Seconds of every phase, and those in which no phase ran."""
-        return {**own_seconds(self.spans), GAPS: self.whole_s - covered_seconds(self.spans)}
+        return {**own_seconds(self.spans), GAPS: self.whole_s - _covered_seconds(self.spans)}
 
     def count(self, phase: str) -> int:
         return sum(span.name == phase for span in self.spans)
@@ -96,9 +95,9 @@ class ProfilePlan:
 
 
 async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, plan: ProfilePlan) -> Profile:
-    clock = clock_for(choose_device(config))
+    clock = _clock_for(choose_device(config))
     config = replace(config, streaming_prefill_tokens=0)  # one request at a time: pictures as a whole
-    ready = ready_from(loaded, config, make_decoder=timed_decoder(clock))
+    ready = ready_from(loaded, config, make_decoder=_timed_decoder(clock))
     # Without a form, the model resizes every picture itself: where it is timed.
     ready = replace(ready, runtime=TimedRuntime(ready.runtime, clock), picture_form=None)
     pictures = chart_pictures(plan.warm_up + plan.requests, plan.picture_folder)
@@ -106,7 +105,7 @@ async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, 
         asking = _Asking(engine, ready, clock, config, plan.tokens)
         for picture in pictures[: plan.warm_up]:
             await asking.profile(picture)
-        with torch_trace(plan.trace, choose_device(config)) as trace:
+        with _torch_trace(plan.trace, choose_device(config)) as trace:
             requests = [await asking.profile(picture) for picture in pictures[plan.warm_up :]]
     if trace is not None:
         trace.export_chrome_trace(str(plan.trace))
@@ -117,7 +116,7 @@ class _Asking:
     """One request after the other."""
 
     def __init__(
-        self, engine: InferenceEngine, ready: ReadyModel, clock: PhaseClock, config: RuntimeConfig, tokens: int
+        self, engine: InferenceEngine, ready: ReadyModel, clock: HostClock, config: RuntimeConfig, tokens: int
     ) -> None:
         self._engine = engine
         self._clock = clock
@@ -141,7 +140,7 @@ class _Asking:
             return decode_image(picture, self._limits)
 
 
-def torch_trace(path: Path | None, device: torch.device) -> torch_profile | nullcontext[None]:
+def _torch_trace(path: Path | None, device: torch.device) -> torch_profile | nullcontext[None]:
     """Every operation and kernel of all threads; nothing without a path."""
     if path is None:
         return nullcontext()
@@ -151,3 +150,213 @@ def torch_trace(path: Path | None, device: torch.device) -> torch_profile | null
 
 def _mean_ms(seconds: Sequence[float]) -> float:
     return 1000 * sum(seconds) / len(seconds)
+
+
+# ---------------------------------------------------------------------- phases
+
+
+JPEG, UPLOAD, RESIZE, VISION, PREFILL, DECODE = "JPEG decode", "upload", "resize", "vision", "prefill", "decode"
+GAPS = "host gaps"
+PHASES: tuple[str, ...] = (JPEG, UPLOAD, RESIZE, VISION, PREFILL, DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds of `time.perf_counter`. Spans may lie inside one another, but never cross."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+class HostClock:
+    """For devices that run what is launched immediately."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def on_host(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self._spans.append(Span(name, start_s, time.perf_counter()))
+
+    def on_device(self, name: str) -> AbstractContextManager[None]:
+        """Around work that is launched inside; it may run later."""
+        return self.on_host(name)
+
+    def take(self) -> list[Span]:
+        """The spans since the last call, once the device is done with them."""
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class CudaClock(HostClock):
+    """Device spans lie between two events of the stream; an event at a known time puts them on the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._anchor = _timed_event()
+        self._anchor_s = self._set_anchor()
+
+    @contextmanager
+    def on_device(self, name: str) -> Iterator[None]:
+        start, end = _timed_event(), _timed_event()
+        stream = torch.cuda.current_stream(self._device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._pairs.append((name, start, end))
+
+    def take(self) -> list[Span]:
+        torch.cuda.synchronize(self._device)
+        pairs, self._pairs = self._pairs, []
+        spans = [Span(name, self._at(start), self._at(end)) for name, start, end in pairs]
+        self._anchor_s = self._set_anchor()
+        return super().take() + spans
+
+    def _set_anchor(self) -> float:
+        torch.cuda.synchronize(self._device)
+        before_s = time.perf_counter()
+        self._anchor.record(torch.cuda.current_stream(self._device))
+        self._anchor.synchronize()
+        return (before_s + time.perf_counter()) / 2
+
+    def _at(self, event: torch.cuda.Event) -> float:
+        return self._anchor_s + self._anchor.elapsed_time(event) / 1000
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _clock_for(device: torch.device) -> HostClock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class TimedDecoder(MoondreamDecoder):
+    """Tells apart what a picture goes through."""
+
+    def __init__(self, model: MoondreamModel, clock: HostClock) -> None:
+        super().__init__(model)
+        self._clock = clock
+
+    def upload_image(self, image: RgbImage) -> Tensor:
+        with self._clock.on_device(UPLOAD):
+            return super().upload_image(image)
+
+    def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
+        with self._clock.on_device(RESIZE):
+            return super().cut_patches(pixels_HWC, plan)
+
+    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+        with self._clock.on_device(VISION):
+            return super().embed_images(images)
+
+
+class TimedRuntime(WrappedRuntime[StepT]):
+    """Tells prefill steps from decode steps."""
+
+    def __init__(self, inner: Runtime[StepT], clock: HostClock) -> None:
+        super().__init__(inner)
+        self._clock = clock
+
+    def launch(self, plan: StepPlan) -> StepT:
+        with self._clock.on_device(PREFILL if plan.prefill else DECODE):
+            return super().launch(plan)
+
+
+def _timed_decoder(clock: HostClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
+    return lambda model: TimedDecoder(model, clock)
+
+
+def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """By phase, without the spans that lie inside a span."""
+    seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    around: list[Span] = []
+    for span in _outermost_first(spans):
+        while around and around[-1].end_s <= span.start_s:
+            around.pop()
+        duration_s = span.end_s - span.start_s
+        if around:
+            seconds[around[-1].name] -= duration_s
+        seconds[span.name] += duration_s
+        around.append(span)
+    return seconds
+
+
+def _covered_seconds(spans: Sequence[Span]) -> float:
+    """Time in which at least one span ran."""
+    total_s, until_s = 0.0, -float("inf")
+    for span in _outermost_first(spans):
+        total_s += max(0.0, span.end_s - max(span.start_s, until_s))
+        until_s = max(until_s, span.end_s)
+    return total_s
+
+
+def _outermost_first(spans: Sequence[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+COLOURS: dict[str, str] = dict(
+    zip((*PHASES, GAPS), ("#d97706", "#0891b2", "#9333ea", "#2563eb", "#16a34a", "#dc2626", "#cbd5e1"), strict=True)
+)
+WIDTH, MARGIN, LABELS, BAR, LANE = 960, 24, 120, 36, 26
+FONT = 'font-family="sans-serif" font-size="13"'
+
+
+def profile_svg(profile: Profile, title: str) -> str:
+    height = MARGIN * 5 + BAR + LANE * (2 * len(COLOURS) + 1)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" {FONT}>',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        _text(MARGIN, MARGIN, title),
+        *_mean_bar(profile, MARGIN * 1.5),
+        *_legend(profile, MARGIN * 2.5 + BAR),
+        *_timeline(profile, MARGIN * 4 + BAR + LANE * len(COLOURS)),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _mean_bar(profile: Profile, top: float) -> Iterator[str]:
+    """Widths are shares of the whole; their sum is the inner width."""
+    left = float(MARGIN)
+    for name, ms in profile.parts_ms.items():
+        width = (WIDTH - 2 * MARGIN) * ms / profile.whole_ms
+        yield _rect("mean", name, left, top, width, BAR)
+        left += width
+
+
+def _legend(profile: Profile, top: float) -> Iterator[str]:
+    for index, (name, ms) in enumerate(profile.parts_ms.items()):
+        y = top + index * LANE
+        yield _rect("legend", name, MARGIN, y, 14, 14)
+        yield _text(MARGIN + 22, y + 12, f"{name}: {ms:.2f} ms, {100 * ms / profile.whole_ms:.1f} %")
+
+
+def _timeline(profile: Profile, top: float) -> Iterator[str]:
+    request = profile.median_request
+    scale = (WIDTH - 2 * MARGIN - LABELS) / request.whole_s
+    yield _text(MARGIN, top - 8, f"one request over {request.whole_s * 1000:.2f} ms")
+    for lane, name in enumerate(PHASES):
+        y = top + lane * LANE
+        yield _text(MARGIN, y + 15, name)
+        for span in request.spans:
+            if span.name == name:
+                left = MARGIN + LABELS + span.start_s * scale
+                yield _rect("span", name, left, y + 3, max(0.5, (span.end_s - span.start_s) * scale), LANE - 8)
+
+
+def _rect(kind: str, name: str, x: float, y: float, width: float, height: float) -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}"'
+    return f'<rect class="{kind}" {place} fill="{COLOURS[name]}"><title>{escape(name)}</title></rect>'
+
+
+def _text(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

@@ -9,8 +9,6 @@ import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kestrel.bench import peer
-
 RESULTS = Path("bench") / "results"
 ENGINE_ROWS, DECODE_ROWS, START_ROWS = "engine.csv", "decode_scaling.csv", "start.csv"
 TARGET = Path("PERFORMANCE.md")
@@ -47,7 +45,7 @@ def report(results: Path) -> str:
     for machine in dict.fromkeys([*(key[0] for key in sections), *map(machine_of, [*decode, *starts])]):
         lines.append(f"\n## {machine}\n")
         if _has_peer(machine):
-            lines.append(f"\n{peer.SOURCE}\n")
+            lines.append(f"\n{PEER_SOURCE}\n")
         for key, cases in sections.items():
             if key[0] == machine:
                 lines += _section(key, cases)
@@ -110,7 +108,7 @@ def _chart_table(machine: str, model: str, sizes: Sequence[int], cases: Mapping[
             row = cases.get(("chart9", mode, str(size), tokens))
             cells.append(_figure(row, "req_per_s" if mode == "flood" else "latency_p50_ms"))
             if with_peer:
-                cells.append(_number(peer.CHART9.get((FAMILIES[model], "chart9", mode, size, int(tokens)))))
+                cells.append(_number(PEER_CHART9.get((FAMILIES[model], "chart9", mode, size, int(tokens)))))
         yield _line([str(size), *cells])
 
 
@@ -123,7 +121,7 @@ def _same_image_table(machine: str, model: str, cases: Mapping[Case, Row]) -> It
         cells = [mode, size, tokens, _figure(row, "req_per_s")]
         if with_peer:
             key = (FAMILIES[model], "same-image", mode, int(size), int(tokens))
-            cells.append(_number(peer.SAME_IMAGE_REQ_PER_S.get(key)))
+            cells.append(_number(PEER_SAME_IMAGE_REQ_PER_S.get(key)))
         hits = int(row["cached_tokens"]) / int(row["requests"])
         yield _line([*cells, row["requests"], row["vision_passes"], f"{hits:.0f}"])
 
@@ -146,7 +144,7 @@ def _decode_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
     latest = {(row["model"], row["dtype"], row["batch_size"], row["context"]): row for row in rows}
     for key, row in latest.items():
         model = FAMILIES.get(row["model"], "")
-        theirs = [_number(peer.DECODE_STEP_MS.get((model, int(row["batch_size"]))))] if with_peer else []
+        theirs = [_number(PEER_DECODE_STEP_MS.get((model, int(row["batch_size"]))))] if with_peer else []
         yield _line([*key, _figure(row, "step_ms"), *theirs, _figure(row, "tokens_per_s")])
     yield f"\n{_provenance(latest.values())}\n"
 
@@ -156,7 +154,7 @@ def _start_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
         return
     yield "\n### From the start of a process to its first answer, weights in the page cache\n"
     if _has_peer(machine):
-        yield f"\n{peer.START}\n"
+        yield f"\n{PEER_START}\n"
     columns = ("model", "process_s", "create_s", "first_answer_s", "start_s")
     yield "\n" + _line(["model", "process s", "engine s", "answer s", "together s"]) + _line(["---", *["---:"] * 4])
     latest = {row["model"]: row for row in rows}
@@ -175,7 +173,7 @@ def _provenance(rows: Iterable[Row]) -> str:
 
 
 def _has_peer(machine: str) -> bool:
-    return peer.GPU in machine
+    return PEER_GPU in machine
 
 
 def _figure(row: Row | None, column: str) -> str:
@@ -193,6 +191,51 @@ def _number(value: float | None) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
+
+
+# ---------------------------------------------------------------------- what a peer measured
+
+
+PEER_SOURCE = (
+    "Peer: Kestrel 0.5.0 of m87-labs with kestrel-kernels 0.4.9 (closed CUDA kernels), measured on one NVIDIA H200 "
+    "with the same workloads; Moondream 2 in bfloat16, Moondream 3 with fp8 experts and an fp8 KV cache. A dash: not "
+    "measured."
+)
+PEER_GPU = "H200"
+
+PeerKey = tuple[str, str, str, int, int]
+"""(model, workload, mode, max_batch_size, tokens)"""
+
+
+def _by_batch(model: str, mode: str, tokens: int, values: dict[int, float]) -> dict[PeerKey, float]:
+    return {(model, "chart9", mode, size, tokens): value for size, value in values.items()}
+
+
+PEER_CHART9: dict[PeerKey, float] = {
+    **_by_batch("MD2", "flood", 3, {1: 33.2, 4: 47.0, 16: 47.7, 64: 50.1}),
+    **_by_batch("MD2", "flood", 30, {1: 11.9, 4: 28.1, 16: 42.5, 64: 45.6}),
+    **_by_batch("MD2", "closed", 3, {1: 38.4, 4: 95.9, 16: 327, 64: 1271}),
+    **_by_batch("MD2", "closed", 30, {1: 76.4, 4: 144.8, 16: 388, 64: 1393}),
+    **_by_batch("MD3", "flood", 3, {1: 22.3, 64: 41.9}),
+    **_by_batch("MD3", "flood", 30, {1: 10.8, 64: 37.1}),
+    **_by_batch("MD3", "closed", 3, {1: 49.0, 64: 1611}),
+    **_by_batch("MD3", "closed", 30, {1: 95.2, 64: 1741}),
+}
+"""Requests per second when flooded, milliseconds of the median request with closed clients."""
+
+PEER_SAME_IMAGE_REQ_PER_S: dict[PeerKey, float] = {
+    ("MD2", "same-image", "flood", 64, 3): 417,
+    ("MD2", "same-image", "flood", 64, 30): 264,
+    ("MD2", "same-image", "closed", 64, 3): 697,
+    ("MD2", "same-image", "closed", 64, 30): 346,
+    ("MD2", "same-image", "flood", 16, 3): 512,
+    ("MD2", "same-image", "flood", 16, 30): 180,
+}
+
+PEER_DECODE_STEP_MS: dict[tuple[str, int], float] = {("MD2", 1): 1.58, ("MD2", 16): 2.3, ("MD2", 64): 3.3}
+"""By model and batch size."""
+
+PEER_START = "The peer's engine needs 50 to 60 s to start."
 
 
 def main() -> None:

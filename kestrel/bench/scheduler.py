@@ -8,14 +8,13 @@ pushes many short requests through and reports how much the process grew after t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.processes import status_mib
+from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.cache import CacheManager
 from kestrel.grammar import free_text
 from kestrel.request import FinishReason, GenerationRequest, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
@@ -127,7 +126,7 @@ def measure_memory_growth(count: int, num_sequences: int = 64) -> tuple[float, f
     """
     scheduler, _ = make_scheduler(num_sequences)
     pending = requests(count, max_new_tokens=8)
-    done, baseline = 0, 0
+    done, baseline = 0, 0.0
     start = time.perf_counter()
     exhausted = False
     while not exhausted or scheduler.has_work:
@@ -139,25 +138,23 @@ def measure_memory_growth(count: int, num_sequences: int = 64) -> tuple[float, f
                 scheduler.add(request)
         done += sum(update.finish_reason is not None for update in scheduler.step())
         if not baseline and done >= count // 10:
-            baseline = resident_bytes()
+            baseline = _collected_mib()
     elapsed = time.perf_counter() - start
     assert done == count
     scheduler.check_integrity()
-    return (resident_bytes() - baseline) / 2**20, count / elapsed
+    return _collected_mib() - baseline, count / elapsed
 
 
-def resident_bytes() -> int:
+def _collected_mib() -> float:
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return status_mib()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=50_000, help="requests of the memory run; 0 leaves it out")
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row per measurement")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
     for num_sequences in args.sequences:
@@ -172,9 +169,9 @@ def main() -> None:
         growth, rate = measure_memory_growth(args.requests)
         print(f"{args.requests} requests: grew {growth:.1f} MiB after the first tenth, {rate:.0f} requests/s")
         rows.append({"metric": f"growth_mib_over_{args.requests}_requests", "sequences": 64, "value": growth})
-    if args.output is not None:
-        for row in rows:
-            append_row(args.output, {**environment(), **row})
+    measured_on = environment()
+    for row in rows:
+        append_row(args.output, {**measured_on, **row})
 
 
 if __name__ == "__main__":

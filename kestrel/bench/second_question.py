@@ -5,7 +5,6 @@ Every round asks two questions, one after the other, about a picture nobody has 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from statistics import median
 import numpy as np
 from PIL import Image
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 
@@ -51,20 +50,18 @@ async def measure(config: RuntimeConfig, picture: Path, rounds: int) -> SecondQu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--image", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row")
     args = parser.parse_args()
     config = RuntimeConfig(model_path=args.weights, device=args.device)
     found = asyncio.run(measure(config, args.image, args.rounds))
     print(f"first {found.first_ms:.1f} ms, second {found.second_ms:.1f} ms, ratio {found.ratio:.1f}")
-    if args.output is not None:
-        what = {"model": Path(args.weights).name, "image": args.image.name, "cached_tokens": found.cached_tokens}
-        figures = {"first_ttft_ms": found.first_ms, "second_ttft_ms": found.second_ms, "ratio": found.ratio}
-        append_row(args.output, {**environment(), **what, **figures})
+    what = {"model": Path(args.weights).name, "image": args.image.name, "cached_tokens": found.cached_tokens}
+    figures = {"first_ttft_ms": found.first_ms, "second_ttft_ms": found.second_ms, "ratio": found.ratio}
+    append_row(args.output, {**environment(), **what, **figures})
 
 
 if __name__ == "__main__":

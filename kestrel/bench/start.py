@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kestrel.bench.charts import draw_chart
-from kestrel.bench.rows import append_row, environment, machine_load
+from kestrel.bench.results import append_row, command_parser, environment, machine_load
 from kestrel.bench.workloads import Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -65,13 +65,12 @@ def write_weights(name: str, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--weights", type=Path, help="a model folder")
     parser.add_argument("--random", choices=RANDOM_NAMES, help="write random weights into --folder and start those")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if (args.random is None) != (args.folder is None) or (args.weights is None) == (args.random is None):
@@ -87,9 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured_on = {**environment(), **machine_load()}
     figures = measure(args.weights or args.folder, args.device, args.rounds)
     print(", ".join(f"{name} {seconds:.2f}" for name, seconds in figures.items()))
-    if args.output is not None:
-        model = args.weights.name if args.random is None else f"random-{args.random}"
-        append_row(args.output, {**measured_on, "model": model, "rounds": args.rounds, **figures})
+    model = args.weights.name if args.random is None else f"random-{args.random}"
+    append_row(args.output, {**measured_on, "model": model, "rounds": args.rounds, **figures})
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ the long answers.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.load import Answered, answer, percentiles
-from kestrel.bench.rows import append_row, environment, machine_load
-from kestrel.bench.workloads import QUESTION, Ask
+from kestrel.bench.results import append_row, command_parser, environment, machine_load
+from kestrel.bench.workloads import QUESTION, Answered, Ask, answer, percentiles
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.families import ready_from
@@ -85,13 +82,12 @@ async def measure(engine: InferenceEngine, tokens: int) -> dict[str, float | int
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--random", choices=RANDOM_NAMES, required=True)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=400)
     for name in SETTINGS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row")
     args = parser.parse_args(argv)
     settings = {name: value for name in SETTINGS if (value := vars(args)[name]) is not None}
     config = RuntimeConfig(max_batch_size=args.rows, **settings)
@@ -103,9 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     figures = asyncio.run(run())
     print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
-    if args.output is not None:
-        told = " ".join(f"{name}={value}" for name, value in settings.items())
-        append_row(args.output, {**environment(), **machine_load(), "model": args.random, "settings": told, **figures})
+    told = " ".join(f"{name}={value}" for name, value in settings.items())
+    append_row(args.output, {**environment(), **machine_load(), "model": args.random, "settings": told, **figures})
 
 
 if __name__ == "__main__":

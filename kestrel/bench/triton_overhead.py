@@ -11,15 +11,10 @@ its difference to the engine's p50 in the same round.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
-import re
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,9 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from kestrel.bench.http_sides import MAX_BATCH_SIZE, START_S, DirectEngine, steady
-from kestrel.bench.http_workloads import SKILL, WORKLOADS, Workload, picture
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.http_overhead import (
+    MAX_BATCH_SIZE,
+    SKILL,
+    WORKLOADS,
+    DirectEngine,
+    Workload,
+    picture,
+)
+from kestrel.bench.processes import ServerProcess, free_port, steady_environment
+from kestrel.bench.results import append_row, command_parser, environment
 
 ROOT = Path(__file__).parents[2]
 MEASURED = tuple(number for number, workload in enumerate(WORKLOADS) if workload.concurrency == 1)
@@ -39,34 +41,28 @@ MEASURED = tuple(number for number, workload in enumerate(WORKLOADS) if workload
 ANSWER_S = 60.0
 
 
-class ProtocolServer:
-    """A server of the protocol in a process of its own, and one client of it."""
+class ProtocolServer(ServerProcess):
+    """A server of the protocol, and one client of it."""
 
     def __init__(
-        self, command: Sequence[str | Path], variables: dict[str, str], target: Callable[[str], str | None]
+        self, command: Sequence[str | Path], variables: dict[str, str], started: str, address: str | None = None
     ) -> None:
+        """`started` is a pattern of its log; what it finds is the address, unless that is given."""
         try:
             import tritonclient.grpc as grpcclient  # noqa: PLC0415
         except ModuleNotFoundError as error:
             raise SystemExit("this needs the Triton client: pip install 'tritonclient[grpc]'") from error
         self._grpc = grpcclient
-        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env={**steady(), **variables}, cwd=ROOT
-        )
+        super().__init__(command, {**steady_environment(), **variables}, folder=ROOT)
         self._arrived: queue.Queue[Any] = queue.Queue()
-        self._client = self._ready_client(target)
+        found = self.logged(started)
+        self._client = grpcclient.InferenceServerClient(address or found)
         self._client.start_stream(lambda result, error: self._arrived.put((result, error)))
-
-    def __enter__(self) -> ProtocolServer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._client.stop_stream()
         self._client.close()
-        self._process.terminate()
-        self._process.wait(60)
-        self._log.close()
+        super().__exit__()
 
     def p50_s(self, workload: Workload) -> float:
         inputs, times = self._inputs(workload), []
@@ -97,43 +93,20 @@ class ProtocolServer:
             inputs.append(tensor)
         return inputs
 
-    def _ready_client(self, target: Callable[[str], str | None]) -> Any:
-        deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s and self._process.poll() is None:
-            address = target(Path(self._log.name).read_text(encoding="utf-8", errors="replace"))
-            if address is not None:
-                return self._grpc.InferenceServerClient(address)
-            time.sleep(0.05)
-        self._process.kill()
-        raise RuntimeError(f"the server did not start: {Path(self._log.name).read_text(encoding='utf-8')}")
-
 
 def triton_server() -> ProtocolServer:
     """NVIDIA's server with the project's model repository."""
     grpc_port = free_port()
     flags = [f"--grpc-port={grpc_port}", "--grpc-address=127.0.0.1", "--allow-http=false", "--allow-metrics=false"]
     variables = {"KESTREL_DEVICE": "cpu", "KESTREL_MAX_BATCH_SIZE": str(MAX_BATCH_SIZE)}
-
-    def target(log: str) -> str | None:
-        return f"127.0.0.1:{grpc_port}" if "Started GRPCInferenceService" in log else None
-
-    return ProtocolServer([ROOT / "scripts" / "run-triton-server", *flags], variables, target)
+    program = ROOT / "scripts" / "run-triton-server"
+    return ProtocolServer([program, *flags], variables, "(Started GRPCInferenceService)", f"127.0.0.1:{grpc_port}")
 
 
 def native_server() -> ProtocolServer:
     """`kestrel serve --grpc-port`."""
     flags = ["--port", "0", "--grpc-port", "0", "--device", "cpu", "--max-batch-size", str(MAX_BATCH_SIZE)]
-
-    def target(log: str) -> str | None:
-        found = re.search(r"\(KServe v2\): (\S+)\n", log)
-        return None if found is None else found.group(1)
-
-    return ProtocolServer([sys.executable, "-m", "kestrel.main", "serve", *flags], {}, target)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+    return ProtocolServer([sys.executable, "-m", "kestrel.main", "serve", *flags], {}, r"\(KServe v2\): (\S+)\n")
 
 
 def measure(rounds: int) -> list[dict[str, object]]:
@@ -167,15 +140,13 @@ def figures(workload: Workload, taken: dict[str, list[float]]) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, help="CSV file that gets a row per figure")
     args = parser.parse_args()
     measured_on = {**environment(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
     for row in measure(args.rounds):
         print(f"{row['workload']}: {row['metric']} {row['value']:.4g}")
-        if args.output is not None:
-            append_row(args.output, {**measured_on, **row})
+        append_row(args.output, {**measured_on, **row})
 
 
 if __name__ == "__main__":

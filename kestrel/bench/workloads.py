@@ -1,4 +1,6 @@
-"""What the engine benchmark asks. Every request yields a known number of tokens: ends are barred.
+"""What the engine benchmark asks, and the clients that ask it.
+
+Every request yields a known number of tokens: ends are barred.
 
 - chart9: a question of 14 words about a picture nobody has seen, which is cut into 9 crops; 750 positions on
   Moondream 2, 749 on Moondream 3
@@ -9,12 +11,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
 from kestrel.moondream.made_tokenizer import BLANK
+from kestrel.request import RequestMetrics
 from kestrel.skills.base import SpecialIds
 
 QUESTION = "What is the highest value shown by the bars in the left chart here?"
@@ -110,3 +118,84 @@ WORKLOADS = (
     Workload("text", lambda requests: 0, _text),
     Workload("mixed-skills", lambda requests: requests, _mixed),
 )
+
+
+# ---------------------------------------------------------------------- clients
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    latency_s: float
+    """As the client saw it: from the call, the picture still encoded, to the result."""
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """All requests of one run."""
+
+    answered: Sequence[Answered]
+    seconds: float
+
+    def figures(self) -> dict[str, float | int]:
+        """The columns of a row that come from the clients."""
+        metrics = [one.metrics for one in self.answered]
+        output_tokens = sum(m.output_tokens for m in metrics)
+        gaps_s = [gap for m in metrics for gap in m.token_intervals_s]
+        return {
+            "seconds": self.seconds,
+            "req_per_s": len(metrics) / self.seconds,
+            **percentiles("latency", [one.latency_s * 1000 for one in self.answered], (50, 95)),
+            **percentiles("ttft", [m.ttft_ms for m in metrics], (50, 95)),
+            **percentiles("token_gap", [gap * 1000 for gap in gaps_s], (50, 99)),
+            "input_tokens": sum(m.input_tokens for m in metrics),
+            "cached_tokens": sum(m.cached_tokens for m in metrics),
+            "output_tokens": output_tokens,
+            "tokens_per_s": output_tokens / self.seconds,
+        }
+
+
+def percentiles(name: str, values: Sequence[float], shares: Sequence[int]) -> dict[str, float]:
+    """Zero where there is nothing to measure, such as gaps between the tokens of one-token answers."""
+    return {f"{name}_p{share}_ms": float(np.percentile(values, share)) if values else 0.0 for share in shares}
+
+
+async def flood(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
+    """All requests at once."""
+    began_s = time.perf_counter()
+    answered = await asyncio.gather(*(answer(engine, ask) for ask in asks))
+    return Load(answered, time.perf_counter() - began_s)
+
+
+async def closed(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
+    """As many clients as the engine has rows, each with one request in flight."""
+    pending = iter(asks)
+    answered: list[Answered] = []
+
+    async def client() -> None:
+        for ask in pending:
+            answered.append(await answer(engine, ask))
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(engine.max_batch_size)))
+    return Load(answered, time.perf_counter() - began_s)
+
+
+async def answer(engine: InferenceEngine, ask: Ask) -> Answered:
+    began_s = time.perf_counter()
+    result = await engine.run(ask.skill, **ask.fields)
+    latency_s = time.perf_counter() - began_s
+    yielded = result.metrics.output_tokens
+    assert yielded == ask.num_tokens, f"a {ask.skill} gave {yielded} tokens, not {ask.num_tokens}"
+    return Answered(latency_s, result.metrics)
+
+
+Mode = Callable[[InferenceEngine, Sequence[Ask]], Awaitable[Load]]
+MODES: dict[str, Mode] = {"flood": flood, "closed": closed}
+
+
+def find_mode(name: str) -> Mode:
+    mode = MODES.get(name)
+    if mode is None:
+        raise ConfigError("modes", f"{shown(name)} is not a mode; use one of: {', '.join(MODES)}")
+    return mode

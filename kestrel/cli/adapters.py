@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from kestrel.adapters import Adapter, save_adapter
 from kestrel.adapters.formats import AdapterFile, read_adapter_file
-from kestrel.adapters.inspection import summarise
+from kestrel.adapters.inspection import AdapterSummary, summarise
 from kestrel.adapters.loading import fitted_adapter
+from kestrel.adapters.sources import AdapterListing
 from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.cli.adapter_report import listing_as_json, listing_table, summary_as_json, summary_table
-from kestrel.cli.config_flags import name_givers
-from kestrel.cli.console import note, stdout_console, write
-from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.config_flags import name_givers, verb_group
+from kestrel.cli.console import note, printable, run_to_end, stdout_console, write
+from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, KestrelError
 from kestrel.families import adapter_shape, find_model, known_models, resolve
@@ -29,21 +34,14 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", help="Registered name of the base model; nothing is downloaded.")
 ]
 ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Folder of the base model.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
 
 
 def make_group() -> typer.Typer:
-    group = typer.Typer(help="List, inspect and convert adapters.", add_completion=False, rich_markup_mode=None)
-    group.callback(invoke_without_command=True)(_adapters)
+    group = verb_group("List, inspect and convert adapters.")
     group.command("list")(list_adapters)
     group.command("inspect")(inspect)
     group.command("convert")(convert)
     return group
-
-
-def _adapters(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        write(context.get_help() + "\n")
 
 
 def list_adapters(
@@ -70,9 +68,9 @@ def list_adapters(
             raise
     listings += downloaded_adapters(config.adapter_cache_folder or default_cache_folder(), "downloaded")
     if as_json:
-        write(json.dumps([listing_as_json(listing) for listing in listings], indent=2, ensure_ascii=False) + "\n")
+        write(json.dumps([_listing_as_json(listing) for listing in listings], indent=2, ensure_ascii=False) + "\n")
     elif listings:
-        stdout_console().print(listing_table(listings))
+        stdout_console().print(_listing_table(listings))
     else:
         note("there are no adapters; name a folder of them with --adapter-dir")
 
@@ -91,9 +89,9 @@ def inspect(
     summary = summarise(content)
     fits = {base.name: _misfit(content, base) for base in _bases(model, model_path)}
     if as_json:
-        write(json.dumps(summary_as_json(file, summary, fits), indent=2, ensure_ascii=False) + "\n")
+        write(json.dumps(_summary_as_json(file, summary, fits), indent=2, ensure_ascii=False) + "\n")
     else:
-        stdout_console().print(summary_table(file, summary, fits))
+        stdout_console().print(_summary_table(file, summary, fits))
 
 
 def convert(
@@ -166,7 +164,93 @@ def _fitting(file: AdapterFile, bases: tuple[ModelSpec | LocatedModel, ...]) -> 
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.suffix != ".safetensors":
         raise ConfigError("OUT", f"{target} must end in .safetensors")
-    if not target.absolute().parent.is_dir():
-        raise ConfigError("OUT", f"{target.parent} is not a folder; create it first")
+    check_parent_folder("OUT", target)
     if target.exists() and not overwrite:
         raise ConfigError("OUT", f"{target} exists already; choose another name, or add --overwrite")
+
+
+# ---------------------------------------------------------------------- tables and JSON
+
+
+_MAX_SHOWN = 5
+
+
+def _listing_table(listings: Sequence[AdapterListing]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("id", style="bold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("changed", no_wrap=True)
+    table.add_column("where")
+    for listing in listings:
+        where = Text(printable(listing.problem or listing.source))
+        where.stylize("" if listing.problem is None else "red")
+        changed = "" if listing.modified_s is None else _date(listing.modified_s)
+        size = "" if listing.num_bytes is None else _short_bytes(listing.num_bytes)
+        table.add_row(Text(printable(listing.name)), size, changed, where)
+    return table
+
+
+def _listing_as_json(listing: AdapterListing) -> dict[str, Any]:
+    return {
+        "id": listing.name,
+        "source": listing.source,
+        "bytes": listing.num_bytes,
+        "modified": listing.modified_s,
+        "problem": listing.problem,
+    }
+
+
+def _summary_table(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    norms = ", ".join(f"{matrix} {norm:.4g}" for matrix, norm in summary.delta_norms.items())
+    rows = [
+        ("file", f"{path} ({_short_bytes(path.stat().st_size)})"),
+        ("format", summary.format),
+        ("rank", _rank(summary)),
+        ("targets", f"{', '.join(summary.matrices)} of {summary.num_layers} layers"),
+        ("numbers", f"{summary.num_values:,} in {summary.num_tensors} tensors, {', '.join(summary.dtypes)}"),
+        ("norm of deltas", norms),
+        ("base model", summary.base_model or "not named in the file"),
+        *((f"  {name}", text) for name, text in summary.metadata.items()),
+        *(("damaged", flaw) for flaw in summary.unusable[:_MAX_SHOWN]),
+        ("fits", ", ".join(name for name, misfit in fits.items() if misfit is None) or _closest(fits)),
+    ]
+    for name, text in rows:
+        table.add_row(Text(printable(name)), Text(printable(text)))
+    return table
+
+
+def _summary_as_json(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> dict[str, Any]:
+    return {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        **asdict(summary),
+        "fits": [name for name, misfit in fits.items() if misfit is None],
+        "misfits": {name: misfit for name, misfit in fits.items() if misfit is not None},
+    }
+
+
+def _rank(summary: AdapterSummary) -> str:
+    if summary.rank is None:
+        return "only a base model can tell: all layers have experts"
+    return str(summary.rank) if summary.alpha is None else f"{summary.rank}, alpha {summary.alpha:g}"
+
+
+def _closest(fits: Mapping[str, str | None]) -> str:
+    """Why nothing fits: in full when only one model was asked for."""
+    if len(fits) == 1:
+        return f"not {next(iter(fits))}: {next(iter(fits.values()))}"
+    return f"none of {', '.join(fits)}; hold it against one with --model or --model-path to see why"
+
+
+def _short_bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

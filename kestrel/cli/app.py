@@ -1,4 +1,7 @@
-"""The program `kestrel`: how it begins, and how it ends."""
+"""The program `kestrel`: its verbs, each imported when it is called, and how a command line begins and ends.
+
+Most verbs need torch, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,40 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from kestrel.cli.console import note, write
-from kestrel.cli.event_loop import Interrupted
-from kestrel.cli.exit_codes import FAILED, INTERRUPTED, OK, report
-from kestrel.cli.verbs import late_verbs
+from kestrel.cli.config_flags import environment_hint
+from kestrel.cli.console import FAILED, INTERRUPTED, OK, Interrupted, note, report, write
+
+VERBS = {
+    "query": "Answer a question, about a picture or without one.",
+    "caption": "Describe a picture.",
+    "point": "Point at every instance of an object.",
+    "detect": "Find the box of every instance of an object.",
+    "segment": "Outline an object.",
+    "schedule": "Ask many questions at once and show what each took.",
+    "serve": "Serve a model over HTTP.",
+    "eval": "Judge a model on held-out scenes, drawn on the spot, whose truth is exact.",
+    "profile": "Show where a request's time goes: JPEG decoding, upload, resizing, vision, prefill, tokens, "
+    "gaps of the host.",
+    "tune": "Find the fastest block sizes of the Triton kernels on this GPU, for every later run of Kestrel on it.",
+    "models": "List the models that --model knows.",
+    "demo": "Try every skill on a bundled scene with the embedded model.",
+}
+"""What the list of verbs says of each: the first line of its own help."""
+GROUPS = {
+    "adapters": "List, inspect and convert adapters.",
+    "bench": "Measure speed.",
+    "train": "Train models.",
+}
+"""Verbs with verbs of their own."""
+SKILL_VERBS = ("query", "caption", "point", "detect", "segment")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,14 +63,6 @@ def run(arguments: Sequence[str]) -> int:
 
 @cache
 def _program() -> TyperGroup:
-    program = typer.main.get_command(make_app())
-    assert isinstance(program, TyperGroup)
-    for verb in late_verbs():
-        program.add_command(verb)
-    return program
-
-
-def make_app() -> typer.Typer:
     app = typer.Typer(
         help="Kestrel runs vision-language models: answers, captions, points, boxes and outlines.",
         epilog="Start with `kestrel demo`, then `kestrel models`.",
@@ -53,7 +72,35 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_kestrel)
-    return app
+    program = typer.main.get_command(app)
+    assert isinstance(program, TyperGroup)
+    for name, text in (VERBS | GROUPS).items():
+        program.add_command(_LateVerb(name, help=text))
+    return program
+
+
+class _LateVerb(TyperCommand):
+    """Stands for the verb of its name until that is called or asked for help."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        assert self.name is not None
+        return verb_command(self.name).make_context(info_name, args, parent, **extra)
+
+
+@cache
+def verb_command(name: str) -> Any:
+    module = verb_module(name)
+    if name in GROUPS:
+        return typer.main.get_command(module.make_group())
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    verb = getattr(module, name)
+    app.command(name, epilog=environment_hint(verb))(verb)
+    return typer.main.get_command(app)
+
+
+def verb_module(name: str) -> ModuleType:
+    """Holds a function of the verb's name; of a group, `make_group`."""
+    return import_module(f"kestrel.cli.{'skill_verbs' if name in SKILL_VERBS else name}")
 
 
 def _kestrel(

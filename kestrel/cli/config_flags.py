@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,6 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 
 import typer
 
-from kestrel.cli.environment import variable_of
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
 from kestrel.server.config import ServerConfig
@@ -89,6 +89,14 @@ def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> st
     return _as_typed(flag_names(field), context)
 
 
+def variable_of(context: typer.Context, parameter: str, variables: Iterable[str]) -> str | None:
+    """The variable that gave a parameter of a command its value; None when something else did."""
+    source = context.get_parameter_source(parameter)
+    if source is None or source.name != "ENVIRONMENT":
+        return None
+    return next((variable for variable in variables if os.environ.get(variable)), None)
+
+
 def _as_typed(names: Sequence[str], context: typer.Context) -> str:
     """The name that the command line has last, else the first."""
     arguments = context.find_object(tuple) or ()
@@ -108,6 +116,18 @@ def environment_hint(verb: Callable[..., None]) -> str | None:
     if takes_config(verb):
         return "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
     return None
+
+
+def verb_group(text: str) -> typer.Typer:
+    """For verbs with verbs of their own; called without one, it shows its help."""
+
+    def show_help(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+
+    group = typer.Typer(help=text, add_completion=False, rich_markup_mode=None)
+    group.callback(invoke_without_command=True)(show_help)
+    return group
 
 
 def flag_parameters(group: type) -> list[inspect.Parameter]:

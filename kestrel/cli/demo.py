@@ -15,9 +15,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kestrel.cli.console import stdout_console
+from kestrel.cli.console import run_to_end, stdout_console
 from kestrel.cli.drawing import draw_result, save_picture
-from kestrel.cli.event_loop import run_to_end
 from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import check_saved_path
 from kestrel.config import RuntimeConfig

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kestrel.bench.rows import environment
+from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stderr_console, stdout_console
-from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import note_default_model, open_engine
-from kestrel.cli.sizes import parse_size
+from kestrel.cli.options import check_parent_folder, parse_size, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.evals.questions import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
@@ -118,9 +116,7 @@ class QuestionBar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
 
@@ -128,19 +124,16 @@ def _names(given: list[str] | None) -> tuple[str, ...]:
     """Every family, or those named, in the order of the benchmark; unknown names come last and are refused later."""
     if given is None:
         return FAMILY_NAMES
-    names = {name.strip() for text in given for name in text.split(",") if name.strip()}
+    names = set(split_names(given))
     known = (name for name in FAMILY_NAMES if name in names)
     return (*known, *sorted(names - set(FAMILY_NAMES)))
 
 
 def _check_json_path(path: Path | None) -> None:
-    """Before an hour of work, not after it."""
-    if path is None:
-        return
-    if path.is_dir():
+    if path is not None and path.is_dir():
         raise ConfigError("--json", f"{path} is a folder; name a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError("--json", f"{path.parent} is not a folder; create it first")
+    if path is not None:
+        check_parent_folder("--json", path)
 
 
 def _note_oddities(evaluation: Evaluation) -> None:

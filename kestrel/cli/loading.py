@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -25,7 +24,7 @@ def note_default_model(config: RuntimeConfig) -> None:
 
 @asynccontextmanager
 async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
-    """An engine that is shut down at the end: drained normally, at once after an error or Ctrl-C."""
+    """An engine that is shut down at the end: drained normally, immediately after an error or Ctrl-C."""
     with LoadingBars(stderr_console()) as bars:
         try:
             engine = await InferenceEngine.create(config, progress=bars)
@@ -75,8 +74,6 @@ class LoadingBars:
     def __enter__(self) -> LoadingBars:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._started:
             self._bars.stop()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from kestrel import default_model
 from kestrel.cli.console import stdout_console, write
+from kestrel.cli.options import JsonOption
 from kestrel.families import known_models
 from kestrel.models.family import ModelSpec
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
-) -> None:
+def models(as_json: JsonOption = False) -> None:
     """List the models that --model knows."""
     specs = known_models()
     if as_json:

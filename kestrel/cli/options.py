@@ -1,14 +1,22 @@
-"""Options that several verbs share."""
+"""Arguments and options that several verbs share, and what is checked of them before a model is loaded."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kestrel.errors import RequestError
+from kestrel.config import RuntimeConfig
+from kestrel.engine.pools import PicturePool
+from kestrel.errors import ConfigError, RequestError, shown
+from kestrel.images.rgb import RgbImage
+from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.skills.fields import FieldTable
 from kestrel.skills.layout import SpatialRef, spatial_refs
 
@@ -28,32 +36,36 @@ SpatialRefOption = Annotated[
         help="A point or box on the picture to talk about, from 0 to 1. Repeatable.",
     ),
 ]
+RandomOption = Annotated[
+    str | None,
+    typer.Option(
+        "--random",
+        metavar="NAME",
+        help=f"Random weights made on the device instead of a model: {', '.join(RANDOM_NAMES)}.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
+PictureCacheOption = Annotated[
+    Path | None,
+    typer.Option("--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."),
+]
 
 
-def _doc(text: str, **extra: Any) -> dict[str, Any]:
-    return {"help": text, **extra}
+def flag(text: str, default: Any = None, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": text, **extra})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How tokens are chosen. What is not given is left to the model's own defaults."""
 
-    temperature: float | None = field(
-        default=None, metadata=_doc("0 takes the most likely token each time; at most 2.")
-    )
-    top_p: float | None = field(default=None, metadata=_doc("Keep the likely tokens that reach this probability."))
-    top_k: int | None = field(default=None, metadata=_doc("Keep this many likely tokens; 0 keeps all."))
-    min_p: float | None = field(
-        default=None, metadata=_doc("Drop tokens less likely than this share of the most likely one.")
-    )
-    seed: int | None = field(default=None, metadata=_doc("Same seed, same request: same answer."))
-    logprobs: int | None = field(
-        default=None, metadata=_doc("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
-    )
-    adapter: str | None = field(
-        default=None,
-        metadata=_doc("Adapter to answer with, such as the name of a file in --adapter-dir.", metavar="ID"),
-    )
+    temperature: float | None = flag("0 takes the most likely token each time; at most 2.")
+    top_p: float | None = flag("Keep the likely tokens that reach this probability.")
+    top_k: int | None = flag("Keep this many likely tokens; 0 keeps all.")
+    min_p: float | None = flag("Drop tokens less likely than this share of the most likely one.")
+    seed: int | None = flag("Same seed, same request: same answer.")
+    logprobs: int | None = flag("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
+    adapter: str | None = flag("Adapter to answer with, such as the name of a file in --adapter-dir.", metavar="ID")
 
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -63,32 +75,23 @@ class Settings:
 class TextSettings(Settings):
     """Settings of a skill that is bounded by tokens."""
 
-    max_new_tokens: int | None = field(
-        default=None, metadata=_doc("Longest answer in tokens; thinking has a budget of the same size.")
-    )
+    max_new_tokens: int | None = flag("Longest answer in tokens; thinking has a budget of the same size.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectSettings(Settings):
     """Settings of a skill that is bounded by objects."""
 
-    max_objects: int | None = field(default=None, metadata=_doc("Most objects to find."))
-    max_new_tokens: int | None = field(
-        default=None, metadata=_doc("Refused, with a hint to the bound that counts.", hidden=True)
-    )
+    max_objects: int | None = flag("Most objects to find.")
+    max_new_tokens: int | None = flag("Refused, with a hint to the bound that counts.", hidden=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    as_json: bool = field(
-        default=False,
-        metadata=_doc(
-            "Print JSON; one object per line where there are several.", flags=("--json",), show_default=False
-        ),
+    as_json: bool = flag(
+        "Print JSON; one object per line where there are several.", False, flags=("--json",), show_default=False
     )
-    stream: bool = field(
-        default=False, metadata=_doc("Print pieces as they come.", flags=("--stream",), show_default=False)
-    )
+    stream: bool = flag("Print pieces as they come.", False, flags=("--stream",), show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ class SaveOptions(OutputOptions):
 
     save: Path | None = field(
         default=None,
-        metadata=_doc("Draw the result over the picture and write it here (PNG, JPEG or WebP).", metavar="FILE"),
+        metadata={"help": "Draw the result over the picture and write it here (PNG, JPEG or WebP).", "metavar": "FILE"},
     )
 
 
@@ -105,7 +108,7 @@ class SaveOptions(OutputOptions):
 class TextOutputOptions(OutputOptions):
     """Output of a skill that only writes text; --save is known so that its refusal can say why."""
 
-    save: Path | None = field(default=None, metadata=_doc("Not available for text.", hidden=True))
+    save: Path | None = field(default=None, metadata={"help": "Not available for text.", "hidden": True})
 
 
 def check_settings(skill: str, settings: Settings, output: OutputOptions) -> None:
@@ -126,8 +129,35 @@ def check_settings(skill: str, settings: Settings, output: OutputOptions) -> Non
 def check_saved_path(path: Path) -> None:
     if path.suffix.lower() not in SAVED_FORMATS:
         raise RequestError("--save", f"{path} has no known ending; use one of: {', '.join(SAVED_FORMATS)}")
+    check_parent_folder("--save", path)
+
+
+def check_parent_folder(flag: str, path: Path) -> None:
+    """Before minutes of work, not after them."""
     if not path.absolute().parent.is_dir():
-        raise RequestError("--save", f"{path.parent} is not a folder; create it first")
+        raise ConfigError(flag, f"{path.parent} is not a folder; create it first")
+
+
+def check_random(random: str | None, config: RuntimeConfig) -> None:
+    if random is None:
+        return
+    if random not in RANDOM_NAMES:
+        raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(RANDOM_NAMES)}")
+    if config.model is not None or config.weights is not None:
+        raise ConfigError("--random", "takes the place of a model; leave out --model and --model-path")
+
+
+def split_names(texts: Sequence[str]) -> list[str]:
+    """Of a repeatable option with values separated by commas."""
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def parse_size(flag: str, text: str) -> tuple[int, int]:
+    """Height and width from "378x378"."""
+    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text.strip().lower())
+    if match is None:
+        raise ConfigError(flag, f"{text!r} is not a height and a width; write it as in 378x378")
+    return int(match[1]), int(match[2])
 
 
 def parse_spatial_refs(texts: list[str] | None) -> tuple[SpatialRef, ...] | None:
@@ -142,3 +172,64 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise RequestError("--spatial-ref", f"{text!r} is not x,y or x0,y0,x1,y1 with numbers from 0 to 1") from None
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+STDIN = "-"
+PICTURE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif")
+
+
+def is_file(text: str) -> bool:
+    """Whether a word of the command line names a file; a long question does not."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
+
+
+def _looks_like_picture(text: str) -> bool:
+    """Whether a word of the command line is the path of a picture rather than a question, be it there or not."""
+    if text.endswith("?"):
+        return False
+    has_ending = Path(text).suffix.lower() in PICTURE_ENDINGS
+    has_folder = any(separator in text for separator in (os.sep, os.altsep) if separator)
+    has_blanks = any(character.isspace() for character in text)
+    return (has_ending and has_folder) if has_blanks else (has_ending or has_folder)
+
+
+def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
+    """A picture where a question belongs: one that is there, or the path of one that is not."""
+    if is_file(text):
+        raise RequestError(name, f"{text} is a file, not a question; {remedy}")
+    if _looks_like_picture(text):
+        raise RequestError(name, f"{shown(text)} looks like a picture, and there is no such file; check the path")
+
+
+async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:
+    return (await read_pictures([source], config))[source]
+
+
+async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[str, RgbImage]:
+    """Decoded pictures by source, each read once, under the configuration's limits.
+
+    Read before a model is loaded, so that a wrong path is reported immediately.
+    """
+    names = list(dict.fromkeys(sources))
+    for name in names:
+        if name != STDIN and not is_file(os.path.expanduser(name)):
+            raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
+    pool = PicturePool(config)
+    try:
+        found = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])
+    finally:
+        pool.close()
+    pictures = [picture for picture in found if isinstance(picture, RgbImage)]  # all: there is no model to reduce for
+    return dict(zip(names, pictures, strict=True))
+
+
+def _from_stdin(config: RuntimeConfig) -> bytes:
+    if sys.stdin.isatty():
+        raise RequestError("image", "- reads a picture from stdin, but nothing is piped in; give a file instead")
+    return sys.stdin.buffer.read(config.max_image_bytes + 1)

@@ -11,15 +11,12 @@ from rich import box
 from rich.table import Table
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.phases import DECODE, GAPS
-from kestrel.bench.profile import Profile, ProfilePlan, measure_profile
-from kestrel.bench.profile_picture import profile_svg
-from kestrel.bench.rows import environment
+from kestrel.bench.profile import DECODE, GAPS, Profile, ProfilePlan, measure_profile, profile_svg
+from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stderr_console, stdout_console, write
-from kestrel.cli.event_loop import run_to_end
+from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.random_option import RandomOption, check_random
+from kestrel.cli.options import JsonOption, PictureCacheOption, RandomOption, check_parent_folder, check_random
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 
@@ -37,13 +34,8 @@ def profile(
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Write a Chrome trace (JSON). It slows the requests down."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)] = False,
-    picture_cache: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."
-        ),
-    ] = None,
+    as_json: JsonOption = False,
+    picture_cache: PictureCacheOption = None,
     *,
     config: RuntimeConfig,
 ) -> None:
@@ -107,5 +99,4 @@ def _check_file(flag: str, path: Path | None, suffix: str) -> None:
         return
     if path.suffix != suffix:
         raise ConfigError(flag, f"{path} must end in {suffix}; give it another name")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(flag, f"{path.parent} is not a folder; create it first")
+    check_parent_folder(flag, path)

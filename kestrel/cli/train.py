@@ -1,4 +1,4 @@
-"""kestrel train: the verbs that make models."""
+"""kestrel train: the verbs that make models, and what they show meanwhile."""
 
 from __future__ import annotations
 
@@ -8,36 +8,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from kestrel import default_model
-from kestrel.cli.adapter_training_report import AdapterReport
-from kestrel.cli.config_flags import with_flags
-from kestrel.cli.console import note, stdout_console, write
-from kestrel.cli.event_loop import Interrupted
-from kestrel.cli.exit_codes import INTERRUPTED
-from kestrel.cli.sizes import parse_size
-from kestrel.cli.training_report import TrainingReport
+from kestrel.cli.config_flags import verb_group, with_flags
+from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
+from kestrel.cli.options import parse_size, split_names
 from kestrel.errors import ConfigError
+from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.options import AdapterRun
-from kestrel.train.adapter.run import run_adapter
+from kestrel.train.adapter.run import Beginning, run_adapter
+from kestrel.train.loop import StepReport
 from kestrel.train.run import TinyRun, run
 from kestrel.train.tasks.mix import COURSES, named_courses
 
 
 def make_group() -> typer.Typer:
-    group = typer.Typer(help="Train models.", add_completion=False, rich_markup_mode=None)
-    group.callback(invoke_without_command=True)(_train)
+    group = verb_group("Train models.")
     group.command("tiny")(tiny)
     group.command("adapter")(adapter)
     return group
-
-
-def _train(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        write(context.get_help() + "\n")
 
 
 @with_flags
@@ -70,9 +64,9 @@ def tiny(
     (CSV and PNG) and progress.json there. Ctrl-C ends a run early and saves it.
     """
     if sizes is not None:
-        options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in _listed(sizes)))
+        options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in split_names(sizes)))
     if courses is not None:
-        options = replace(options, courses=named_courses(parse_shares(_listed(courses))))
+        options = replace(options, courses=named_courses(parse_shares(split_names(courses))))
     with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
@@ -121,13 +115,9 @@ def parse_shares(texts: list[str]) -> dict[str, float]:
     return shares
 
 
-def _listed(texts: list[str]) -> list[str]:
-    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
-
-
 @contextmanager
 def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C only asks the work to stop, which the given function tells; a second one leaves at once."""
+    """Inside, Ctrl-C only asks the work to stop, which the given function tells; a second one leaves immediately."""
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -141,3 +131,120 @@ def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]
         yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---------------------------------------------------------------------- reports
+
+
+ReportT = TypeVar("ReportT", bound="_Report")
+
+
+class _Report:
+    """A bar on a terminal; elsewhere a report is a line."""
+
+    def __init__(self, console: Console, *columns: ProgressColumn, total: float | None, **fields: Any) -> None:
+        self._is_terminal = console.is_terminal
+        self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
+        self._task: TaskID = self._bar.add_task("training", total=total, **fields)
+
+    def __enter__(self: ReportT) -> ReportT:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+class TrainingReport(_Report):
+    """Called with every report of the loop. A run that is bounded by time and by steps is as far as the further one."""
+
+    def __init__(self, options: TinyRun, console: Console) -> None:
+        columns = (
+            TextColumn("step {task.fields[step]}"),
+            BarColumn(bar_width=24),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} scenes/s"),
+            TextColumn("{task.fields[seconds]} s"),
+            TextColumn("lr {task.fields[lr]}"),
+        )
+        waiting = {"step": f"0/{options.steps}", "loss": "-", "rate": "-", "seconds": "0", "lr": "-"}
+        super().__init__(console, *columns, total=1.0, **waiting)
+        self._options = options
+
+    def __call__(self, line: StepReport) -> None:
+        if not self._is_terminal:
+            write(f"{_as_line(line)}\n")
+            return
+        done = max(line.step / max(1, self._options.steps), line.seconds / self._options.max_seconds)
+        self._bar.update(
+            self._task,
+            completed=min(1.0, done),
+            step=f"{line.step}/{self._options.steps}",
+            loss=f"{line.text:.4f}",
+            rate=f"{line.scenes_per_s:.0f}",
+            seconds=f"{line.seconds:.0f}",
+            lr=f"{line.lr:.2g}",
+        )
+
+    def stopping(self) -> None:
+        note("stopping after this step, then saving; Ctrl-C again leaves immediately and keeps nothing of this run")
+
+
+def _as_line(line: StepReport) -> str:
+    return (
+        f"step {line.step:6d}  {line.scenes:9,d} scenes  {line.scenes_per_s:6.1f}/s  {line.seconds:6.1f} s  "
+        f"lr {line.lr:.2e}  loss {line.text:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
+        f"balance {line.balance:.3f}  tokens right {line.token_accuracy:.4f}  waiting {line.waiting:.2f}"
+    )
+
+
+class AdapterReport(_Report):
+    """`kestrel.train.adapter.run.RunReport` on a console."""
+
+    def __init__(self, console: Console) -> None:
+        columns = TextColumn("{task.fields[stage]}"), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}")
+        super().__init__(console, *columns, total=None, stage="reading data", figures="")
+        self._steps = 1
+        self._best: float | None = None
+
+    def beginning(self, beginning: Beginning) -> None:
+        self._steps = beginning.steps
+        left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
+        write(
+            f"{beginning.num_pictures} pictures, {beginning.num_train_tasks} tasks to learn from, "
+            f"{beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
+            f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
+        )
+
+    def picture(self, done: int, total: int) -> None:
+        if self._is_terminal:
+            self._bar.update(self._task, total=total, completed=done, stage=f"looking at pictures {done}/{total}")
+        elif done == total:
+            write(f"looked at {total} pictures\n")
+
+    def line(self, line: StepLine) -> None:
+        if line.val_loss is not None:
+            self._best = line.val_loss if self._best is None else min(self._best, line.val_loss)
+        if not self._is_terminal:
+            write(f"{_adapter_line(line)}\n")
+            return
+        best = "" if self._best is None else f"  best val {self._best:.4f}"
+        self._bar.update(
+            self._task,
+            total=self._steps,
+            completed=line.step,
+            stage=f"step {line.step}/{self._steps}",
+            figures=f"loss {line.loss:.4f}{best}  {line.pictures_per_s:.1f} pictures/s  {line.seconds:.0f} s",
+        )
+
+    def stopping(self) -> None:
+        note("stopping after this step, then saving; --resume goes on. Ctrl-C again leaves immediately")
+
+
+def _adapter_line(line: StepLine) -> str:
+    val = "" if line.val_loss is None else f"  val loss {line.val_loss:.4f}"
+    return (
+        f"step {line.step:5d}  {line.pictures_per_s:5.1f} pictures/s  {line.seconds:6.1f} s  lr {line.lr:.2e}  "
+        f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
+        f"tokens right {line.token_accuracy:.4f}{val}"
+    )

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kestrel.cli.console import note, stderr_console, write
+from kestrel.cli.options import check_parent_folder, split_names
 from kestrel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kestrel.bench.kernels.tune import TuningRun
+    from kestrel.kernels.tuning import GrowingTable
 
 MODELS = ("MD2", "MD3")
 
@@ -40,7 +49,7 @@ def tune(
     It may take half an hour. The table is written as it grows: what was measured stays when the run is stopped, and a
     later one with other --ops adds to it. What the kernels compute stays the same.
     """
-    named = None if ops is None else [name.strip() for text in ops for name in text.split(",") if name.strip()]
+    named = None if ops is None else split_names(ops)
     _check_flags(random, named, output, time_limit)
     if find_spec("triton") is None:
         raise ConfigError("tune", "Triton is not installed; install it with `pip install triton`")
@@ -48,10 +57,7 @@ def tune(
         raise ConfigError(
             "tune", "torch sees no NVIDIA GPU on this machine, and block sizes are found by timing on one"
         )
-    # Here and not above: Triton is optional, and what imports it decides between GPU and interpreter.
-    from kestrel.cli.tuning_report import tune_gpu  # noqa: PLC0415
-
-    tune_gpu(named, output, time_limit, with_experts=random != "MD2")
+    _tune_gpu(named, output, time_limit, with_experts=random != "MD2")
 
 
 def _check_flags(random: str | None, ops: list[str] | None, output: Path | None, time_limit: float | None) -> None:
@@ -63,9 +69,50 @@ def _check_flags(random: str | None, ops: list[str] | None, output: Path | None,
         raise ConfigError("--ops", "names no operation; write them as in --ops small_linear,attend_rows")
     if time_limit is not None and not time_limit > 0:
         raise ConfigError("--time-limit", f"must be above 0 seconds (got {time_limit:g})")
-    if output is None:
-        return
-    if output.suffix != ".json" or output.is_dir():
+    if output is not None and (output.suffix != ".json" or output.is_dir()):
         raise ConfigError("--output", f"{output} is no table; name a file that ends in .json")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError("--output", f"{output.parent} is not a folder; create it first")
+    if output is not None:
+        check_parent_folder("--output", output)
+
+
+def _tune_gpu(ops: list[str] | None, output: Path | None, time_limit_s: float | None, with_experts: bool) -> None:
+    # Here and not above: Triton is optional, and what imports it decides between GPU and interpreter.
+    from kestrel.bench.kernels.case import tuning_sizes  # noqa: PLC0415
+    from kestrel.bench.kernels.measure import CaseTimer, all_cases  # noqa: PLC0415
+    from kestrel.bench.kernels.tune import TuningRun, choose_cases  # noqa: PLC0415
+    from kestrel.kernels.tuning import GrowingTable, MeasuredWith, table_name, user_folder  # noqa: PLC0415
+
+    device = torch.device("cuda")
+    here = MeasuredWith.here(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    path = output or user_folder() / table_name(here.gpu)
+    cases = choose_cases(all_cases(tuning_sizes(), None), ops, with_experts)
+    _make_folder(path.parent)
+    table = GrowingTable(path, here)
+    run_tuning(TuningRun(cases, CaseTimer(device, torch.bfloat16), time_limit_s), table)
+    write(f"{path}: {len(table)} sizes with block sizes of their own\n")
+
+
+def run_tuning(run: TuningRun, table: GrowingTable) -> None:
+    if table.made_anew is not None:
+        note(f"the table is made anew: {table.made_anew}")
+    console = stderr_console()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # Lines go above the bar on a terminal, and where they belong when stdout is a file.
+    shown = {"disable": not console.is_terminal, "redirect_stdout": sys.stdout.isatty(), "transient": True}
+    with Progress(*columns, console=console, **shown) as bar:
+        task = bar.add_task("tuning", total=run.num_cases)
+        for result in run.fill(table):
+            write(f"{result}\n")
+            bar.update(task, description=run.unfinished[0], advance=len(result.cases))
+    if run.unfinished:
+        note(f"the time is up; go on with `kestrel tune --ops {','.join(run.unfinished)}`")
+
+
+def _make_folder(folder: Path) -> None:
+    """Before minutes of work, not after them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("tune", f"{folder} cannot be made: {error.strerror}; choose a file with --output") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError("tune", f"{folder} cannot be written to; choose another file with --output")

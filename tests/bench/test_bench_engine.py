@@ -11,8 +11,16 @@ import pytest
 import torch
 
 from kestrel.bench.charts import chart_pictures
-from kestrel.bench.engine import Case, EngineBench, Row, cases_of, default_requests, load_model, remarkable_settings
-from kestrel.bench.random_adapters import RandomAdapters
+from kestrel.bench.engine import (
+    Case,
+    EngineBench,
+    RandomAdapters,
+    Row,
+    cases_of,
+    default_requests,
+    load_model,
+    remarkable_settings,
+)
 from kestrel.bench.workloads import QUESTION, Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine

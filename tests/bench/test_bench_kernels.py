@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.bench.kernels import command
-from kestrel.bench.kernels.case import Case
-from kestrel.bench.kernels.command import Timed, all_cases, check_kernels
-from kestrel.bench.kernels.sizes import Sizes, full_sizes, small_sizes
-from kestrel.bench.kernels.timing import Ceilings, num_copies
+from kestrel.bench.kernels import measure
+from kestrel.bench.kernels.case import Case, Sizes, full_sizes, small_sizes
+from kestrel.bench.kernels.measure import Ceilings, Timed, all_cases, check_kernels, num_copies
 from kestrel.cli.app import run
 from kestrel.errors import ConfigError
 
@@ -70,7 +68,7 @@ def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def cases(sizes: Sizes, ops: list[str] | None) -> list[Case]:
         return [right, replace(right, triton=off_by_three_percent)]
 
-    monkeypatch.setattr(command, "all_cases", cases)
+    monkeypatch.setattr(measure, "all_cases", cases)
     assert [c.is_close for c in check_kernels(None, torch.device(DEVICES[0]))] == [True, False]
 
 

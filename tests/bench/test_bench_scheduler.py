@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.bench.rows import append_row, environment
+from kestrel.bench.results import append_row, environment
 from kestrel.bench.scheduler import measure_memory_growth, measure_overhead
 
 

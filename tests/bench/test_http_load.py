@@ -15,14 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kestrel.bench.http_load.charts import round_ticks
-from kestrel.bench.http_load.client import Connection, Target
+from kestrel.bench.http_load.client import Connection, Outcome, Target, outcome_of
 from kestrel.bench.http_load.command import main, read_run
-from kestrel.bench.http_load.outcomes import Outcome, outcome_of
-from kestrel.bench.http_load.ramp import Ramp, ServerUnusable, warm_up
-from kestrel.bench.http_load.report import Run, render
-from kestrel.bench.http_load.stages import ConstantConcurrency, ConstantRate, Sender, StageRun
-from kestrel.bench.http_load.statistics import Thresholds, percentile, stage_report
+from kestrel.bench.http_load.page import Run, render, round_ticks
+from kestrel.bench.http_load.ramp import (
+    ConstantConcurrency,
+    ConstantRate,
+    Ramp,
+    Sender,
+    ServerUnusable,
+    StageRun,
+    Thresholds,
+    percentile,
+    stage_report,
+    warm_up,
+)
 from kestrel.errors import ConfigError
 
 RESULT = {

@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from kestrel.bench.http_overhead import Comparison, measure
-from kestrel.bench.http_sides import Round, cpu_seconds_of, drive
-from kestrel.bench.http_workloads import WORKLOADS, Labelling
+from kestrel.bench.http_overhead import WORKLOADS, Comparison, Labelling, Round, drive, measure
+from kestrel.bench.processes import cpu_seconds_of
 from tests.server.sockets import eventually
 
 ONE, MANY = WORKLOADS[0], WORKLOADS[2]

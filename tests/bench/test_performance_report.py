@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kestrel.bench.report import TARGET, report
-from kestrel.bench.rows import append_row
+from kestrel.bench.results import append_row
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {

@@ -9,9 +9,26 @@ from pathlib import Path
 import pytest
 
 from kestrel.bench.engine import load_model
-from kestrel.bench.phases import DECODE, GAPS, JPEG, PREFILL, RESIZE, UPLOAD, VISION, HostClock, Span, own_seconds
-from kestrel.bench.profile import Profile, ProfiledRequest, ProfilePlan, measure_profile
-from kestrel.bench.profile_picture import COLOURS, MARGIN, WIDTH, profile_svg
+from kestrel.bench.profile import (
+    COLOURS,
+    DECODE,
+    GAPS,
+    JPEG,
+    MARGIN,
+    PREFILL,
+    RESIZE,
+    UPLOAD,
+    VISION,
+    WIDTH,
+    HostClock,
+    Profile,
+    ProfiledRequest,
+    ProfilePlan,
+    Span,
+    measure_profile,
+    own_seconds,
+    profile_svg,
+)
 from kestrel.config import RuntimeConfig
 
 CONFIG = RuntimeConfig(device="cpu", kv_cache_pages=300)

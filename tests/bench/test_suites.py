@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.bench.engine import Case, Row, cases_of
-from kestrel.bench.suites import H200, SUITES, Chapter, find_suite, run_suite
+from kestrel.bench.engine import H200, SUITES, Case, Chapter, Row, cases_of, find_suite, run_suite
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 

@@ -13,19 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel.bench.kernels.case import Case, Maker
-from kestrel.bench.kernels.case_timer import CannotRun, CaseTimer
-from kestrel.bench.kernels.command import all_cases
-from kestrel.bench.kernels.sizes import small_sizes, tuning_sizes
+from kestrel.bench.kernels.case import Case, Maker, small_sizes, tuning_sizes
+from kestrel.bench.kernels.measure import CannotRun, CaseTimer, all_cases
 from kestrel.bench.kernels.tune import LeftOut, Tuned, TuningRun, choose_cases
-from kestrel.cli.tuning_report import run_tuning
+from kestrel.cli.tune import run_tuning
 from kestrel.errors import ConfigError
 from kestrel.kernels.triton.best_ids import Tuning
 from kestrel.kernels.triton.ops import triton_ops
 from kestrel.kernels.triton.tuning_table import TunedSize, rows_range
-from kestrel.tuning.growing_table import GrowingTable
-from kestrel.tuning.table_choice import find_table
-from kestrel.tuning.table_file import MeasuredWith, RawTable
+from kestrel.kernels.tuning import GrowingTable, MeasuredWith, RawTable, find_table
 
 DEVICE = torch.device(DEVICES[0])
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

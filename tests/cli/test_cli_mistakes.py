@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from kestrel.cli import exit_codes
-from kestrel.cli.exit_codes import exit_code_of, one_line, report
-from kestrel.cli.query import picture_and_question
+from kestrel.cli import console
+from kestrel.cli.console import exit_code_of, one_line, report
+from kestrel.cli.skill_verbs import picture_and_question
 from kestrel.errors import (
     AdapterNotFound,
     AdapterSourceError,
@@ -127,7 +127,7 @@ def test_the_table_gives_each_error_its_code(error: Exception, code: int) -> Non
 def test_an_unexpected_error_is_one_line_and_a_hint(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(exit_codes.DEBUG_VARIABLE, raising=False)
+    monkeypatch.delenv(console.DEBUG_VARIABLE, raising=False)
     assert report(RuntimeError("the roof fell in")) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
@@ -139,7 +139,7 @@ def test_an_unexpected_error_is_one_line_and_a_hint(
 def test_debugging_shows_the_traceback_instead_of_the_hint(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(exit_codes.DEBUG_VARIABLE, "1")
+    monkeypatch.setenv(console.DEBUG_VARIABLE, "1")
     try:
         raise RuntimeError("the roof fell in")
     except RuntimeError as error:

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kestrel.cli.console import write
-from kestrel.cli.event_loop import Interrupted, run_to_end
+from kestrel.cli.console import Interrupted, run_to_end, write
 from kestrel.cli.loading import LoadingAbandoned, LoadingBars
 from kestrel.cli.printing import TextPrinter
-from kestrel.cli.schedule_report import LINE_LENGTH, Lane
+from kestrel.cli.schedule import LINE_LENGTH, Lane
 from kestrel.engine import StreamChunk
 
 from .conftest import MD3

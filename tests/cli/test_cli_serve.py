@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.cli import serving
+from kestrel.cli import run_server
 from kestrel.config import RuntimeConfig, flag_names
 from kestrel.server.config import ServerConfig
 from tests.cli.conftest import Kestrel
@@ -33,7 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, RuntimeCon
     def note_down(server: ServerConfig, config: RuntimeConfig) -> None:
         taken.append((server, config))
 
-    monkeypatch.setattr(serving, "run_server", note_down)
+    monkeypatch.setattr(run_server, "run_server", note_down)
     return taken
 
 
@@ -168,7 +168,7 @@ def test_a_server_that_cannot_start_says_nothing_of_the_demonstration_model(kest
 
 
 def test_a_process_of_its_own_is_refused_where_there_is_none(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kestrel.cli.serving.can_compute_apart", lambda config: False)
+    monkeypatch.setattr("kestrel.cli.run_server.can_compute_apart", lambda config: False)
     outcome = kestrel("serve", "--port", "0", "--compute-process", "own")
     assert outcome.code == 2
     assert outcome.err.startswith("error: --compute-process: 'own' works on a CPU under Linux only; use auto")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.cli.verbs import GROUPS, VERBS, verb_command
+from kestrel.cli.app import GROUPS, VERBS, verb_command
 
 ROOT = Path(__file__).parents[2]
 FOR_FEW = ("torch._dynamo", "torch._inductor", "sympy", "fastapi", "uvicorn", "prometheus_client")
 SCRIPT = f"""
 import sys
 import torch
-from kestrel.cli.verbs import GROUPS, VERBS, verb_command
+from kestrel.cli.app import GROUPS, VERBS, verb_command
 from kestrel.config import RuntimeConfig
 from kestrel.families import ready_model
 from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from kestrel.cli.training_report import TrainingReport
+from kestrel.cli.train import TrainingReport
 from kestrel.moondream.config import MoeConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.train.loop import StepReport

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kestrel.cli.adapter_training_report import AdapterReport
+from kestrel.cli.train import AdapterReport
 from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.run import Beginning
 from tests.moondream.coarse import coarse_folder

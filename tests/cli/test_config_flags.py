@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
 import pytest
 import typer
 
+from kestrel.cli.app import VERBS, verb_module
 from kestrel.cli.config_flags import flag_parameters, takes_config, with_flags
-from kestrel.cli.verbs import VERBS
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 
 from .conftest import MD3, Kestrel
@@ -44,7 +43,7 @@ def test_every_field_has_a_flag_with_the_same_default() -> None:
 
 
 def test_every_verb_that_loads_a_model_takes_every_field() -> None:
-    verbs = [getattr(import_module(f"kestrel.cli.{name}"), name) for name in VERBS]
+    verbs = [getattr(verb_module(name), name) for name in VERBS]
     loading = [verb for verb in verbs if takes_config(verb)]
     assert {verb.__name__ for verb in loading} == {
         "query",

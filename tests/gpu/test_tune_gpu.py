@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_table_is_measured_and_can_be_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from kestrel.tuning.table_file import RawTable  # noqa: PLC0415 - needs a GPU
+    from kestrel.kernels.tuning import RawTable  # noqa: PLC0415 - needs a GPU
 
     path = tmp_path / "table.json"
     assert run(["tune", "--ops", "row_inputs,rows_to_fp8", "--output", str(path)]) == 0

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from kestrel import __version__
-from kestrel.cli.grpc_port import grpc_beside
+from kestrel.cli.run_server import grpc_beside
 from kestrel.errors import ConfigError
 from kestrel.integrations.inference_protocol import INPUTS
 from kestrel.server.config import ServerConfig

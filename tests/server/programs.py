@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FLAGS = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["kestrel.cli.app", "kestrel.cli.serve", "kestrel.cli.serving"])
+FORKING.set_forkserver_preload(["kestrel.cli.app", "kestrel.cli.serve", "kestrel.cli.run_server"])
 
 
 class Forked:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kestrel.bench.http_memory import drive, resident_mib
+from kestrel.bench.http_memory import drive
+from kestrel.bench.processes import resident_mib
 from tests.server.conftest import RunningServer
 from tests.server.programs import Program
 from tests.server.sockets import eventually, send

@@ -14,10 +14,8 @@ import torch
 from kestrel.kernels.triton import layer_norm
 from kestrel.kernels.triton.small_linear import Tuning
 from kestrel.kernels.triton.tuning_table import TunedSize
+from kestrel.kernels.tuning import Entry, MeasuredWith, TableFile, find_table, table_name, user_folder
 from kestrel.moondream.fast_path import Abilities, FastPath
-from kestrel.tuning.entry_json import Entry
-from kestrel.tuning.table_choice import find_table, table_name, user_folder
-from kestrel.tuning.table_file import MeasuredWith, TableFile
 
 assert DEVICES
 BF16 = torch.bfloat16

@@ -12,17 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel.bench.kernels.command import all_cases
-from kestrel.bench.kernels.sizes import tuning_sizes
+from kestrel.bench.kernels.case import tuning_sizes
+from kestrel.bench.kernels.measure import all_cases
 from kestrel.bench.kernels.tune import tuned_op
 from kestrel.errors import ConfigError
 from kestrel.kernels.triton import small_linear, tau
 from kestrel.kernels.triton.tuning_table import TunedSize
-from kestrel.tuning.entry_json import Entry
-from kestrel.tuning.growing_table import GrowingTable
-from kestrel.tuning.table_choice import SHIPPED_FOLDER, table_name
-from kestrel.tuning.table_file import MeasuredWith, RawTable, TableFile
-from kestrel.tuning.tuned_ops import TUNED_OPS
+from kestrel.kernels.tuning import (
+    SHIPPED_FOLDER,
+    TUNED_OPS,
+    Entry,
+    GrowingTable,
+    MeasuredWith,
+    RawTable,
+    TableFile,
+    table_name,
+)
 
 assert DEVICES
 H200 = MeasuredWith("NVIDIA H200", "9.0", kestrel="1.0", torch="2.9", triton="3.5")

@@ -1,27 +1,27 @@
-"""The command behind examples/benchmark_http_server.py: flags, one run, its JSON and its page."""
+"""The command behind examples/benchmark_http_server.py: flags, requests, one run, its JSON and its page."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import math
+import mimetypes
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kestrel import __version__
-from kestrel.bench.http_load.bodies import PROMPTS, Ask, bodies, find_images, skill_of
-from kestrel.bench.http_load.client import Target
-from kestrel.bench.http_load.progress import RampDisplay
-from kestrel.bench.http_load.ramp import Ramp, run_ramp, warm_up
-from kestrel.bench.http_load.report import Run, render
-from kestrel.bench.http_load.stages import Sender
-from kestrel.bench.http_load.statistics import Thresholds
+from kestrel.bench.http_load.client import Outcome, Target
+from kestrel.bench.http_load.page import Run, load_text, render
+from kestrel.bench.http_load.ramp import Ramp, Sender, Stage, Thresholds, run_ramp, warm_up
 from kestrel.errors import ConfigError, KestrelError, shown
 
 
@@ -108,7 +108,7 @@ def read_run(path: Path) -> Run:
 
 def measure(args: argparse.Namespace) -> Run:
     """Runs the ramp, and writes its JSON when asked to."""
-    ramp = ramp_of(args)
+    ramp = _ramp_of(args)
     target = Target.of(args.url, {"authorization": f"Bearer {args.api_key}"} if args.api_key else None)
     images = find_images(args.image, args.image_dir)
     skill = skill_of(args.url)
@@ -118,7 +118,7 @@ def measure(args: argparse.Namespace) -> Run:
     thresholds = Thresholds(args.latency_threshold_ms, args.ttft_threshold_ms, args.error_threshold)
 
     async def run() -> list[dict[str, Any]]:
-        with RampDisplay(Console(), args.stage_duration) as display:
+        with _RampDisplay(Console(), args.stage_duration) as display:
             try:
                 await warm_up(sender, args.warmup_requests or max(3, len(images)))
                 return await run_ramp(ramp.stages(), sender, args.stage_duration, thresholds, display)
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> Run:
     return Run(args.output.stem if args.output else "this run", data)
 
 
-def ramp_of(args: argparse.Namespace) -> Ramp:
+def _ramp_of(args: argparse.Namespace) -> Ramp:
     if args.start_rps is None:
         if args.max_rps is not None:
             raise ConfigError("--max-rps", "needs --start-rps, where the rate begins")
@@ -173,3 +173,144 @@ def parameters(args: argparse.Namespace, ramp: Ramp, prompt: str | None, images:
         "ttft_threshold_ms": args.ttft_threshold_ms,
         "error_threshold": args.error_threshold,
     }
+
+
+# ---------------------------------------------------------------------- requests
+
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+PROMPTS = {"query": "Describe the image.", "point": "person", "detect": "person", "segment": "person"}
+"""What is asked when no prompt is given, by skill."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What every request asks; the picture alone differs."""
+
+    skill: str
+    prompt: str | None = None
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    stream: bool = False
+
+    def body(self, image: Path | None) -> bytes:
+        fields: dict[str, Any] = {"settings": {"temperature": self.temperature}, "stream": self.stream}
+        if self.skill in ("point", "detect", "segment"):
+            fields["object"] = self.prompt or PROMPTS[self.skill]
+        elif self.skill != "caption":
+            fields["question"] = self.prompt or PROMPTS["query"]
+        if self.max_new_tokens is not None:
+            bound = "max_objects" if self.skill in ("point", "detect") else "max_tokens"
+            fields["settings"][bound] = self.max_new_tokens
+        if image is not None:
+            fields["image_url"] = data_url(image)
+        return json.dumps(fields).encode()
+
+
+def skill_of(url: str) -> str:
+    """The last word of the path, such as query."""
+    return url.split("?")[0].rstrip("/").rsplit("/", 1)[-1]
+
+
+def data_url(path: Path) -> str:
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def bodies(ask: Ask, images: Sequence[Path]) -> list[bytes]:
+    return [ask.body(image) for image in images] or [ask.body(None)]
+
+
+def find_images(files: Sequence[Path], folder: Path | None) -> list[Path]:
+    """The named files and those of the folder, in order. Raises ConfigError for what is not there."""
+    for path in files:
+        if not path.is_file():
+            raise ConfigError("--image", f"{path} is no file; name a picture")
+    images = list(files)
+    if folder is not None:
+        found = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not found:
+            raise ConfigError("--image-dir", f"{folder} holds no pictures; give another folder")
+        images += found
+    return images
+
+
+# ---------------------------------------------------------------------- what a person sees meanwhile
+
+
+HEADING = "stage  load        req/s   ok / all     errors   latency p50 / p95 ms   TTFT p50 / p95 ms    out tok/s"
+REDRAW_S = 0.25
+
+
+class _RampDisplay:
+    """A `RampWatcher` for a console; without a terminal only the lines appear."""
+
+    def __init__(self, console: Console, duration_s: float) -> None:
+        self._console = console
+        self._duration_s = duration_s
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[counts]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("warming up", total=None, counts="")
+        self._clock: asyncio.Task[None] | None = None
+        self._number = self._num_ok = self._num_failed = 0
+
+    def __enter__(self) -> _RampDisplay:
+        self._progress.start()
+        self._console.print(HEADING, style="dim", highlight=False, soft_wrap=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_clock()
+        self._progress.stop()
+
+    def begins(self, number: int, stage: Stage) -> None:
+        self._number, self._num_ok, self._num_failed = number, 0, 0
+        load = load_text({"target_rps": stage.target_rps, "concurrency_limit": stage.concurrency_limit})
+        self._progress.reset(self._task, total=self._duration_s, description=f"{number:>2}  {load}")
+        self._stop_clock()
+        self._clock = asyncio.ensure_future(self._tick())
+
+    def answered(self, outcome: Outcome) -> None:
+        if outcome.ok:
+            self._num_ok += 1
+        else:
+            self._num_failed += 1
+
+    def ended(self, report: dict[str, Any]) -> None:
+        self._stop_clock()
+        style = "red" if report["overloaded"] else None
+        self._console.print(_stage_line(self._number, report), style=style, highlight=False, soft_wrap=True)
+        for reason in report["overload_reasons"]:
+            self._console.print(f"       overloaded: {reason}", style="red", highlight=False, soft_wrap=True)
+
+    async def _tick(self) -> None:
+        while True:
+            counts = f"{self._num_ok} answered, {self._num_failed} failed"
+            self._progress.update(self._task, counts=counts)
+            await asyncio.sleep(REDRAW_S)
+            self._progress.advance(self._task, REDRAW_S)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+
+def _stage_line(number: int, report: dict[str, Any]) -> str:
+    load = load_text(report)
+    counts = f"{report['requests_success']} / {report['requests_total']}"
+    return (
+        f"{number:>5}  {load:<11} {report['throughput_rps']:>5.2f}   {counts:<12} {report['error_rate']:>6.1%}"
+        f"   {_pair(report['latency']):>20}   {_pair(report['ttft']):>17}   {report['tokens']['output_per_s']:>10.1f}"
+    )
+
+
+def _pair(summary: dict[str, float | None]) -> str:
+    return " / ".join("—" if (value := summary[p]) is None else f"{value * 1000:.0f}" for p in ("p50", "p95"))

@@ -1,13 +1,15 @@
-"""One operation at one size: both versions, their inputs, and what the work amounts to."""
+"""One operation at one size: both versions, their inputs, what the work amounts to; and the sizes of the models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kestrel.moondream.config import MOONDREAM3, MoeConfig, TextConfig, VisionConfig
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -56,3 +58,104 @@ def distance(got: Result, expected: Result) -> float:
 
 def _tensors(result: Result) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    vision: VisionConfig
+    text: TextConfig
+    """Of Moondream 3; Moondream 2 has the same sizes in the parts that it has."""
+    moe: MoeConfig
+    crops: tuple[int, ...]
+    """Encoded at once."""
+    num_keys: int
+    max_keys: int
+    decode_rows: tuple[int, ...]
+    few_rows: tuple[int, ...]
+    """Rows of a linear layer or of a small mixture of experts."""
+    prefill_tokens: tuple[int, ...]
+    prompt: tuple[int, int]
+    """Positions of a picture, with the one before it, and of the text behind it."""
+    prompts: tuple[int, ...]
+    """Filled at once."""
+    tau_tokens: tuple[int, ...]
+    routed_tokens: tuple[int, ...]
+    """Tokens of a large mixture of experts."""
+    adapters: tuple[tuple[int, int, int], ...]
+    """How many, of which rank, in slots of which rank."""
+    adapted_rows: tuple[int, ...]
+
+
+def full_sizes() -> Sizes:
+    """Pictures of nine crops, alone and four at once; prompts of 750 tokens, one to eight at once; 770 keys."""
+    text, moe = MOONDREAM3.text, MOONDREAM3.text.moe
+    assert moe is not None
+    return Sizes(
+        vision=MOONDREAM3.vision,
+        text=text,
+        moe=moe,
+        crops=(9, 36),
+        num_keys=770,
+        max_keys=2048,
+        decode_rows=(1, 4, 16, 64),
+        few_rows=(1, 4, 16),
+        prefill_tokens=(750, 3000),
+        prompt=(730, 20),
+        prompts=(1, 4, 8),
+        tau_tokens=(1, 4, 16, 64, 750, 3000),
+        routed_tokens=(16, 64, 750, 3000),
+        adapters=((8, 16, 16), (1, 512, 512)),
+        adapted_rows=(16, 750, 3000),
+    )
+
+
+def tuning_sizes() -> Sizes:
+    """One in every range of rows (`kestrel.kernels.triton.tuning_table`) that serving meets often."""
+    return replace(
+        full_sizes(),
+        crops=(1, 4, 9, 36),
+        prefill_tokens=(250, 750, 3000),
+        routed_tokens=(16, 64, 250, 750, 3000),
+        tau_tokens=(1, 4, 16, 64, 250, 750, 3000),
+        adapters=((8, 16, 16), (8, 16, 64), (1, 512, 512)),
+        adapted_rows=(4, 16, 64, 250, 750, 3000),
+    )
+
+
+def small_sizes() -> Sizes:
+    """Every code path once, quickly; nothing is a multiple of a block."""
+    moe = MoeConfig(num_experts=5, start_layer=0, experts_per_token=2, expert_inner_dim=24)
+    text = replace(
+        MOONDREAM3.text,
+        dim=48,
+        ff_dim=40,
+        n_heads=3,
+        n_kv_heads=3,
+        rotary_dim=8,
+        vocab_size=56,
+        max_context=64,
+        moe=moe,
+    )
+    return Sizes(
+        vision=replace(MOONDREAM3.vision, enc_dim=80, enc_n_heads=2, enc_ff_dim=100, crop_size=98),
+        text=text,
+        moe=moe,
+        crops=(1,),
+        num_keys=37,
+        max_keys=64,
+        decode_rows=(3,),
+        few_rows=(1, 6),
+        prefill_tokens=(7,),
+        prompt=(37, 6),
+        prompts=(2,),
+        tau_tokens=(3, 21),
+        routed_tokens=(7, 70),
+        adapters=((3, 12, 12), (2, 16, 32)),
+        adapted_rows=(6, 70),
+    )

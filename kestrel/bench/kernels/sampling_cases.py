@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kestrel.bench.kernels.case import Case, Maker
-from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
+from kestrel.bench.kernels.case import PAGE_SIZE, Case, Maker, Sizes
 from kestrel.bench.kernels.tunings import best_ids_tunings, draw_ids_tunings, row_inputs_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES
 from kestrel.kernels import best_ids, commit_ids, draw_ids, row_inputs

@@ -1,19 +1,23 @@
-"""What the text model needs: norms, tau, rotation with storing, attention over pages, linears of a few rows."""
+"""What the text model needs: norms, tau, rotation, attention over pages, linears of few rows, experts, adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kestrel.bench.kernels.case import Case, Maker
-from kestrel.bench.kernels.sizes import PAGE_SIZE, Sizes
+from kestrel.bench.kernels.case import PAGE_SIZE, Case, Maker, Sizes
 from kestrel.bench.kernels.tunings import (
     chunk_tunings,
     decode_tunings,
+    low_rank_tunings,
+    moe_fp8_tunings,
+    moe_grouped_tunings,
+    moe_small_tunings,
     rotate_tunings,
     small_linear_tunings,
     tau_tunings,
@@ -26,14 +30,21 @@ from kestrel.bench.kernels.vision_cases import (
     gelu_to_fp8_case,
     norm_to_fp8_case,
 )
-from kestrel.kernels import chunk_attention, paged_attention, rotate_and_store, small_linear, tau
+from kestrel.kernels import chunk_attention, low_rank, paged_attention, rotate_and_store, small_linear, tau
 from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_slots
+from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.rope import rope_tables
 from kestrel.kernels.triton import chunk_attention as triton_chunk_attention
+from kestrel.kernels.triton import low_rank as triton_low_rank
 from kestrel.kernels.triton import paged_attention as triton_paged_attention
 from kestrel.kernels.triton import rotate_and_store as triton_rotate_and_store
 from kestrel.kernels.triton import small_linear as triton_small_linear
 from kestrel.kernels.triton import tau as triton_tau
+from kestrel.kernels.triton.low_rank import usual_rows_per_tile
+from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
+from kestrel.kernels.triton.moe_small import moe_small
+from kestrel.layers.mlp import MAX_EXACT_ROWS
 
 FACTOR_BYTES = 4
 
@@ -215,4 +226,158 @@ def _linear_case(
         bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
         tunings=small_linear_tunings(rows),
+    )
+
+
+# ---------------------------------------------------------------------- mixtures of experts
+# For few tokens and for many, with matrices as they are and in float8.
+
+
+def moe_cases(sizes: Sizes) -> Iterator[Case]:
+    for tokens in sizes.few_rows:
+        for has_fp8_experts in (False, True):
+            yield _moe_case("moe_small", moe_small, sizes, tokens, moe_small_tunings(), has_fp8_experts)
+    for tokens in sizes.routed_tokens:
+        share = tokens * sizes.moe.experts_per_token / sizes.moe.num_experts
+        yield _moe_case("moe_grouped", moe_grouped, sizes, tokens, moe_grouped_tunings(share))
+        narrow = moe_fp8_tunings(share)
+        if tokens <= MAX_EXACT_ROWS:
+            yield _moe_case("moe_grouped", moe_grouped, sizes, tokens, narrow, has_fp8_experts=True)
+        else:
+            case = _moe_case("moe_grouped_fp8", moe_grouped_fp8, sizes, tokens, narrow, has_fp8_experts=True)
+            yield replace(case, plain=moe_mlp_fp8, gives_fp8=True)
+
+
+def _moe_case(
+    op: str,
+    run: Callable[..., Tensor],
+    sizes: Sizes,
+    tokens: int,
+    tunings: tuple[Any, ...],
+    has_fp8_experts: bool = False,
+) -> Case:
+    moe, dim = sizes.moe, sizes.text.dim
+    num_experts, inner, top_k = moe.num_experts, moe.expert_inner_dim, moe.experts_per_token
+
+    def make(maker: Maker) -> tuple[Tensor, ...]:
+        fc1 = maker.numbers(num_experts, 2 * inner, dim, scale=dim**-0.5)
+        fc2 = maker.numbers(num_experts, dim, inner, scale=inner**-0.5)
+        weights, ids = route_top_k(maker.numbers(tokens, num_experts), top_k)
+        x = maker.numbers(tokens, dim)
+        if not has_fp8_experts:
+            return x, weights, ids, fc1, fc2
+        (fc1, fc1_scale), (fc2, fc2_scale) = _narrowed(fc1), _narrowed(fc2)
+        return x, weights, ids, fc1, fc2, fc1_scale, fc2_scale
+
+    per_expert = 3 * inner * dim
+    # Random routing: an expert is touched unless every token passes it by.
+    touched = num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
+    expert_bytes = touched * per_expert * (FP8_BYTES if has_fp8_experts else HALF_BYTES)
+    return Case(
+        op=op,
+        size=f"{tokens} tokens, {top_k} of {num_experts} experts{', fp8' * has_fp8_experts}",
+        plain=moe_mlp,
+        triton=run,
+        make=make,
+        bytes_moved=int(expert_bytes) + 2 * tokens * dim * HALF_BYTES,
+        flop=2 * tokens * top_k * per_expert,
+        tunings=tunings,
+        is_plain_capturable=False,
+    )
+
+
+def _narrowed(matrices_EFD: Tensor) -> tuple[Tensor, Tensor]:
+    """In float8, and a scale for each row of each expert."""
+    numbers, scale = weights_to_fp8(matrices_EFD.flatten(0, 1))
+    return numbers.view(matrices_EFD.shape), scale.view(matrices_EFD.shape[:2])
+
+
+# ---------------------------------------------------------------------- adapters
+# Deltas at both ends of a block: several small ones mixed, and a single large one.
+
+
+def low_rank_cases(sizes: Sizes) -> Iterator[Case]:
+    for rows in sizes.adapted_rows:
+        for adapters in sizes.adapters:
+            slots = _Slots(*adapters)
+            yield _input_case(sizes, rows, slots)
+            yield _output_case(sizes, rows, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    count: int
+    rank: int
+    max_rank: int
+
+    def factors(self, maker: Maker, num_out: int, num_in: int) -> SlotFactors:
+        width = stored_rank(self.max_rank)
+        a, b = (maker.numbers(self.count, *size, scale=size[1] ** -0.5) for size in ((width, num_in), (num_out, width)))
+        ranks = [*[stored_rank(self.rank)] * self.count, 0]
+        return SlotFactors(a, b, torch.tensor(ranks, dtype=torch.int32, device=maker.device))
+
+    def tiles(self, maker: Maker, rows: int) -> SlotTiles:
+        """Each adapter has as many rows, side by side."""
+        slot_T = torch.arange(rows, device=maker.device) * self.count // rows
+        return tile_slots(slot_T, self.count, usual_rows_per_tile(rows))
+
+    def size(self, rows: int) -> str:
+        room = "" if self.rank == self.max_rank else f" in slots of {self.max_rank}"
+        return f"{rows} rows, {self.count} of rank {self.rank}{room}"
+
+
+def _input_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
+    text = sizes.text
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        wide = maker.numbers(rows, text.qkv_dim + text.ff_dim)
+        qkv, hidden = wide[:, : text.qkv_dim], wide[:, text.qkv_dim :]
+        factors = [slots.factors(maker, num_out, text.dim) for num_out in (text.qkv_dim, text.ff_dim)]
+        return slots.tiles(maker, rows), maker.numbers(rows, text.dim), qkv, factors[0], hidden, factors[1]
+
+    def run(add: Callable[..., None], *inputs: Any, **tuning: Any) -> tuple[Tensor, ...]:
+        add(*inputs, activates_base=True, **tuning)
+        return inputs[2], inputs[4]
+
+    factor_numbers = slots.count * slots.rank * (2 * text.dim + text.qkv_dim + text.ff_dim)
+    moved = factor_numbers + rows * (text.dim + 2 * (text.qkv_dim + text.ff_dim))
+    return Case(
+        op="add_input_deltas",
+        size=slots.size(rows),
+        plain=partial(run, low_rank.add_input_deltas),
+        triton=partial(run, triton_low_rank.add_input_deltas),
+        make=make,
+        bytes_moved=moved * HALF_BYTES,
+        flop=2 * rows * factor_numbers // slots.count,
+        tunings=low_rank_tunings(usual_rows_per_tile(rows), slots.max_rank),
+        is_plain_capturable=False,
+    )
+
+
+def _output_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
+    text = sizes.text
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        joined = maker.numbers(rows, text.dim + text.ff_dim)
+        total, y = maker.numbers(rows, text.dim), maker.numbers(rows, text.dim)
+        reads_norm = torch.zeros(slots.count + 1, dtype=torch.int32, device=maker.device)
+        proj, fc2 = (slots.factors(maker, text.dim, num_in) for num_in in (text.dim, text.ff_dim))
+        tiles = slots.tiles(maker, rows)
+        return tiles, total, joined[:, : text.dim], y, reads_norm, proj, joined[:, text.dim :], fc2
+
+    def run(add: Callable[..., None], *inputs: Any, **tuning: Any) -> Tensor:
+        add(*inputs, **tuning)
+        return inputs[1]
+
+    factor_numbers = slots.count * slots.rank * (3 * text.dim + text.ff_dim)
+    return Case(
+        op="add_output_deltas",
+        size=slots.size(rows),
+        plain=partial(run, low_rank.add_output_deltas),
+        triton=partial(run, triton_low_rank.add_output_deltas),
+        make=make,
+        bytes_moved=(factor_numbers + rows * (3 * text.dim + text.ff_dim)) * HALF_BYTES,
+        flop=2 * rows * factor_numbers // slots.count,
+        tunings=low_rank_tunings(usual_rows_per_tile(rows), slots.max_rank),
+        is_plain_capturable=False,
     )

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any
 
 import torch
 
 from kestrel.bench.kernels.case import Case
-from kestrel.bench.kernels.case_timer import CannotRun, CaseTimer
+from kestrel.bench.kernels.measure import CannotRun, CaseTimer
 from kestrel.errors import ConfigError, did_you_mean
 from kestrel.kernels.triton.tuning_table import TunedSize
-from kestrel.tuning.entry_json import Entry
-from kestrel.tuning.tuned_ops import TUNED_OPS
+from kestrel.kernels.tuning import TUNED_OPS, Entry, GrowingTable
 
 MARGIN = 0.03
 """A tuning must be faster than the rules by this share."""
@@ -39,12 +38,23 @@ class Tuned:
     entry: Entry | None
     """None: the rules stand."""
 
+    def __str__(self) -> str:
+        begin, entry = f"{self.size.op}, {'; '.join(self.cases)}: ", self.entry
+        if entry is None:
+            return f"{begin}{self.default_us:.1f} µs, as the rules have it"
+        chosen = " ".join(f"{name}={value}" for name, value in asdict(entry.tuning).items())
+        gain = 1.0 - entry.us / entry.default_us
+        return f"{begin}{entry.us:.1f} µs instead of {entry.default_us:.1f} ({gain:.0%} less) with {chosen}"
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     op: str
     cases: tuple[str, ...]
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.op}, {'; '.join(self.cases)}: left out, {self.reason}"
 
 
 def tuned_op(case: Case) -> str:
@@ -81,6 +91,13 @@ class TuningRun:
         self._end = None if time_limit_s is None else clock() + time_limit_s
         self.num_cases = sum(len(listed) for listed in cases.values())
         self.unfinished = list(cases)
+
+    def fill(self, table: GrowingTable) -> Iterator[Tuned | LeftOut]:
+        """The results, each kept in the table as it comes."""
+        for result in self.results():
+            if isinstance(result, Tuned):
+                table.add(result.size, result.entry)
+            yield result
 
     def results(self) -> Iterator[Tuned | LeftOut]:
         for op, listed in self._cases.items():

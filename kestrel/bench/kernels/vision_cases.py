@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kestrel.bench.kernels.case import Case, Maker
-from kestrel.bench.kernels.sizes import Sizes
+from kestrel.bench.kernels.case import Case, Maker, Sizes
 from kestrel.bench.kernels.tunings import crop_attention_tunings, fp8_tunings, layer_norm_tunings
 from kestrel.kernels import crop_attention, fp8_rows, layer_norm
 from kestrel.kernels.triton import crop_attention as triton_crop_attention

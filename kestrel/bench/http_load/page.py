@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
-
-from kestrel.bench.http_load.charts import NUM_COLOURS, Chart, Line, chart_svg
-from kestrel.bench.http_load.page_style import STYLE
 
 TIMES = (
     ("latency", "Latency", "latency_threshold_ms"),
@@ -54,7 +53,7 @@ def render(runs: Sequence[Run]) -> str:
     figures = "".join(
         f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg}</figure>"
         for chart in _charts(runs, by_rate)
-        if (svg := chart_svg(chart))
+        if (svg := _chart_svg(chart))
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -174,10 +173,10 @@ def _summary_row(number: int, run: Run) -> str:
     well = [stage for stage in run.stages if not stage.get("overloaded")]
     best = max(well or run.stages, key=lambda stage: stage.get("throughput_rps") or 0.0, default={})
     over = next((stage for stage in run.stages if stage.get("overloaded")), None)
-    told = "not reached" if over is None else f"at {_load_text(over)}: {_reasons(over)}"
+    told = "not reached" if over is None else f"at {load_text(over)}: {_reasons(over)}"
     cells = (
         _figure(best.get("throughput_rps"), 2),
-        _load_text(best) if best else "—",
+        load_text(best) if best else "—",
         _pair(best.get("latency")),
         _pair(best.get("ttft")),
         _figure((best.get("tokens") or {}).get("output_per_s"), 1),
@@ -241,7 +240,7 @@ def _reasons(stage: dict[str, Any]) -> str:
     return "; ".join(stage.get("overload_reasons") or []) or "yes"
 
 
-def _load_text(stage: dict[str, Any]) -> str:
+def load_text(stage: dict[str, Any]) -> str:
     target = stage.get("target_rps")
     return f"{stage.get('concurrency_limit')} at once" if target is None else f"{target:g} req/s"
 
@@ -253,3 +252,202 @@ def _pair(summary: dict[str, Any] | None) -> str:
 
 def _figure(value: float | None, digits: int) -> str:
     return "—" if value is None else f"{value:,.{digits}f}"
+
+
+# ---------------------------------------------------------------------- line charts as SVG
+# Axes with round steps, one colour per run, solid for medians and dashed for p95.
+
+
+WIDTH, HEIGHT = 560, 300
+LEFT, RIGHT, TOP, BOTTOM = 70, 16, 14, 44
+NUM_COLOURS = 8
+"""Of the style sheet, as c0 to c7; later runs begin again with another marker."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """`points` are (load, value, what to say about it)."""
+
+    name: str
+    run: int
+    points: Sequence[tuple[float, float, str]]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    y_label: str
+    lines: Sequence[Line]
+    x_label: str = "requests at once"
+    limit: float | None = None
+    """Drawn across when it lies within the values."""
+    limit_name: str = ""
+    least_top: float = field(default=0.0)
+    """The y axis reaches at least this far."""
+
+
+def _chart_svg(chart: Chart) -> str:
+    xs = [x for line in chart.lines for x, _, _ in line.points]
+    ys = [y for line in chart.lines for _, y, _ in line.points]
+    if not xs:
+        return ""
+    frame = _Frame(xs, max([*ys, chart.least_top]))
+    parts = [*_axes(chart, frame), *_limit(chart, frame)]
+    for line in chart.lines:
+        parts += _line(line, frame)
+    label = escape(f"{chart.title} against {chart.x_label}", quote=True)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+    )
+
+
+class _Frame:
+    """From values to places."""
+
+    def __init__(self, xs: Sequence[float], top: float) -> None:
+        self.y_ticks = round_ticks(0.0, top)
+        self.top = self.y_ticks[-1]
+        self.low, self.high = min(xs), max(xs)
+        if self.low == self.high:
+            self.low, self.high = self.low - 1, self.high + 1
+        self.x_ticks = _x_ticks(sorted(set(xs)), self.low, self.high)
+
+    def x(self, value: float) -> float:
+        return LEFT + 10 + (value - self.low) / (self.high - self.low) * (WIDTH - LEFT - RIGHT - 20)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - value / self.top * (HEIGHT - TOP - BOTTOM)
+
+
+def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """From `low` on in steps of 1, 2 or 5 times a power of ten, the last at or above `high`."""
+    span = high - low if high > low else 1.0
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= span * (1 - 1e-9))
+    num_steps = max(1, math.ceil((span - 1e-9 * step) / step))
+    return [low + step * i for i in range(num_steps + 1)]
+
+
+def _x_ticks(loads: Sequence[float], low: float, high: float) -> list[float]:
+    """The loads themselves when there is room for them, else round values."""
+    if len(loads) <= 10:
+        nearest = min((b - a for a, b in itertools.pairwise(loads)), default=high - low)
+        if nearest / (high - low) >= 0.06:
+            return list(loads)
+    return [tick for tick in round_ticks(0.0, high, 8) if low <= tick <= high]
+
+
+def _number_text(value: float) -> str:
+    if value >= 10_000:
+        return f"{value / 1000:g}k"
+    return f"{value:.10g}" if value == 0 or abs(value) >= 0.001 else f"{value:.1e}"
+
+
+def _axes(chart: Chart, frame: _Frame) -> list[str]:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for tick in frame.y_ticks:
+        y = frame.y(tick)
+        kind = "axis" if tick == 0 else "grid"
+        parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_rounded(tick)}</text>')
+    for tick in frame.x_ticks:
+        x = frame.x(tick)
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{_number_text(tick)}</text>'
+        )
+    middle, centre = (LEFT + right) / 2, (TOP + bottom) / 2
+    parts.append(
+        f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(chart.x_label)}</text>'
+        f'<text class="label" transform="translate(13 {centre}) rotate(-90)" text-anchor="middle">'
+        f"{escape(chart.y_label)}</text>"
+    )
+    return parts
+
+
+def _rounded(tick: float) -> str:
+    return _number_text(float(f"{tick:.6g}"))
+
+
+def _limit(chart: Chart, frame: _Frame) -> list[str]:
+    if chart.limit is None or not 0 < chart.limit <= frame.top:
+        return []
+    y = frame.y(chart.limit)
+    return [
+        f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+        f'<text class="limit-name" x="{LEFT + 6}" y="{y - 5:.1f}">{escape(chart.limit_name)}</text>',
+    ]
+
+
+def _line(line: Line, frame: _Frame) -> list[str]:
+    places = [(frame.x(x), frame.y(y), said) for x, y, said in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+    colour, dashed = f"c{line.run % NUM_COLOURS}", " dashed" if line.dashed else ""
+    parts = [f'<polyline class="line {colour}{dashed}" points="{path}"/>']
+    for x, y, said in places:
+        told = f"<title>{escape(line.name)}: {escape(said)}</title>"
+        parts.append(f'<g class="mark {colour}{dashed}">{_marker(line.run // NUM_COLOURS, x, y)}{told}</g>')
+    return parts
+
+
+def _marker(kind: int, x: float, y: float) -> str:
+    if kind % 2 == 0:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+    return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8"/>'
+
+
+# ---------------------------------------------------------------------- style sheet
+
+
+STYLE = """
+:root { color-scheme: light dark;
+  --page: #fbfbfa; --card: #ffffff; --ink: #1d2126; --soft: #5c6570; --hair: #e3e6e9; --axis: #9aa3ad; --bad: #b3261e;
+  --c0: #2563c9; --c1: #d9730d; --c2: #1b8a5a; --c3: #a23bb0; --c4: #c2314f;
+  --c5: #0e8fa8; --c6: #8a6d1a; --c7: #5b5f97; }
+@media (prefers-color-scheme: dark) { :root {
+  --page: #14171a; --card: #1c2024; --ink: #e8eaed; --soft: #a3acb5; --hair: #30363c; --axis: #77818b; --bad: #ff8a80;
+  --c0: #6ea8ff; --c1: #ffa657; --c2: #56d39b; --c3: #db8ae6; --c4: #ff8098;
+  --c5: #56cfe4; --c6: #d9b95a; --c7: #a9adea; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 2rem 1.25rem 3rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; }
+h2 { font-size: 1.1rem; margin: 2.25rem 0 .5rem; }
+.note { color: var(--soft); margin: 0 0 .35rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; margin-top: .75rem; background: var(--card);
+  border: 1px solid var(--hair); border-radius: 8px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .875rem; }
+th, td { padding: .5rem .7rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--hair); }
+thead th { border-top: 0; color: var(--soft); font-weight: 600; white-space: normal; vertical-align: bottom; }
+tbody th, thead th:first-child { text-align: left; } .stages thead th:first-child { text-align: right; }
+.words { text-align: left; white-space: normal; min-width: 11rem; }
+thead th:last-child { text-align: left; }
+.overloaded td { color: var(--bad); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1rem; }
+figure { margin: 0; padding: .9rem .9rem .5rem;
+  background: var(--card); border: 1px solid var(--hair); border-radius: 8px; }
+figcaption { font-weight: 600; margin-bottom: .4rem; }
+figure svg { display: block; width: 100%; height: auto; }
+.legend { display: flex; flex-wrap: wrap; gap: .35rem 1.25rem; list-style: none; margin: 0 0 .9rem; padding: 0; }
+.legend li { display: flex; align-items: center; }
+.swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em;
+  background: currentColor; }
+.stroke { width: 28px; height: 8px; margin-right: .5em; }
+.sample { stroke: var(--soft); stroke-width: 2; }
+.grid { stroke: var(--hair); } .axis { stroke: var(--axis); }
+.tick { fill: var(--soft); font-size: 12px; } .label { fill: var(--soft); font-size: 12.5px; }
+.limit { stroke: var(--bad); stroke-dasharray: 2 4; } .limit-name { fill: var(--bad); font-size: 11.5px; }
+.line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+.mark { fill: currentColor; } .mark.dashed { fill: var(--card); stroke: currentColor; stroke-width: 1.5; }
+.line.dashed, .sample.dashed { stroke-dasharray: 6 4; }
+.mark circle, .mark rect { transition: r .1s; } .mark:hover circle { r: 6px; }
+.c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
+.c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); } .c7 { color: var(--c7); }
+@media (max-width: 40rem) { main { padding: 1.25rem .75rem 2rem; } th, td { padding: .4rem .5rem; }
+  .tick { font-size: 17px; } .label { font-size: 17px; } .limit-name { font-size: 16px; } }
+@media print { figure, .scroll { break-inside: avoid; } }
+"""

@@ -1,7 +1,8 @@
-"""Rows of bench/results: what was measured, on what, by which commit."""
+"""Rows of bench/results: what was measured, on what, by which commit; and the flags of the commands that add them."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
@@ -13,6 +14,13 @@ from pathlib import Path
 import torch
 
 import kestrel
+
+
+def command_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a benchmark: its own docstring, and --output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="CSV file that gets the rows")
+    return parser
 
 
 def environment() -> dict[str, str]:
@@ -35,9 +43,11 @@ def machine_load() -> dict[str, int | float]:
     return {"cores": cores, "threads": torch.get_num_threads(), "load_before": os.getloadavg()[0]}
 
 
-def append_row(path: Path, row: Mapping[str, object]) -> None:
-    """Add a row, writing the header when the file is new. The columns of a file never change, but new ones may come
-    behind them, which are empty in the rows before."""
+def append_row(path: Path | None, row: Mapping[str, object]) -> None:
+    """Add a row, if there is a file for it, with a header when the file is new. The columns of a file never change, but
+    new ones may come behind them, which are empty in the rows before."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     if not is_new:

@@ -1,4 +1,4 @@
-"""What `kestrel serve` does once its settings are read."""
+"""What `kestrel serve` does once its settings are read: processes, signals, loading, watchdog, gRPC endpoint."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from starlette.applications import Starlette
 
 from kestrel.adapters.sources import given_key
-from kestrel.cli.console import note, stderr_console
-from kestrel.cli.exit_codes import FAILED, OK
-from kestrel.cli.grpc_port import grpc_beside
+from kestrel.cli.console import FAILED, OK, note, stderr_console
 from kestrel.cli.loading import LoadingBars, note_default_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -25,6 +23,7 @@ from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 from kestrel.errors import ConfigError, EngineStopped
 from kestrel.runtime.device import choose_device
 from kestrel.server.config import ServerConfig
+from kestrel.server.host import ServerHost
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import END_SIGNALS
 from kestrel.server.lifecycle import serve as serve_app
@@ -35,6 +34,7 @@ logger = logging.getLogger("kestrel.server")
 
 NAP_S = 1.0
 """Between two looks of the watchdog, or less where a step gets little time."""
+GRPC_REMEDY = "needs grpcio, which is not installed; run `pip install -e '.[grpc]'` in the checkout, or leave it out"
 
 
 def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
@@ -173,3 +173,28 @@ def _announce(address: str, config: RuntimeConfig, grpc_target: str | None) -> N
     note(f"Application startup complete. Playground and API: {address}")
     if grpc_target is not None:
         note(f"The same model over gRPC (KServe v2): {grpc_target}")
+
+
+@asynccontextmanager
+async def grpc_beside(state: ServerState) -> AsyncIterator[str | None]:
+    """The gRPC endpoint beside the HTTP server, if a port is set; gives what clients connect to."""
+    config = state.config
+    if config.grpc_port is None:
+        yield None
+        return
+    try:
+        from kestrel.integrations.grpc.endpoint import EndpointOptions, GrpcEndpoint  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError("grpc_port", GRPC_REMEDY) from error
+    options = EndpointOptions(
+        address=config.host,
+        port=config.grpc_port,
+        max_message_bytes=config.max_body_bytes,
+        max_metadata_bytes=config.max_header_bytes,
+        max_calls=config.max_grpc_calls,
+        idle_connection_s=config.keep_alive_timeout_s,
+        tls_cert_file=config.tls_cert_file,
+        tls_key_file=config.tls_key_file,
+    )
+    async with GrpcEndpoint(ServerHost(state, "gRPC"), options) as endpoint:
+        yield endpoint.target

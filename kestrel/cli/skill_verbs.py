@@ -1,0 +1,204 @@
+"""The verbs that ask one skill: query, caption, point, detect and segment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from kestrel.adapters import AdapterId
+from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source
+from kestrel.cli.config_flags import with_flags
+from kestrel.cli.console import note, run_to_end
+from kestrel.cli.drawing import draw_result, save_picture
+from kestrel.cli.loading import note_default_model, open_engine
+from kestrel.cli.options import (
+    ImageArgument,
+    ObjectArgument,
+    ObjectSettings,
+    OutputOptions,
+    ReasoningOption,
+    SaveOptions,
+    Settings,
+    SpatialRefOption,
+    TextOutputOptions,
+    TextSettings,
+    check_settings,
+    parse_spatial_refs,
+    read_picture,
+    refuse_path_as_question,
+)
+from kestrel.cli.printing import note_limit, note_metrics, printer_for
+from kestrel.config import RuntimeConfig
+from kestrel.engine import EngineResult, EngineStream
+from kestrel.errors import RequestError
+from kestrel.images.rgb import RgbImage
+
+
+@with_flags
+def query(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[IMAGE] QUESTION",
+            help="A picture (a file, or - for stdin) and a question about it; or a question alone.",
+            show_default=False,
+        ),
+    ],
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="FILE", help="Another way to give the picture.")
+    ] = None,
+    reasoning: ReasoningOption = None,
+    spatial_ref: SpatialRefOption = None,
+    *,
+    settings: TextSettings,
+    output: TextOutputOptions,
+    config: RuntimeConfig,
+) -> None:
+    """Answer a question, about a picture or without one.
+
+    kestrel query examples/images/01.png "What is this?" --model moondream2
+
+    kestrel query "Why is the sky blue?" --model moondream2
+
+    The answer goes to stdout; thinking, if any, to stderr.
+    """
+    source, question = picture_and_question(words, image)
+    fields = {"question": question, "reasoning": reasoning, "spatial_refs": parse_spatial_refs(spatial_ref)}
+    _run_skill(_SkillCall("query", fields, source, settings, output, config))
+
+
+def picture_and_question(words: list[str], image: str | None) -> tuple[str | None, str]:
+    """The last word is the question; one before it is the picture."""
+    if len(words) > 2:
+        raise RequestError("question", f"{len(words)} arguments were given; quote a question of several words")
+    if len(words) == 2 and image is not None:
+        raise RequestError("--image", f"the picture is given twice ({words[0]} and {image}); give it once")
+    question = words[-1]
+    if len(words) == 1 and image is None:
+        refuse_path_as_question("question", question, "add the question after it")
+    return (words[0] if len(words) == 2 else image), question
+
+
+@with_flags
+def caption(
+    image: ImageArgument,
+    length: Annotated[str, typer.Option("--length", help="short, normal or long.")] = "normal",
+    *,
+    settings: TextSettings,
+    output: TextOutputOptions,
+    config: RuntimeConfig,
+) -> None:
+    """Describe a picture."""
+    _run_skill(_SkillCall("caption", {"length": length}, image, settings, output, config))
+
+
+@with_flags
+def point(
+    image: ImageArgument,
+    object: ObjectArgument,
+    spatial_ref: SpatialRefOption = None,
+    *,
+    settings: ObjectSettings,
+    output: SaveOptions,
+    config: RuntimeConfig,
+) -> None:
+    """Point at every instance of an object.
+
+    Prints x and y of each, from 0 to 1 across and down the picture.
+    """
+    fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
+    _run_skill(_SkillCall("point", fields, image, settings, output, config))
+
+
+@with_flags
+def detect(
+    image: ImageArgument,
+    object: ObjectArgument,
+    *,
+    settings: ObjectSettings,
+    output: SaveOptions,
+    config: RuntimeConfig,
+) -> None:
+    """Find the box of every instance of an object.
+
+    Prints the sides of each, from 0 to 1 across and down the picture; a box may reach beyond it.
+    """
+    _run_skill(_SkillCall("detect", {"object": object}, image, settings, output, config))
+
+
+@with_flags
+def segment(
+    image: ImageArgument,
+    object: ObjectArgument,
+    spatial_ref: SpatialRefOption = None,
+    *,
+    settings: TextSettings,
+    output: SaveOptions,
+    config: RuntimeConfig,
+) -> None:
+    """Outline an object.
+
+    Prints its box, from 0 to 1 across and down the picture, and an SVG path relative to that box.
+    """
+    fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
+    _run_skill(_SkillCall("segment", fields, image, settings, output, config))
+
+
+# ---------------------------------------------------------------------- one request
+
+
+@dataclass(frozen=True)
+class _SkillCall:
+    """What a verb was asked for."""
+
+    skill: str
+    fields: Mapping[str, Any]
+    """The skill's own fields; None counts as not given."""
+    source: str | None
+    """Where the picture is."""
+    settings: Settings
+    output: OutputOptions
+    config: RuntimeConfig
+
+
+def _run_skill(call: _SkillCall) -> None:
+    check_settings(call.skill, call.settings, call.output)
+    _check_adapter(call)
+    run_to_end(_answer(call))
+
+
+def _check_adapter(call: _SkillCall) -> None:
+    """Before a model is loaded: without a source of adapters there is none to be found."""
+    if call.settings.adapter is not None and not has_adapter_source(call.config, given_key()):
+        raise RequestError(
+            "adapter",
+            f"'{AdapterId.parse(call.settings.adapter)}' has nowhere to come from; add --adapter-dir or "
+            f"--adapter-url-template, or set {API_KEY_VARIABLE}",
+        )
+
+
+async def _answer(call: _SkillCall) -> None:
+    picture = None if call.source is None else await read_picture(call.source, call.config)
+    async with open_engine(call.config) as engine:
+        printer = printer_for(call.skill, engine.model_name, call.output.as_json, call.output.stream)
+        fields = {"image": picture, "settings": call.settings.given(), "read_along": call.output.stream, **call.fields}
+        stream: EngineStream = await engine.run(call.skill, stream=True, **fields)
+        note_default_model(call.config)
+        async for chunk in stream:
+            if call.output.stream:
+                printer.chunk(chunk)
+        result = await stream.result()
+        printer.result(result)
+    _save(call, picture, result)
+    note_limit(result, "--max-objects" if isinstance(call.settings, ObjectSettings) else "--max-new-tokens")
+    note_metrics(result.metrics)
+
+
+def _save(call: _SkillCall, picture: RgbImage | None, result: EngineResult) -> None:
+    if not isinstance(call.output, SaveOptions) or call.output.save is None or picture is None:
+        return
+    save_picture(draw_result(picture, result.output, call.fields["object"]), call.output.save)
+    note(f"drew the result into {call.output.save}")
