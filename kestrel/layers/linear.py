@@ -60,7 +60,7 @@ class Linear(nn.Linear):
         """Whether so many rows are multiplied in float8."""
         return self.is_fp8 and num_rows > self.ops.max_small_rows
 
-    def forward(self, x: Rows) -> Tensor:
+    def forward(self, x: Rows, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(x, Fp8Rows):
             return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self._bias, self._out_dtype)
         if x.ndim == 2 and len(x) <= self.ops.max_small_rows:
@@ -167,4 +167,4 @@ def use_ops(model: nn.Module, ops: Ops) -> None:
     """From now on all layers of a model run with these operations."""
     for module in model.modules():
         if hasattr(type(module), "ops"):
-            module.ops = ops
+            setattr(module, "ops", ops)  # noqa: B010 - as torch types modules, an attribute is a tensor or a module

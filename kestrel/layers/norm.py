@@ -19,7 +19,7 @@ class LayerNorm(nn.LayerNorm):
     shift_D: Tensor | None = None
     """What every row lacks yet: biases that the matrices before this norm left out (`Linear.bias_in_norms`)."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.ops.layer_norm(x_TD, self.weight, self.bias, self.eps, self.shift_D)
 
     def of_sum(self, x_TD: Tensor, pending: Pending, *, to_fp8: bool = False) -> tuple[Tensor, Rows]:
