@@ -15,22 +15,16 @@ from torch import Tensor
 from kestrel.kernels.moe_mlp import ExpertFactors
 from kestrel.kernels.triton.moe_grouping import Blocks
 
-MAX_RANKS, BLOCK_IN, OUTPUTS = 16, 512, 256
+MAX_RANKS, BLOCK_IN, OUTPUTS = 16, 512, 1024
 
 
 @triton.jit
 def _shrink_pairs(
-    x_ptr, h_ptr, a_ptr, rank_ptr, pairs_ptr, expert_ptr, slots_ptr, num_in, x_stride, num_experts, max_rank,
-    ROWS: tl.constexpr, TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, h_ptr, a_ptr, rank_ptr, places_ptr, ids_ptr, slots_ptr, num_in, x_stride, num_experts, max_rank,
+    TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = a · x of one pair; rows of x are tokens, or places in the blocks of experts."""
-    place = tl.program_id(0).to(tl.int64)
-    expert = tl.load(expert_ptr + place // ROWS).to(tl.int64)
-    if expert < 0:
-        return
-    pair = tl.load(pairs_ptr + place).to(tl.int64)
-    if pair < 0:
-        return
+    pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
     if slot < 0:
         return
@@ -38,7 +32,8 @@ def _shrink_pairs(
     if tl.program_id(1) * RANKS >= rank:
         return
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    row = place if BY_PLACE else pair // TOP_K
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    row = tl.load(places_ptr + pair).to(tl.int64) if BY_PLACE else pair // TOP_K
     a_place = a_ptr + ((slot * num_experts + expert) * max_rank + r)[:, None] * num_in
     total = tl.zeros((RANKS, BLOCK), dtype=tl.float32)
     for start in range(0, num_in, BLOCK):
@@ -52,21 +47,17 @@ def _shrink_pairs(
 
 @triton.jit
 def _expand_pairs(
-    h_ptr, out_ptr, b_ptr, rank_ptr, pairs_ptr, expert_ptr, slots_ptr, num_out, num_experts, max_rank,
-    ROWS: tl.constexpr, TOP_K: tl.constexpr, ADDS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, out_ptr, b_ptr, rank_ptr, ids_ptr, slots_ptr, num_out, num_experts, max_rank,
+    TOP_K: tl.constexpr, ADDS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """b · h of one pair, added to what is there or put there."""
-    expert = tl.load(expert_ptr + tl.program_id(0) // ROWS).to(tl.int64)
-    if expert < 0:
-        return
-    pair = tl.load(pairs_ptr + tl.program_id(0)).to(tl.int64)
-    if pair < 0:
-        return
+    pair = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
     if slot < 0:
         return
     rank = tl.load(rank_ptr + slot)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
     b_place = b_ptr + ((slot * num_experts + expert) * num_out + f)[:, None] * max_rank
     total = tl.zeros((BLOCK, RANKS), dtype=tl.float32)
     for first in range(0, rank, RANKS):
@@ -112,14 +103,14 @@ def _launch(
     assert x_RD.stride(1) == 1
     ranks = min(MAX_RANKS, triton.next_power_of_2(max_rank))
     h_QR = torch.empty(len(out_QF), max_rank, dtype=x_RD.dtype, device=x_RD.device)
-    who = (blocks.pairs_R, blocks.expert_G, slot_T)
-    _shrink_pairs[(len(blocks.pairs_R), triton.cdiv(max_rank, ranks))](
-        x_RD, h_QR, factors.a_SERD, factors.rank_S, *who, num_in, x_RD.stride(0), num_experts, max_rank,
-        ROWS=blocks.rows_per_block, TOP_K=top_k, BY_PLACE=by_place, RANKS=ranks,
+    _shrink_pairs[(len(out_QF), triton.cdiv(max_rank, ranks))](
+        x_RD, h_QR, factors.a_SERD, factors.rank_S, blocks.places_Q, ids_TK, slot_T,
+        num_in, x_RD.stride(0), num_experts, max_rank,
+        TOP_K=top_k, BY_PLACE=by_place, RANKS=ranks,
         BLOCK=min(BLOCK_IN, triton.next_power_of_2(num_in)),
     )  # fmt: skip
     block = min(OUTPUTS, triton.next_power_of_2(num_out))
-    _expand_pairs[(len(blocks.pairs_R), triton.cdiv(num_out, block))](
-        h_QR, out_QF, factors.b_SEFR, factors.rank_S, *who, num_out, num_experts, max_rank,
-        ROWS=blocks.rows_per_block, TOP_K=top_k, ADDS=by_place, RANKS=ranks, BLOCK=block,
+    _expand_pairs[(len(out_QF), triton.cdiv(num_out, block))](
+        h_QR, out_QF, factors.b_SEFR, factors.rank_S, ids_TK, slot_T, num_out, num_experts, max_rank,
+        TOP_K=top_k, ADDS=by_place, RANKS=ranks, BLOCK=block,
     )  # fmt: skip

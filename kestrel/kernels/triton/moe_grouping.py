@@ -25,6 +25,8 @@ class Blocks:
 
     pairs_R: Tensor
     expert_G: Tensor
+    places_Q: Tensor
+    """Where each pair is."""
     rows_per_block: int
 
 
@@ -42,7 +44,7 @@ def _fill(ptr, start, end, value, AT_A_TIME: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _group(
-    ids_ptr, pairs_ptr, expert_ptr, num_pairs, num_blocks, num_experts,
+    ids_ptr, pairs_ptr, expert_ptr, places_ptr, num_pairs, num_blocks, num_experts,
     ROWS: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: counts everybody's pairs to find its first block, then places its own."""
@@ -68,6 +70,7 @@ def _group(
         is_own = (ids == expert).to(tl.int32)
         place = start + tl.cumsum(is_own, axis=0) - 1
         tl.store(pairs_ptr + place, pair, mask=is_own > 0)
+        tl.store(places_ptr + pair, place, mask=is_own > 0)
         start += tl.sum(is_own, axis=0)
 
 
@@ -77,10 +80,11 @@ def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks
     num_blocks = max_blocks(num_pairs, num_experts, rows_per_block)
     pairs_R = torch.empty(num_blocks * rows_per_block, dtype=torch.int32, device=ids_TK.device)
     expert_G = torch.empty(num_blocks, dtype=torch.int32, device=ids_TK.device)
+    places_Q = torch.empty(num_pairs, dtype=torch.int32, device=ids_TK.device)
     if num_pairs > 0:
         _group[(num_experts,)](
-            ids_TK, pairs_R, expert_G, num_pairs, num_blocks, num_experts,
+            ids_TK, pairs_R, expert_G, places_Q, num_pairs, num_blocks, num_experts,
             ROWS=rows_per_block, BINS=triton.next_power_of_2(num_experts + 1),
             AT_A_TIME=min(PAIRS_AT_A_TIME, max(32, triton.next_power_of_2(num_pairs))), PLACES=PLACES_AT_A_TIME,
         )  # fmt: skip
-    return Blocks(pairs_R, expert_G, rows_per_block)
+    return Blocks(pairs_R, expert_G, places_Q, rows_per_block)
