@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +14,19 @@ from torch import nn
 from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
-from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
-from kestrel.images.shrink import PictureForm
-from kestrel.models.contract import OutlineRefiner
-from kestrel.models.family import LoadedModel, ModelFamily, ModelSpec
+from kestrel.models.family import LoadedModel, ModelSpec
 from kestrel.models.hub import fetch_file, fetch_weights, resolved, settled
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.models.progress import Progress
 from kestrel.models.weight_files import find_weights, open_checkpoint
-from kestrel.moondream.fast_path import Abilities, choose_fast_path
-from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.refiner import OUTLINE_SIDE_PX, load_outline_refiner
-from kestrel.moondream.runtime import MoondreamDecoder, MoondreamRuntime
-from kestrel.moondream.spec import LoadedMoondream, MoondreamFamily
-from kestrel.runtime.contract import Runtime
-from kestrel.runtime.device import choose_device, choose_dtype, on_device
-from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs
-from kestrel.skills.base import ModelProfile
+from kestrel.moondream.spec import MoondreamFamily
+from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
+from kestrel.runtime.bring_up import Abilities, choose_fast_path
+from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.runtime.memory import naming_memory_knobs
 
 FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
-
-
-@dataclass(frozen=True)
-class ReadyModel:
-    """A model on its device with a runtime around it: what an engine needs."""
-
-    runtime: Runtime[Any]
-    profile: ModelProfile
-    vocab_size: int
-    num_image_positions: int
-    """Positions a picture takes in the context; 0 when the model reads text only."""
-    adapter_shape: AdapterShape
-    """What an adapter of it must fit."""
-    memory_plan: MemoryPlan | None = None
-    """What the memory of its device is for."""
-    picture_form: PictureForm | None = None
-    """What of a picture is handed to the runtime; all its pixels where it is not given."""
-    refiner: OutlineRefiner | None = None
-    """Sharpens the outlines of `segment`, when its weights were given."""
-    computes_apart: bool = False
-    """The runtime is in another process."""
 
 
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
@@ -71,27 +42,10 @@ def ready_from(
     loaded: LoadedModel[Any, Any],
     config: RuntimeConfig,
     with_adapters: bool = False,
-    make_decoder: Callable[[MoondreamModel], MoondreamDecoder] = MoondreamDecoder,
+    make_decoder: MakeDecoder | None = None,
 ) -> ReadyModel:
     """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
-    match loaded:
-        case LoadedMoondream():
-            with on_device(loaded.model.text.wte.device):
-                runtime = MoondreamRuntime(loaded.model, config, with_adapters, make_decoder, loaded.kv_scales)
-            constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
-            return ReadyModel(
-                runtime=runtime,
-                profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name, constraints),
-                vocab_size=runtime.decoder.shape.vocab_size,
-                num_image_positions=runtime.decoder.shape.num_image_positions,
-                adapter_shape=runtime.adapter_shape,
-                memory_plan=runtime.memory_plan,
-                picture_form=runtime.decoder.picture_form(None if config.refiner_file is None else OUTLINE_SIDE_PX),
-                refiner=None
-                if config.refiner_file is None
-                else load_outline_refiner(config.refiner_file, loaded.model),
-            )
-    raise AssertionError(f"no runtime for {type(loaded).__name__}")
+    return find_family(loaded.family).make_ready(loaded, config, with_adapters, make_decoder)
 
 
 def registered_models() -> tuple[ModelSpec, ...]:

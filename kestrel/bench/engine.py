@@ -31,10 +31,11 @@ from kestrel.bench.workloads import Ask, Load, Material, find_mode, find_workloa
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
-from kestrel.families import ReadyModel, load, ready_from, resolve
+from kestrel.families import load, ready_from, resolve
 from kestrel.models.family import LoadedModel
 from kestrel.models.progress import Progress
 from kestrel.moondream.random_models import random_moondream
+from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPlan, StepT
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.skills.base import SpecialIds

@@ -26,15 +26,16 @@ from kestrel.bench.engine import WrappedRuntime
 from kestrel.bench.workloads import Material, find_workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import ReadyModel, ready_from
+from kestrel.families import ready_from
 from kestrel.images.decode import decode_image
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingPlan
-from kestrel.models.contract import PreparedImage
+from kestrel.models.contract import EncodeCrops, PreparedImage
 from kestrel.models.family import LoadedModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, StepPlan, StepT
 from kestrel.runtime.device import choose_device
 
@@ -251,9 +252,9 @@ class TimedDecoder(MoondreamDecoder):
         with self._clock.on_device(RESIZE):
             return super().cut_patches(pixels_HWC, plan)
 
-    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+    def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
         with self._clock.on_device(VISION):
-            return super().embed_images(images)
+            return super().embed_images(images, encode_crops)
 
 
 class TimedRuntime(WrappedRuntime[StepT]):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kestrel.errors import ContextTooLong, RequestError, shown
-from kestrel.families import ReadyModel
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import Picture
 from kestrel.models.contract import OutlineRefiner
+from kestrel.ready_model import ReadyModel
 from kestrel.request import (
     FinishReason,
     GenerationRequest,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from kestrel.adapters import AdapterShape
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import ShrunkImage
+from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend
 
@@ -31,6 +33,14 @@ class DecoderShape:
     size_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class KvScale:
+    """One layer's scales of a float8 KV cache: stored value · scale = value."""
+
+    k: float
+    v: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedImage:
     """A picture as the encoder wants it."""
@@ -42,6 +52,10 @@ class PreparedImage:
     @property
     def num_crops(self) -> int:
         return len(self.patches_NPC)
+
+
+EncodeCrops: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+"""Patches of pictures to the features of all their crops, which the next call may overwrite."""
 
 
 class DecoderModel(Protocol):
@@ -56,6 +70,19 @@ class DecoderModel(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def adapter_shape(self) -> AdapterShape:
+        """What an adapter must fit."""
+        ...
+
+    def fuse(self, ops: Ops) -> None:
+        """From now on run in few, wide operations of this bundle."""
+        ...
+
+    def quantise(self, quantization: str) -> None:
+        """From now on run on weights of this format, as `RuntimeConfig` names it; "none" keeps them."""
+        ...
+
     def embed_text(self, ids_T: Tensor) -> Tensor: ...
 
     def embed_coords(self, values_N: Tensor) -> Tensor: ...
@@ -66,12 +93,17 @@ class DecoderModel(Protocol):
         """Cut into crops and patches, on the device."""
         ...
 
-    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """[num_image_positions, hidden_dim] of each, all encoded together: the two that follow, one after the other."""
+    def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
+        """[num_image_positions, hidden_dim] of each, all encoded together: the two that follow, one after the
+        other; `encode_crops` may be another way to the same features."""
         ...
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         """Features of all crops in their order; the next call may overwrite them."""
+        ...
+
+    def new_crop_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
+        """Space for the patches and the features of so many crops."""
         ...
 
     def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint
+from kestrel.models.contract import KvScale
 from kestrel.moondream.weight_names import to_hub_name
 
 INT4_GROUP = 128
@@ -19,14 +19,6 @@ INT4_GROUP = 128
 
 _KV_SCALE = re.compile(r"text\.blocks\.(\d+)\.kv_quantizer\.([kv])_scale")
 _MLX_INT4 = re.compile(r".*\.fc[12]_(q|scales|biases)|vision\.proj_fc[12]\..*|.*\.scales")
-
-
-@dataclass(frozen=True, slots=True)
-class KvScale:
-    """One layer's scales of a float8 KV cache: stored value · scale = value."""
-
-    k: float
-    v: float
 
 
 def kv_scale_layer(hub_name: str) -> int | None:

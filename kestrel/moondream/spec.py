@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from kestrel.adapters import AdapterShape
+from kestrel.config import RuntimeConfig
+from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint
+from kestrel.models.contract import KvScale
 from kestrel.models.family import LoadedModel, ModelSpec
 from kestrel.models.hub import HubFile, HubSource
 from kestrel.models.locate import LocatedModel
@@ -20,9 +23,15 @@ from kestrel.models.weight_files import open_checkpoint
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoondreamConfig
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.quantised_weights import KvScale, read_kv_scales, refuse_mlx_int4
+from kestrel.moondream.prompts import moondream_profile
+from kestrel.moondream.quantised_weights import read_kv_scales, refuse_mlx_int4
+from kestrel.moondream.refiner import OUTLINE_SIDE_PX, load_outline_refiner
+from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.moondream.weight_names import to_hub_name
 from kestrel.moondream.weights import load_moondream
+from kestrel.ready_model import MakeDecoder, ReadyModel
+from kestrel.runtime.bring_up import ModelRuntime
+from kestrel.runtime.device import on_device
 
 FAMILY = "moondream"
 
@@ -82,6 +91,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class LoadedMoondream(LoadedModel[MoondreamModel, MoondreamConfig]):
+    family = FAMILY
     kv_scales: Mapping[int, KvScale] = field(default_factory=dict)
     """Scales for a float8 KV cache by layer, if the checkpoint has them. The loaded weights do not depend on them."""
 
@@ -120,6 +130,31 @@ class MoondreamFamily:
             kv_scales = read_kv_scales(checkpoint)
             model = load_moondream(checkpoint, config, device, dtype, progress, self._hint(checkpoint, located))
         return LoadedMoondream(located.name, model, model.config, tokenizer, kv_scales)
+
+    def make_ready(
+        self,
+        loaded: LoadedModel[Any, Any],
+        config: RuntimeConfig,
+        with_adapters: bool = False,
+        make_decoder: MakeDecoder | None = None,
+    ) -> ReadyModel:
+        assert isinstance(loaded, LoadedMoondream)
+        decoder = (make_decoder or MoondreamDecoder)(loaded.model)
+        assert isinstance(decoder, MoondreamDecoder)
+        with on_device(decoder.device):
+            runtime = ModelRuntime(decoder, config, with_adapters, loaded.kv_scales)
+        constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
+        refiner = None if config.refiner_file is None else load_outline_refiner(config.refiner_file, loaded.model)
+        return ReadyModel(
+            runtime=runtime,
+            profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name, constraints),
+            vocab_size=decoder.shape.vocab_size,
+            num_image_positions=decoder.shape.num_image_positions,
+            adapter_shape=decoder.adapter_shape,
+            memory_plan=runtime.memory_plan,
+            picture_form=decoder.picture_form(None if refiner is None else OUTLINE_SIDE_PX),
+            refiner=refiner,
+        )
 
     def _hint(self, checkpoint: Checkpoint, located: LocatedModel) -> str:
         """What to pass instead, for weights that fit another registered model."""

@@ -14,6 +14,7 @@ from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import NO_SLOT, AdapterSlots, SlotAdapt
 from kestrel.runtime.batch import StepBatch, embed_decode, embed_prefill
 from kestrel.runtime.contract import (
+    POSITIONS_PER_CROP,
     AdapterLoad,
     DecodeRow,
     PictureSlice,
@@ -22,6 +23,7 @@ from kestrel.runtime.contract import (
     StepOutput,
     StepPlan,
 )
+from kestrel.runtime.device import on_device
 from kestrel.runtime.few_rows import few_rows
 from kestrel.runtime.fixed_decode import FixedDecode, parts_for
 from kestrel.runtime.grammar_tables import GrammarTables
@@ -36,6 +38,7 @@ from kestrel.runtime.sampled_rows import SampledPart, read_part, send_part
 from kestrel.runtime.sampler import Sampled, sample_rows
 from kestrel.runtime.side_stream import SideStream
 from kestrel.runtime.upload import upload
+from kestrel.runtime.vision_graphs import VisionGraphs
 from kestrel.runtime.wide_products import computing
 
 
@@ -70,6 +73,7 @@ class Executor:
         adapters: AdapterSlots | None = None,
         vision_batch_crops: int = 16,
         make_fast_steps: MakeFastSteps | None = None,
+        vision_graphs: VisionGraphs | None = None,
         ops: Ops = PLAIN,
         by_kernels: bool = False,
         kv_dtype: torch.dtype | None = None,
@@ -83,7 +87,8 @@ class Executor:
         self._model = model
         self._ops, self._by_kernels = ops, by_kernels
         self._adapters = adapters
-        self._pictures = PictureEncoder(model, vision_batch_crops)
+        self._vision_graphs = vision_graphs
+        self._pictures = PictureEncoder(model, vision_batch_crops, vision_graphs)
         self._limits = limits
         device = model.device
         self._beside = SideStream(device)
@@ -106,12 +111,16 @@ class Executor:
     def prepare(self) -> None:
         """Does what the first requests would otherwise wait for. What takes the most memory first: the rest finds room
         in it."""
-        if self._fast is None:
-            return
-        with computing(self._model.device, self._model.dtype):
-            if self._fast.prefill is not None:
-                self._fast.prefill.prepare()
-            self._fast.decode.prepare()
+        device = self._model.device
+        with on_device(device), computing(device, self._model.dtype):
+            if self._fast is not None:
+                if self._fast.prefill is not None:
+                    self._fast.prefill.prepare()
+                self._fast.decode.prepare()
+            if self._vision_graphs is not None:
+                self._vision_graphs.prepare(self._limits.streaming_prefill_tokens // POSITIONS_PER_CROP)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # trying out has left memory that only the captures' streams could use
 
     @property
     def limits(self) -> RuntimeLimits:

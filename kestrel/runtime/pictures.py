@@ -11,14 +11,17 @@ from torch import Tensor
 from kestrel.models.contract import DecoderModel, PreparedImage
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.pictures_ahead import PicturesAhead, encode_in_goes
+from kestrel.runtime.vision_graphs import VisionGraphs
 from kestrel.tokens import ImageSpan
 
 
 class PictureEncoder:
-    def __init__(self, model: DecoderModel, max_crops: int) -> None:
+    def __init__(self, model: DecoderModel, max_crops: int, graphs: VisionGraphs | None = None) -> None:
+        """`max_crops` are encoded together at most, by replaying graphs where those are given."""
         self._model = model
         self._max_crops = max_crops
-        self.ahead = PicturesAhead(model, max_crops)
+        self._graphs = graphs
+        self.ahead = PicturesAhead(model, self._encode_crops, max_crops)
 
     def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only, so a
@@ -68,12 +71,15 @@ class PictureEncoder:
         if group:
             yield group
 
+    def _encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
+        return (self._graphs or self._model).encode_crops(patches)
+
     def _embed(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        if sum(image.num_crops for image in images) <= self._max_crops:
-            return self._model.embed_images(images)
-        [image] = images
-        features = encode_in_goes(self._model, image.patches_NPC, self._max_crops)
-        return self._model.join_crops([torch.cat(features)], [image.tiles_hw])
+        if sum(image.num_crops for image in images) > self._max_crops:
+            [image] = images
+            features = encode_in_goes(self._encode_crops, image.patches_NPC, self._max_crops)
+            return self._model.join_crops([torch.cat(features)], [image.tiles_hw])
+        return self._model.embed_images(images, self._encode_crops)
 
     def _one_by_one(
         self, group: dict[str, PreparedImage], prefill: list[PrefillChunk], failures: dict[int, Exception]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kestrel.models.contract import DecoderModel, PreparedImage
+from kestrel.models.contract import DecoderModel, EncodeCrops, PreparedImage
 from kestrel.runtime.contract import PictureSlice
 
 MAX_PICTURES = 8
@@ -41,9 +41,10 @@ class PictureAhead:
 
 
 class PicturesAhead:
-    def __init__(self, model: DecoderModel, max_crops: int) -> None:
+    def __init__(self, model: DecoderModel, encode_crops: EncodeCrops, max_crops: int) -> None:
         """`max_crops` are encoded together at most."""
         self._model = model
+        self._encode_crops = encode_crops
         self._max_crops = max_crops
         self._pictures: OrderedDict[str, PictureAhead] = OrderedDict()
 
@@ -97,14 +98,14 @@ class PicturesAhead:
             return
         patches_NPC, tiles_hw = picture.prepared.patches_NPC, picture.prepared.tiles_hw
         first = picture.num_encoded
-        picture.features += encode_in_goes(self._model, patches_NPC[first : first + max_crops], self._max_crops)
+        picture.features += encode_in_goes(self._encode_crops, patches_NPC[first : first + max_crops], self._max_crops)
         if picture.num_encoded == len(patches_NPC):
             picture.embedded = self._model.join_crops([torch.cat(picture.features)], [tiles_hw])[0]
             picture.prepared = None
             picture.features.clear()
 
 
-def encode_in_goes(model: DecoderModel, patches_NPC: Tensor, max_crops: int) -> list[Tensor]:
+def encode_in_goes(encode_crops: EncodeCrops, patches_NPC: Tensor, max_crops: int) -> list[Tensor]:
     """Features of all crops, so many of them at a time."""
     # Copied, since the encoder may write over what it returned.
-    return [model.encode_crops([part]).clone() for part in patches_NPC.split(max_crops)]
+    return [encode_crops([part]).clone() for part in patches_NPC.split(max_crops)]

@@ -9,11 +9,11 @@ from typing import Any
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.engine import InferenceEngine
-from kestrel.families import ReadyModel
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.lora import adapter_shape
 from kestrel.moondream.prompts import moondream_profile
+from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.fake import FakeRuntime
 from kestrel.skills import default_registry

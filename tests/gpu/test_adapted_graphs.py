@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.moondream.limits import batch_sizes
+from kestrel.runtime.bring_up import batch_sizes
 from kestrel.runtime.decode_graphs import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.graph_pool import GraphPool

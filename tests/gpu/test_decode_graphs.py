@@ -10,7 +10,7 @@ import torch
 from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.moondream.limits import batch_sizes
+from kestrel.runtime.bring_up import batch_sizes
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode_graphs import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps

@@ -18,8 +18,8 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError
 from kestrel.kernels.ops import Ops
-from kestrel.moondream.fast_path import triton_ops
 from kestrel.moondream.model import MoondreamModel
+from kestrel.runtime.bring_up import triton_ops
 from tests.moondream.fake_float8 import fake_fp8
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.forced import Closeness, case_of, compare_with_golden, text_cases

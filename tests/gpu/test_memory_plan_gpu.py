@@ -15,8 +15,7 @@ from kestrel.bench.engine import load_model
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.families import ReadyModel, ready_from
-from kestrel.moondream import limits
-from kestrel.runtime import memory
+from kestrel.runtime import bring_up, memory
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +57,7 @@ def test_requests_are_answered_within_the_planned_memory(
     def free_of_12_gib(device: torch.device) -> int:
         return 12 * GIB - torch.cuda.memory_reserved(device)
 
-    for module in (memory, limits):
+    for module in (memory, bring_up):
         monkeypatch.setattr(module, "free_memory_bytes", free_of_12_gib)
     config = RuntimeConfig(device="cuda", max_batch_size=16, kv_cache_memory_fraction=0.98, **settings)  # type: ignore[arg-type]
     ready = ready_from(load_model(config, "MD2"), config)

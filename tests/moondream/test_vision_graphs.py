@@ -7,21 +7,22 @@ import copy
 import torch
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream.vision_graphs import VisionGraphs
+from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.runtime.vision_graphs import VisionGraphs
 from tests.moondream.coarse import coarse
 from tests.runtime.repeating_pool import RepeatingPool
 
 
 @torch.inference_mode()
 def test_numbers_of_crops_run_once_before_they_are_captured() -> None:
-    vision, pool = copy.deepcopy(coarse("md2").model.vision), RepeatingPool()
-    vision.fuse(PLAIN)
-    graphs = VisionGraphs(vision, 4, pool)
+    decoder, pool = MoondreamDecoder(copy.deepcopy(coarse("md2").model)), RepeatingPool()
+    decoder.fuse(PLAIN)
+    graphs = VisionGraphs(decoder, 4, pool)
     graphs.prepare(1)
     assert pool.has_run == [False, False]
-    patches, _ = vision.new_buffers(5)
+    patches, _ = decoder.new_crop_buffers(5)
     patches.normal_(generator=torch.Generator().manual_seed(1))
-    expected = vision.encode_crops(patches)
+    expected = decoder.encode_crops([patches])
     for later, parts in (
         ([], (4,)),
         ([], (3,)),

@@ -138,9 +138,9 @@ def test_several_pictures_in_one_context(family: str) -> None:
     expected = g.naive.generate(items, images, case.grammar, 6).tokens
     engine = paged(g.model)
     whole = engine.decoder.embed_images
-    engine.decoder.embed_images = lambda prepared: [
+    engine.decoder.embed_images = lambda prepared, encode_crops: [
         embedded if image.num_crops == 1 else embedded[:50]
-        for image, embedded in zip(prepared, whole(prepared), strict=True)
+        for image, embedded in zip(prepared, whole(prepared, encode_crops), strict=True)
     ]
     assert engine.run(case)["two"] == expected
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.kernels.ops import PLAIN
-from kestrel.models.contract import PreparedImage
+from kestrel.models.contract import EncodeCrops, PreparedImage
 from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.pictures import PictureEncoder
@@ -27,11 +27,11 @@ class WatchedDecoder(MoondreamDecoder):
         self.groups: list[list[int]] = []
         self.goes: list[int] = []
 
-    def embed_images(self, images: Sequence[PreparedImage]) -> list[Tensor]:
+    def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
         self.groups.append([image.num_crops for image in images])
         if any(bool((image.patches_NPC[0, 0] == 1.0).all()) for image in images):
             raise RuntimeError("the encoder broke")
-        return super().embed_images(images)
+        return super().embed_images(images, encode_crops)
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         self.goes.append(sum(map(len, patches)))

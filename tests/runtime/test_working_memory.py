@@ -15,9 +15,9 @@ import torch
 from kestrel.config import RuntimeConfig
 from kestrel.images.rgb import RgbImage
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream import limits
-from kestrel.moondream.limits import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
 from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.runtime import bring_up
+from kestrel.runtime.bring_up import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
 from kestrel.runtime.working_memory import ROOM, WorkingMemory, measure_working_memory
 from tests.moondream.goldens import golden
 
@@ -59,7 +59,7 @@ def test_captured_steps_need_their_memory_twice() -> None:
 def test_crops_are_as_many_as_the_memory_left_to_steps_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     for free_gib, expected in ((100, CROPS_ON_GPU), (8, 27), (2, CROPS_OF_A_PICTURE)):
-        monkeypatch.setattr(limits, "free_memory_bytes", lambda device, free_gib=free_gib: free_gib * 2**30)
+        monkeypatch.setattr(bring_up, "free_memory_bytes", lambda device, free_gib=free_gib: free_gib * 2**30)
         assert batch_crops(RuntimeConfig(kv_cache_memory_fraction=0.98), gpu, MEASURED) == expected
         assert batch_crops(RuntimeConfig(vision_batch_crops=50), gpu, MEASURED) == 50
     assert batch_crops(RuntimeConfig(), CPU, None) == CROPS_ON_CPU

@@ -15,7 +15,7 @@ from kestrel.kernels.triton import layer_norm
 from kestrel.kernels.triton.small_linear import Tuning
 from kestrel.kernels.triton.tuning_table import TunedSize
 from kestrel.kernels.tuning import Entry, MeasuredWith, TableFile, find_table, table_name, user_folder
-from kestrel.moondream.fast_path import Abilities, FastPath
+from kestrel.runtime.bring_up import Abilities, FastPath
 
 assert DEVICES
 BF16 = torch.bfloat16

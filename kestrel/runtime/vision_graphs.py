@@ -6,30 +6,20 @@ Small numbers and the largest are captured at the start, others when they come u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kestrel.models.contract import DecoderModel
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 
 
-class CropEncoder(Protocol):
-    """Encodes crops with nothing for the host to decide."""
-
-    def encode_crops(self, patches_NPC: Tensor) -> Tensor: ...
-
-    def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
-        """Patches and features of so many crops."""
-        ...
-
-
 class VisionGraphs:
-    def __init__(self, vision: CropEncoder, max_crops: int, pool: GraphPool) -> None:
-        self._vision = vision
+    def __init__(self, model: DecoderModel, max_crops: int, pool: GraphPool) -> None:
+        self._model = model
         self._pool = pool
         self._max_crops = max_crops
-        self._patches_NPC, self._features_NPD = vision.new_buffers(self._max_crops)
+        self._patches_NPC, self._features_NPD = model.new_crop_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
         self._has_run: set[int] = set()
 
@@ -44,7 +34,7 @@ class VisionGraphs:
         """Features of all crops, one after another; the next call overwrites them."""
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
-            return self._vision.encode_crops(torch.cat(list(patches)))
+            return self._model.encode_crops(patches)
         if num_crops not in self._graphs and num_crops in self._has_run:
             self._graphs[num_crops] = self._capture(num_crops, has_run=True)
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])
@@ -60,4 +50,4 @@ class VisionGraphs:
         return self._pool.capture(lambda: self._encode(num_crops), has_run)[0]
 
     def _encode(self, num_crops: int) -> None:
-        self._features_NPD[:num_crops] = self._vision.encode_crops(self._patches_NPC[:num_crops])
+        self._features_NPD[:num_crops] = self._model.encode_crops([self._patches_NPC[:num_crops]])
