@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -26,6 +27,8 @@ TOGETHER = {
 
 
 def pytest_configure() -> None:
+    hypothesis.settings.register_profile("kestrel", deadline=None)  # how long an example takes is the machine's
+    hypothesis.settings.load_profile("kestrel")
     # Where this is set, each program that a test starts would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # A client reads all certificates it may trust when it is made. Nobody here talks to the outside: one is enough.

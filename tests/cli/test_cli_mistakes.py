@@ -68,9 +68,9 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         (("adapters", "list", "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),
         (("query", "hi", *MD3, "--adapter-dir", str(GOLDENS), "--adapter", "mine"), 2, "adapter 'mine' was not found"),
         (
-            ("query", "hi", *MD3, "--quantization", "fp8", "--adapter-dir", "x"),
+            ("query", "hi", *MD3, "--quantization", "fp8", "--attention-backend", "sdpa"),
             2,
-            "--quantization: 'fp8' cannot be combined with --adapter-dir:",
+            "--quantization: 'fp8' runs on Triton kernels, which --attention-backend='sdpa' forbids",
         ),
         (("query", "hi", *MD3, "--revision", "v1"), 2, "--revision: is for models of the hub, and --weights names"),
         (("query", "hi", "--revision", "v1"), 2, "--revision: kestrel-tiny comes with the package"),

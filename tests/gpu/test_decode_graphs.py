@@ -50,7 +50,9 @@ def on_gpu(family: str, ops: Ops | None, *, is_fused: bool = False) -> Paged:
     if is_fused and ops is not None:
         decoder.fuse(ops)
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, make_fast_steps=None if ops is None else make, ops=ops or PLAIN)
+        runtime = Executor(
+            decoder, limits, make_fast_steps=None if ops is None else make, ops=ops or PLAIN, by_kernels=is_fused
+        )
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
 
 

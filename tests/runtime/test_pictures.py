@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_picture_that_breaks_the_encoder_fails_its_own_rows_only() -> None:
 @pytest.mark.parametrize("is_fused", [False, True])
 @torch.inference_mode()
 def test_a_picture_reduced_outside_of_the_step_is_cut_into_the_same_patches(is_fused: bool) -> None:
-    decoder = MoondreamDecoder(coarse("md2").model)
+    decoder = MoondreamDecoder(copy.deepcopy(coarse("md2").model))
     if is_fused:
         decoder.fuse(PLAIN)
     form = decoder.picture_form(None)

@@ -16,6 +16,7 @@ from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillForm, PrefillGraphs
 from kestrel.runtime.rows import RowTable
+from kestrel.runtime.vision_graphs import VisionGraphs
 from kestrel.scheduler import GenerationScheduler
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import Golden
@@ -27,7 +28,6 @@ from tests.runtime.test_paged_equality import all_skills, dense
 def captured(family: str, pool: RepeatingPool, max_prefill_tokens: int) -> tuple[Paged, PrefillGraphs]:
     decoder = RecordingDecoder(copy.deepcopy(coarse(family).model))
     decoder.fuse(PLAIN)
-    decoder.capture_vision(20, pool)
     limits = RuntimeLimits(
         max_batch_size=16,
         max_seq_length=decoder.shape.max_context,
@@ -45,7 +45,10 @@ def captured(family: str, pool: RepeatingPool, max_prefill_tokens: int) -> tuple
         return FastSteps(FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16)), prefill)
 
     with torch.inference_mode():
-        runtime = Executor(decoder, limits, vision_batch_crops=20, make_fast_steps=make)
+        vision = VisionGraphs(decoder, 20, pool)
+        runtime = Executor(
+            decoder, limits, vision_batch_crops=20, make_fast_steps=make, vision_graphs=vision, by_kernels=True
+        )
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder), made[0]
 
 
