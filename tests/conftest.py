@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -26,9 +25,12 @@ TOGETHER = {
 """Files that one worker runs, by what it starts for them."""
 
 
-def pytest_configure() -> None:
-    hypothesis.settings.register_profile("kestrel", deadline=None)  # how long an example takes is the machine's
-    hypothesis.settings.load_profile("kestrel")
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        import hypothesis  # noqa: PLC0415 - a machine for the GPU tests alone may lack it
+
+        hypothesis.settings.register_profile("kestrel", deadline=None)  # how long an example takes is the machine's
+        hypothesis.settings.load_profile("kestrel")
     # Where this is set, each program that a test starts would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # A client reads all certificates it may trust when it is made. Nobody here talks to the outside: one is enough.
