@@ -31,8 +31,8 @@ from kestrel.families import ready_model
 from kestrel.images.crops import make_crops
 from kestrel.images.decode import ImageLimits, decode_image
 from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.models.checkpoint_files import find_weights
 from kestrel.models.locate import TOKENIZER_NAME, read_config
-from kestrel.models.weight_files import find_weights
 from kestrel.moondream import MoondreamRuntime
 from kestrel.request import GenerationRequest
 from kestrel.runtime.device import choose_device, choose_dtype

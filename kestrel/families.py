@@ -15,11 +15,10 @@ from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
-from kestrel.models.family import LoadedModel, ModelSpec
+from kestrel.models.checkpoint_files import find_weights, open_checkpoint
+from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.hub import fetch_file, fetch_weights, resolved, settled
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
-from kestrel.models.progress import Progress
-from kestrel.models.weight_files import find_weights, open_checkpoint
 from kestrel.moondream.spec import MoondreamFamily
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
 from kestrel.runtime.bring_up import Abilities, choose_fast_path

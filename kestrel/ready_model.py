@@ -14,9 +14,8 @@ from kestrel.config import RuntimeConfig
 from kestrel.images.shrink import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
-from kestrel.models.family import LoadedModel, ModelSpec
+from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.locate import LocatedModel
-from kestrel.models.progress import Progress
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.memory import MemoryPlan
 from kestrel.skills.base import ModelProfile

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from kestrel import families
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
-from kestrel.models.checkpoint_files import TensorInfo
+from kestrel.models.checkpoint_files import TensorInfo, write_safetensors
 from kestrel.models.hub import HubFile
-from kestrel.models.safetensors_writing import write_safetensors
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.spec import LoadedMoondream
 from kestrel.moondream.weights import build_on_meta

@@ -32,8 +32,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
 from kestrel.families import load, ready_from, resolve
-from kestrel.models.family import LoadedModel
-from kestrel.models.progress import Progress
+from kestrel.models.family import LoadedModel, Progress
 from kestrel.moondream.random_models import random_moondream
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPlan, StepT

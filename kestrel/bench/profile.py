@@ -33,8 +33,8 @@ from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingPlan
 from kestrel.models.contract import EncodeCrops, PreparedImage
 from kestrel.models.family import LoadedModel
+from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, StepPlan, StepT
 from kestrel.runtime.device import choose_device

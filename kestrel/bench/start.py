@@ -24,8 +24,7 @@ from kestrel.bench.workloads import Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.models.locate import CONFIG_NAME
-from kestrel.moondream.random_models import RANDOM_NAMES, random_parts
-from kestrel.moondream.random_weights import write_random_folder
+from kestrel.moondream.random_models import RANDOM_NAMES, random_parts, write_random_folder
 
 TOKENS = 3
 FIGURES = ("process_s", "create_s", "first_answer_s", "start_s")

@@ -31,7 +31,7 @@ from kestrel.engine.streams import EngineResult, EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
 from kestrel.families import ready_model
-from kestrel.models.progress import Progress
+from kestrel.models.family import Progress
 from kestrel.ready_model import ReadyModel
 from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate, require_free_id
 from kestrel.scheduler import GenerationScheduler

@@ -23,7 +23,7 @@ from kestrel.adapters.sources import given_key, has_adapter_source
 from kestrel.config import RuntimeConfig
 from kestrel.errors import EngineStopped
 from kestrel.families import ready_model
-from kestrel.models.progress import Progress, no_progress
+from kestrel.models.family import Progress, no_progress
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.device import choose_device

@@ -32,7 +32,7 @@ from kestrel.kernels.triton import (
     draw_ids,
     fp8_rows,
     layer_norm,
-    low_rank_shrink,
+    low_rank,
     moe_grouped,
     moe_small,
     paged_attention,
@@ -75,8 +75,8 @@ TUNED_OPS = {
     "best_ids": TunedOp((best_ids.Tuning,), ("vocab",)),
     "draw_ids": TunedOp((draw_ids.Tuning,), ("vocab",)),
     "row_inputs": TunedOp((row_inputs.Tuning,), ()),
-    "add_input_deltas": TunedOp((low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "qkv_dim", "ff_dim")),
-    "add_output_deltas": TunedOp((low_rank_shrink.Tuning,), ("rows_per_tile", "max_rank", "dim", "ff_dim")),
+    "add_input_deltas": TunedOp((low_rank.Tuning,), ("rows_per_tile", "max_rank", "dim", "qkv_dim", "ff_dim")),
+    "add_output_deltas": TunedOp((low_rank.Tuning,), ("rows_per_tile", "max_rank", "dim", "ff_dim")),
 }
 
 

@@ -1,4 +1,4 @@
-"""Weights files, read lazily: names, shapes and dtypes on opening, data one tensor at a time.
+"""Weights files: read lazily, names, shapes and dtypes on opening, data one tensor at a time; and written likewise.
 
 Files are mapped into memory, and mapped pages count as resident once touched. A file is therefore mapped anew after
 every sixteenth of it, so that reading a whole checkpoint never holds a second copy of it.
@@ -6,10 +6,11 @@ every sixteenth of it, so that reading a whole checkpoint never holds a second c
 
 from __future__ import annotations
 
+import json
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -228,3 +229,116 @@ def _require_flat_tensors(path: Path, content: object) -> None:
             raise CheckpointError(
                 f"{path} holds a {kind} under {name!r}; save one flat dictionary of tensors (the model's state_dict)"
             )
+
+
+# ---------------------------------------------------------------------- a folder, a shard index or a single file
+
+
+INDEX_NAME = "model.safetensors.index.json"
+_PREFERRED_NAMES = ("model.safetensors", INDEX_NAME, "model.pt", "model.pth")
+_MAX_LISTED = 5
+
+
+def find_weights(path: Path) -> Path:
+    """The weights file or shard index that `path` (a folder or a file) stands for."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; check model_path")
+    if path.is_file():
+        return path
+    for name in _PREFERRED_NAMES:
+        if (path / name).is_file():
+            return path / name
+    suffixes = SAFETENSORS_SUFFIXES + TORCH_SUFFIXES
+    candidates = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in suffixes)
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise CheckpointError(
+            f"{path} holds no weights; it needs {', '.join(_PREFERRED_NAMES)} or one other file of that kind"
+        )
+    names = _listing([file.name for file in candidates])
+    raise CheckpointError(f"{path} holds several weights files ({names}); pass one of them as model_path")
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a folder, shard index or weights file; reads headers only."""
+    weights = find_weights(path)
+    if weights.suffix == ".json":
+        return Checkpoint(path, _open_shards(weights))
+    return Checkpoint(path, [open_tensor_file(weights)])
+
+
+def read_shard_index(index: Path) -> Mapping[str, str]:
+    """File name by tensor name. Shards lie beside their index; a name that points elsewhere is refused."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a shard index (no weight_map); download it again") from error
+    if not entries:
+        raise CheckpointError(f"{index} lists no tensors; download it again")
+    for file in entries.values():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} points to {file!r}; shards must lie in the same folder as the index")
+    return entries
+
+
+def _open_shards(index: Path) -> list[TensorFile]:
+    entries = read_shard_index(index)
+    names = sorted(set(entries.values()))
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index.parent} lacks {_listing(absent)}, listed in {index.name}; download the folder again"
+        )
+    files = {name: open_tensor_file(index.parent / name) for name in names}
+    _check_index(index, entries, files)
+    return list(files.values())
+
+
+def _check_index(index: Path, entries: Mapping[str, str], files: Mapping[str, TensorFile]) -> None:
+    lost = sorted(f"{name} (in {file})" for name, file in entries.items() if name not in files[file].tensors)
+    if lost:
+        raise CheckpointError(f"{index} lists tensors that its files lack: {_listing(lost)}; download the folder again")
+    unlisted = sorted(
+        f"{name} (in {file})" for file, shard in files.items() for name in shard.tensors if entries.get(name) != file
+    )
+    if unlisted:
+        raise CheckpointError(f"{index} does not list tensors of its files: {_listing(unlisted)}; download it again")
+
+
+def _listing(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_LISTED])
+    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
+
+
+# ---------------------------------------------------------------------- writing tensor by tensor
+
+
+_TYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+
+
+def write_safetensors(path: Path, infos: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes `tensors`, which come in the order of `infos` and fit it."""
+    header = _header(infos)
+    expected = iter(infos.items())
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for name, tensor in tensors:
+            if (name, TensorInfo(tuple(tensor.shape), tensor.dtype)) != next(expected, None):
+                raise ValueError(f"{name} does not come in the announced order, shape or type")
+            file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if next(expected, None) is not None:
+        raise ValueError("fewer tensors came than were announced")
+
+
+def _header(infos: Mapping[str, TensorInfo]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, info in infos.items():
+        end = offset + info.num_bytes
+        entries[name] = {"dtype": _TYPE_NAMES[info.dtype], "shape": info.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

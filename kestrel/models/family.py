@@ -1,15 +1,28 @@
-"""A published model, and one in memory."""
+"""A published model, one in memory, and how work reports how far it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import nn
 
 from kestrel.models.hub import HubSource
 from kestrel.models.tokenizer import TextTokenizer
+
+
+class Progress(Protocol):
+    """Called with what is being done, and the bytes done of the bytes in total; the last call has them equal."""
+
+    def __call__(self, label: str, done_bytes: int, total_bytes: int) -> None: ...
+
+
+def no_progress(label: str, done_bytes: int, total_bytes: int) -> None:
+    """For callers that show nothing."""
+
+
+# ---------------------------------------------------------------------- models
 
 
 @dataclass(frozen=True, slots=True)

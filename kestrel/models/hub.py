@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 )
 
 from kestrel.errors import CheckpointError
-from kestrel.models.weight_files import read_shard_index
+from kestrel.models.checkpoint_files import read_shard_index
 
 logger = logging.getLogger("kestrel.models")
 

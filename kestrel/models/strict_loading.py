@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
-from kestrel.models.progress import Progress, no_progress
+from kestrel.models.family import Progress, no_progress
 
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,5 +1,5 @@
 """The Moondream family."""
 
-from kestrel.moondream.runtime import MoondreamRuntime
+from kestrel.moondream.decoder import MoondreamRuntime
 
 __all__ = ["MoondreamRuntime"]

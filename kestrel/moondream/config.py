@@ -1,7 +1,7 @@
 """One Moondream as frozen data, read strictly from JSON, and the configs of the published releases.
 
-`MoondreamConfig.from_dict` reads an object with the sections text, vision, region, tokenizer and generation. An unknown
-or missing key is a CheckpointError that names it. These keys may be left out:
+`MoondreamConfig.from_dict` reads an object with the sections text, vision, region, tokenizer and generation. What is
+unknown, missing or of a wrong type is a CheckpointError that names it. These keys may be left out:
 
 - text.n_kv_heads: n_heads; text.rope_theta: 10000; text.rotary_dim: 32; text.tau_attn: false; text.moe: null
 - region.inner_dim: null (one matrix per decoder); region.has_ln: false (the loader sets it from the weights)
@@ -12,29 +12,254 @@ or missing key is a CheckpointError that names it. These keys may be left out:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from kestrel.errors import CheckpointError
-from kestrel.moondream.section_json import (
-    json_object,
-    read_flat,
-    read_generation,
-    read_text,
-    read_tokenizer,
-    refuse_unknown,
-    required_key,
-)
-from kestrel.moondream.sections import (
-    GenerationConfig,
-    MoeConfig,
-    RegionConfig,
-    TextConfig,
-    TokenizerConfig,
-    VisionConfig,
-    derived_generation,
-)
 from kestrel.skills.base import SkillDefaults, Template
+
+CAPTION_LENGTHS = ("short", "normal", "long")
+SKILL_TEMPLATES = ("query", "detect", "point", "segment")
+MAY_BE_ZERO = ("start_layer", "overlap_margin", "temperature")
+
+
+class DataclassType(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+ConfigT = TypeVar("ConfigT", bound=DataclassType)
+
+
+def json_object(value: object, path: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"model config: {path} must be a JSON object (got {value!r})")
+    return dict(value)
+
+
+def required_key(data: Mapping[str, Any], key: str, path: str) -> Any:
+    if key not in data:
+        raise CheckpointError(f"model config: {path}.{key} is missing; add it to config.json")
+    return data[key]
+
+
+def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], path: str) -> None:
+    for key in data:
+        if key not in known:
+            raise CheckpointError(f"model config: {path}.{key} is unknown; {path} has {', '.join(known)}")
+
+
+def read_flat(cls: type[ConfigT], raw: object, path: str, **given: Any) -> ConfigT:
+    """A config class of plain numbers and flags from a JSON object; `given` fields are already read."""
+    data = json_object(raw, path)
+    refuse_unknown(data, tuple(f.name for f in fields(cls)), path)
+    values = dict(given)
+    for f in fields(cls):
+        is_required = f.default is MISSING and f.default_factory is MISSING
+        if f.name not in given and (is_required or f.name in data):
+            value = required_key(data, f.name, path)
+            is_absent = value is None and str(f.type).endswith(" | None")
+            values[f.name] = None if is_absent else _plain_value(value, str(f.type), f"{path}.{f.name}")
+    return cls(**values)
+
+
+def read_text(raw: object) -> TextConfig:
+    data = json_object(raw, "text")
+    if "n_heads" in data:
+        data.setdefault("n_kv_heads", data["n_heads"])
+    moe = data.get("moe")
+    return read_flat(TextConfig, data, "text", moe=None if moe is None else read_flat(MoeConfig, moe, "text.moe"))
+
+
+def read_tokenizer(raw: object) -> TokenizerConfig:
+    data = json_object(raw, "tokenizer")
+    templates = _read_templates(required_key(data, "templates", "tokenizer"))
+    return read_flat(TokenizerConfig, data, "tokenizer", templates=templates)
+
+
+def _read_templates(raw: object, path: str = "tokenizer.templates") -> dict[str, Template]:
+    data = json_object(raw, path)
+    refuse_unknown(data, ("caption", *SKILL_TEMPLATES), path)
+    given = {name: value for name, value in data.items() if value is not None}
+    templates: dict[str, Template] = {}
+    captions = json_object(given.pop("caption", {}), f"{path}.caption")
+    refuse_unknown(captions, CAPTION_LENGTHS, f"{path}.caption")
+    for length, ids in captions.items():
+        if ids is not None:
+            templates[f"caption.{length}"] = Template(_token_ids(ids, f"{path}.caption.{length}"))
+    for skill, value in given.items():
+        parts = json_object(value, f"{path}.{skill}")
+        refuse_unknown(parts, ("prefix", "suffix"), f"{path}.{skill}")
+        prefix = _token_ids(required_key(parts, "prefix", f"{path}.{skill}"), f"{path}.{skill}.prefix")
+        suffix = _token_ids(required_key(parts, "suffix", f"{path}.{skill}"), f"{path}.{skill}.suffix")
+        templates[skill] = Template(prefix, suffix)
+    return templates
+
+
+def read_generation(raw: object, derived: GenerationConfig) -> GenerationConfig:
+    """`derived` with the keys that `raw` gives."""
+    data = json_object(raw, "generation")
+    refuse_unknown(data, tuple(f.name for f in fields(GenerationConfig)), "generation")
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        path = f"generation.{name}"
+        if name == "defaults":
+            merged = asdict(derived.defaults) | json_object(value, path)
+            values[name] = read_flat(SkillDefaults, merged, path)
+        elif name == "compares_coord_and_eos_only":
+            values[name] = _plain_value(value, "bool", path)
+        else:
+            values[name] = _token_ids(value, path)
+    return replace(derived, **values)
+
+
+def _plain_value(value: Any, annotation: str, path: str) -> Any:
+    """`value` if it fits the field's annotation: a flag, or a number that is not negative."""
+    kind = annotation.removesuffix(" | None")
+    name = path.rpartition(".")[2]
+    if kind == "bool":
+        valid = isinstance(value, bool)
+    else:
+        is_number = isinstance(value, int if kind == "int" else (int, float)) and not isinstance(value, bool)
+        may_be_zero = name in MAY_BE_ZERO or name.endswith("_id")
+        valid = is_number and (value > 0 or (value == 0 and may_be_zero))
+    if not valid:
+        wanted = {"bool": "true or false", "int": "a positive integer", "float": "a positive number"}[kind]
+        raise CheckpointError(f"model config: {path} must be {wanted} (got {value!r})")
+    return float(value) if kind == "float" else value
+
+
+def _token_ids(value: object, path: str) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        return tuple(value)
+    raise CheckpointError(f"model config: {path} must be a list of token ids (got {value!r})")
+
+
+# ---------------------------------------------------------------------- sections: shapes, ids, templates, generation
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Layers from `start_layer` on replace the dense MLP by experts."""
+
+    num_experts: int
+    start_layer: int
+    experts_per_token: int
+    expert_inner_dim: int
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    dim: int
+    ff_dim: int
+    n_layers: int
+    vocab_size: int
+    max_context: int
+    n_heads: int
+    n_kv_heads: int
+    prefix_attn: int
+    """Positions at the start that attend to each other both ways when they hold BOS and an image."""
+    rope_theta: float = 10000.0
+    rotary_dim: int = 32
+    tau_attn: bool = False
+    moe: MoeConfig | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def qkv_dim(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    enc_dim: int
+    enc_patch_size: int
+    enc_n_layers: int
+    enc_ff_dim: int
+    enc_n_heads: int
+    proj_out_dim: int
+    crop_size: int
+    in_channels: int
+    max_crops: int
+    overlap_margin: int
+    """Patches that neighbouring tiles share on each side."""
+    proj_inner_dim: int
+
+    @property
+    def grid(self) -> int:
+        """Patches along one side of a crop."""
+        return self.crop_size // self.enc_patch_size
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid**2
+
+    @property
+    def patch_dim(self) -> int:
+        return self.in_channels * self.enc_patch_size**2
+
+
+@dataclass(frozen=True)
+class RegionConfig:
+    dim: int
+    coord_feat_dim: int
+    coord_out_dim: int
+    size_feat_dim: int
+    size_out_dim: int
+    inner_dim: int | None = None
+    """Width of the MLP decoders; None: one matrix each."""
+    has_ln: bool = False
+    """Whether a LayerNorm stands in front of the decoders."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    bos_id: int
+    eos_id: int
+    answer_id: int
+    thinking_id: int
+    coord_id: int
+    size_id: int
+    start_ground_points_id: int
+    end_ground_id: int
+    templates: Mapping[str, Template] = field(default_factory=dict)
+    """By skill; captions as "caption.short", "caption.normal", "caption.long"."""
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How this generation of the model is prompted and decoded."""
+
+    query_answer_opener: tuple[int, ...]
+    """Ids after a question that open a direct answer."""
+    query_reasoning_opener: tuple[int, ...]
+    """Ids after a question that open thinking; empty when the model cannot reason."""
+    compares_coord_and_eos_only: bool
+    """After an object, only the coordinate and end ids compete (otherwise any id but the end means one more)."""
+    defaults: SkillDefaults
+
+
+def derived_generation(text: TextConfig, tokenizer: TokenizerConfig) -> GenerationConfig:
+    """What holds when a config does not say: tau attention marks Moondream 3, anything else is Moondream 2.
+
+    Moondream 2 was trained with the answer suffix doubled and opens thinking after one suffix; Moondream 3 uses either
+    alone. A model without a query template gets no openers.
+    """
+    query = tokenizer.templates.get("query")
+    suffix = () if query is None else query.suffix
+    thinking = () if query is None else (tokenizer.thinking_id,)
+    if text.tau_attn:
+        defaults = SkillDefaults(0.5, 0.9, max_new_tokens=768, max_objects=150, reasoning=bool(thinking))
+        return GenerationConfig(suffix, thinking, True, defaults)
+    defaults = SkillDefaults(0.5, 0.3, max_new_tokens=768, max_objects=50, reasoning=False)
+    return GenerationConfig(suffix + suffix, suffix + thinking, False, defaults)
+
+
+# ---------------------------------------------------------------------- the whole, and the releases
+
 
 __all__ = [
     "MOONDREAM2",

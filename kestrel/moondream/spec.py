@@ -12,23 +12,18 @@ from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError
-from kestrel.models.checkpoint_files import Checkpoint
+from kestrel.models.checkpoint_files import Checkpoint, open_checkpoint
 from kestrel.models.contract import KvScale
-from kestrel.models.family import LoadedModel, ModelSpec
+from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.hub import HubFile, HubSource
 from kestrel.models.locate import LocatedModel
-from kestrel.models.progress import Progress
 from kestrel.models.tokenizer import TextTokenizer
-from kestrel.models.weight_files import open_checkpoint
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoondreamConfig
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.quantised_weights import read_kv_scales, refuse_mlx_int4
 from kestrel.moondream.refiner import OUTLINE_SIDE_PX, load_outline_refiner
-from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.moondream.weight_names import to_hub_name
-from kestrel.moondream.weights import load_moondream
+from kestrel.moondream.weights import load_moondream, read_kv_scales, refuse_mlx_int4, to_hub_name
 from kestrel.ready_model import MakeDecoder, ReadyModel
 from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.device import on_device

@@ -18,7 +18,7 @@ from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.linear import ExpertMatrices
 from kestrel.runtime.contract import AdapterLoad
-from kestrel.runtime.upload import upload
+from kestrel.runtime.device import upload
 
 NO_SLOT = -1
 """Of positions of the base model, on the device."""

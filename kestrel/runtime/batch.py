@@ -14,10 +14,10 @@ from kestrel.kernels.ops import Ops
 from kestrel.kernels.row_tables import COORD, SIZE
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
+from kestrel.runtime.device import upload
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.step_attention import FlatAttention
-from kestrel.runtime.upload import upload
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
 

@@ -21,16 +21,22 @@ from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel, DecoderShape, KvScale
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.memory import MemoryPlan, free_memory_bytes, picture_bytes, plan_pages
+from kestrel.runtime.memory import (
+    MemoryPlan,
+    WorkingMemory,
+    free_memory_bytes,
+    measure_working_memory,
+    picture_bytes,
+    plan_pages,
+)
+from kestrel.runtime.pictures import VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.vision_graphs import VisionGraphs
-from kestrel.runtime.working_memory import WorkingMemory, measure_working_memory
 
 NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
 LEAST_FOR_TRITON = (8, 0)

@@ -23,23 +23,18 @@ from kestrel.runtime.contract import (
     StepOutput,
     StepPlan,
 )
-from kestrel.runtime.device import on_device
-from kestrel.runtime.few_rows import few_rows
-from kestrel.runtime.fixed_decode import FixedDecode, parts_for
+from kestrel.runtime.cpu_products import computing, few_rows
+from kestrel.runtime.decode import FixedDecode, parts_for
+from kestrel.runtime.device import on_device, shorten_turns, upload
 from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.runtime.interpreter import shorten_turns
+from kestrel.runtime.grouped_attention import in_packed_order
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.pictures import PictureEncoder
-from kestrel.runtime.prefill_attention import in_packed_order
+from kestrel.runtime.pictures import PictureEncoder, VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.prompt_scoring import PromptTensors, read_prompts, score_prompts
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.sampled_rows import SampledPart, read_part, send_part
-from kestrel.runtime.sampler import Sampled, sample_rows
+from kestrel.runtime.sampler import Sampled, SampledPart, read_part, sample_rows, send_part
 from kestrel.runtime.side_stream import SideStream
-from kestrel.runtime.upload import upload
-from kestrel.runtime.vision_graphs import VisionGraphs
-from kestrel.runtime.wide_products import computing
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel.grammar import END, Grammar, State
 from kestrel.kernels.row_tables import END_STATE, NO_ID, GrammarTensors
-from kestrel.runtime.upload import upload_tensor
+from kestrel.runtime.device import upload_tensor
 
 LEAST_STATES, LEAST_WIDTH = 64, 8
 """Sizes of the tables at the beginning."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime.contract import PageCopy
-from kestrel.runtime.upload import upload
+from kestrel.runtime.device import upload
 
 
 class PagedKVCache:

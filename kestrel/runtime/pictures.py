@@ -1,18 +1,164 @@
-"""Encoding the pictures of a step: each is prepared alone, as many as fit are encoded together, and one with more crops
-than that in several goes. What earlier steps have encoded in slices is taken from there."""
+"""Encoding the pictures of a step.
+
+Each is prepared alone, as many as fit are encoded together, and one with more crops than that in several goes. A
+picture of 13 crops keeps a GPU busy for as long as ten tokens of a running answer take; in slices, encoded before the
+step that prefills it (`PicturesAhead`), it leaves room for a token after each. On a GPU the encoder is replayed as CUDA
+graphs, one per number of crops (`VisionGraphs`): filling up to a coarser size would cost more.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kestrel.models.contract import DecoderModel, PreparedImage
-from kestrel.runtime.contract import PrefillChunk
-from kestrel.runtime.pictures_ahead import PicturesAhead, encode_in_goes
-from kestrel.runtime.vision_graphs import VisionGraphs
+from kestrel.models.contract import DecoderModel, EncodeCrops, PreparedImage
+from kestrel.runtime.contract import PictureSlice, PrefillChunk
+from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.tokens import ImageSpan
+
+MAX_PICTURES = 8
+"""Kept; the oldest is forgotten, and encoded anew if it is asked for after all."""
+MAX_NUMBERS = 2**27
+"""Likewise, of all that is kept of them. A step works on two pictures at most: both fit, however large."""
+
+
+@dataclass(slots=True, eq=False)
+class PictureAhead:
+    prepared: PreparedImage | None
+    """None once it is encoded, or when that failed."""
+    features: list[Tensor] = field(default_factory=list)
+    """Of the crops so far."""
+    embedded: Tensor | None = None
+
+    @property
+    def num_encoded(self) -> int:
+        return sum(map(len, self.features))
+
+    @property
+    def num_numbers(self) -> int:
+        patches = 0 if self.prepared is None else self.prepared.patches_NPC.numel()
+        embedded = 0 if self.embedded is None else self.embedded.numel()
+        return patches + sum(part.numel() for part in self.features) + embedded
+
+
+class PicturesAhead:
+    def __init__(self, model: DecoderModel, encode_crops: EncodeCrops, max_crops: int) -> None:
+        """`max_crops` are encoded together at most."""
+        self._model = model
+        self._encode_crops = encode_crops
+        self._max_crops = max_crops
+        self._pictures: OrderedDict[str, PictureAhead] = OrderedDict()
+
+    def advance(self, slice_: PictureSlice) -> None:
+        """A picture that fails counts as encoded: when it is prefilled, it is tried again as a whole."""
+        try:
+            known = self._pictures.get(slice_.digest)
+            if known is None:
+                known = PictureAhead(self._model.prepare_image(slice_.image))
+                self._keep(slice_.digest, known)
+            self._encode(known, slice_.max_crops)
+            self._make_room(slice_.digest)
+        except Exception:
+            has_failed = True
+        else:
+            has_failed = False
+        if has_failed:  # after the exception, which holds what the attempt had made on the device
+            self._keep(slice_.digest, PictureAhead(None))
+
+    def has_encoded(self, digest: str) -> bool:
+        known = self._pictures.get(digest)
+        return known is not None and known.prepared is None
+
+    def take(self, digest: str) -> Tensor | None:
+        """The embedding of a picture, whose remaining crops are encoded now; None when no slice named it or one
+        failed."""
+        known = self._pictures.pop(digest, None)
+        if known is None:
+            return None
+        if known.prepared is not None:
+            self._encode(known, known.prepared.num_crops)
+        return known.embedded
+
+    def _keep(self, digest: str, picture: PictureAhead) -> None:
+        self._pictures[digest] = picture
+        self._make_room(digest)
+
+    def _make_room(self, newest: str) -> None:
+        while len(self._pictures) > MAX_PICTURES or self._num_numbers > MAX_NUMBERS:
+            oldest = next(digest for digest in (*self._pictures, None) if digest != newest)
+            if oldest is None:
+                return
+            del self._pictures[oldest]
+
+    @property
+    def _num_numbers(self) -> int:
+        return sum(picture.num_numbers for picture in self._pictures.values())
+
+    def _encode(self, picture: PictureAhead, max_crops: int) -> None:
+        if picture.prepared is None:
+            return
+        patches_NPC, tiles_hw = picture.prepared.patches_NPC, picture.prepared.tiles_hw
+        first = picture.num_encoded
+        picture.features += encode_in_goes(self._encode_crops, patches_NPC[first : first + max_crops], self._max_crops)
+        if picture.num_encoded == len(patches_NPC):
+            picture.embedded = self._model.join_crops([torch.cat(picture.features)], [tiles_hw])[0]
+            picture.prepared = None
+            picture.features.clear()
+
+
+def encode_in_goes(encode_crops: EncodeCrops, patches_NPC: Tensor, max_crops: int) -> list[Tensor]:
+    """Features of all crops, so many of them at a time."""
+    # Copied, since the encoder may write over what it returned.
+    return [encode_crops([part]).clone() for part in patches_NPC.split(max_crops)]
+
+
+# ---------------------------------------------------------------------- graphs of the encoder
+
+
+class VisionGraphs:
+    def __init__(self, model: DecoderModel, max_crops: int, pool: GraphPool) -> None:
+        self._model = model
+        self._pool = pool
+        self._max_crops = max_crops
+        self._patches_NPC, self._features_NPD = model.new_crop_buffers(self._max_crops)
+        self._graphs: dict[int, Replayable] = {}
+        self._has_run: set[int] = set()
+
+    def prepare(self, most: int) -> None:
+        """Captures everything up to so many crops, after the most that are encoded together: the rest finds room in
+        what those take."""
+        self._graphs[self._max_crops] = self._capture(self._max_crops)
+        for num_crops in range(1, min(most, self._max_crops - 1) + 1):
+            self._graphs[num_crops] = self._capture(num_crops)
+
+    def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
+        """Features of all crops, one after another; the next call overwrites them."""
+        num_crops = sum(map(len, patches))
+        if num_crops > self._max_crops:
+            return self._model.encode_crops(patches)
+        if num_crops not in self._graphs and num_crops in self._has_run:
+            self._graphs[num_crops] = self._capture(num_crops, has_run=True)
+        torch.cat(list(patches), out=self._patches_NPC[:num_crops])
+        graph = self._graphs.get(num_crops)
+        if graph is None:
+            self._encode(num_crops)
+            self._has_run.add(num_crops)
+        else:
+            graph.replay()
+        return self._features_NPD[:num_crops]
+
+    def _capture(self, num_crops: int, has_run: bool = False) -> Replayable:
+        return self._pool.capture(lambda: self._encode(num_crops), has_run)[0]
+
+    def _encode(self, num_crops: int) -> None:
+        self._features_NPD[:num_crops] = self._model.encode_crops([self._patches_NPC[:num_crops]])
+
+
+# ---------------------------------------------------------------------- the pictures of a step
 
 
 class PictureEncoder:

@@ -18,8 +18,8 @@ from kestrel.errors import NumericalError
 from kestrel.models.contract import DecoderModel
 from kestrel.request import ScoredToken
 from kestrel.runtime.contract import PrefillChunk, PromptPart
+from kestrel.runtime.device import start_download, upload
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
-from kestrel.runtime.upload import start_download, upload
 
 MAX_LOGITS = 2**23
 NOT_FINITE_PROMPT = (

@@ -10,11 +10,9 @@ from torch import Tensor
 from kestrel.grammar import Carries, Grammar
 from kestrel.kernels.row_tables import DrawingRows
 from kestrel.runtime.contract import PageWrite, RowStart
-from kestrel.runtime.endings import EndingTable
+from kestrel.runtime.device import upload
 from kestrel.runtime.grammar_tables import MAX_KEPT_STATES, GrammarTables
-from kestrel.runtime.logit_bias import LogitBiasTable
-from kestrel.runtime.penalties import PenaltyTable
-from kestrel.runtime.upload import upload
+from kestrel.runtime.sampling_options import EndingTable, LogitBiasTable, PenaltyTable
 
 
 @dataclass(slots=True)

@@ -13,13 +13,19 @@ from torch import Tensor
 from kestrel.kernels.ops import Ops
 from kestrel.kernels.paged_attention import write_kv
 from kestrel.layers.attention import Heads
-from kestrel.runtime.attention_group import AttentionGroup, LayerInputs
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
+from kestrel.runtime.device import upload
+from kestrel.runtime.grouped_attention import (
+    SHORT,
+    AttentionGroup,
+    LayerInputs,
+    RowQueries,
+    is_picture,
+    padded_groups,
+    prefill_groups,
+)
 from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.padded_rows import RowQueries, padded_groups
-from kestrel.runtime.prefill_attention import SHORT, is_picture, prefill_groups
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.upload import upload
 
 
 @dataclass(frozen=True, slots=True)

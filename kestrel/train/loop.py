@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.moondream.model import MoondreamModel
-from kestrel.runtime.wide_products import fast_dtype
+from kestrel.runtime.cpu_products import fast_dtype
 from kestrel.train.curves import CurveWriter
 from kestrel.train.objective import Losses, TaskTensors, all_experts, losses
 

@@ -17,8 +17,8 @@ import torch
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
+from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.locate import CONFIG_NAME, find_tokenizer, read_config
-from kestrel.models.weight_files import find_weights, open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.weights import load_moondream

@@ -12,8 +12,8 @@ from kestrel.adapters import Adapter, AdapterTarget
 from kestrel.errors import CheckpointError
 from kestrel.layers.blocks import ParallelBlock
 from kestrel.models.adapting import merged_delta
+from kestrel.models.checkpoint_files import INDEX_NAME
 from kestrel.models.locate import CONFIG_NAME, TOKENIZER_NAME
-from kestrel.models.weight_files import INDEX_NAME
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.spec import LoadedMoondream
 

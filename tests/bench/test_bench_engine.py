@@ -28,9 +28,8 @@ from kestrel.errors import ConfigError
 from kestrel.families import ready_from
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MoondreamConfig
-from kestrel.moondream.made_tokenizer import byte_level_tokenizer, filled_up, piece_vocabulary
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.random_models import random_moondream
+from kestrel.moondream.random_models import byte_level_tokenizer, filled_up, piece_vocabulary, random_moondream
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ImageSpan, num_positions

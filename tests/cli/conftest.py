@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kestrel.cli.app import run
-from kestrel.moondream.tiny_random import write_tiny_random_folder
+from kestrel.moondream.random_models import write_tiny_random_folder
 from kestrel.server.logs import LOGGERS
 from tests.moondream.coarse import coarse_folder
 

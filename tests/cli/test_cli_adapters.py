@@ -14,7 +14,7 @@ from kestrel import families
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair, load_adapter, save_adapter
 from kestrel.adapters.sources.disk_cache import AdapterDiskCache
 from kestrel.moondream.config import MOONDREAM2
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from tests.adapters.adapter_files import HOSTED, MD2, MD3, VARIANT
 
 from .conftest import GOLDENS, Kestrel

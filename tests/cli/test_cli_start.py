@@ -18,7 +18,7 @@ import torch
 from kestrel.cli.app import GROUPS, VERBS, verb_command
 from kestrel.config import RuntimeConfig
 from kestrel.families import ready_model
-from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead
+from kestrel.moondream.refiner import RefinerConfig, RefinerHead
 for name in VERBS | GROUPS:
     verb_command(name)
 ready_model(RuntimeConfig(device="cpu"))

@@ -10,8 +10,8 @@ import torch
 from kestrel import families
 from kestrel.config import RuntimeConfig
 from kestrel.models.tokenizer import TextTokenizer
+from kestrel.moondream.random_models import NUM_CONTROL_IDS, outline_ids, word_ids, write_tiny_random_folder
 from kestrel.moondream.spec import LoadedMoondream
-from kestrel.moondream.tiny_random import NUM_CONTROL_IDS, outline_ids, word_ids, write_tiny_random_folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:

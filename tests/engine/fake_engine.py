@@ -11,7 +11,7 @@ from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.engine import InferenceEngine
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MoondreamConfig
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import RuntimeLimits

@@ -11,7 +11,7 @@ from torch import Tensor
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair, save_adapter
 from kestrel.adapters.adapter import MATRICES, Side
 from kestrel.moondream.config import MoondreamConfig
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from tests.engine.conftest import GOLDENS
 
 

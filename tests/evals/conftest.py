@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.moondream.random_weights import write_random_folder
+from kestrel.moondream.random_models import write_random_folder
 from kestrel.train.scenes.atlas import SpriteAtlas
 from tests.moondream.coarse import coarse_tiny_parts
 from tests.sprites import known_textures, sprite_atlas

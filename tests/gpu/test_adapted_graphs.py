@@ -7,7 +7,7 @@ import pytest
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.bring_up import batch_sizes
-from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache

@@ -12,7 +12,7 @@ from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.bring_up import batch_sizes
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps
 from kestrel.runtime.graph_pool import GraphPool
 from kestrel.runtime.kv_cache import PagedKVCache

@@ -10,7 +10,7 @@ import torch
 
 from kestrel.grammar import free_text
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MoondreamConfig
-from kestrel.moondream.random_weights import random_model
+from kestrel.moondream.random_models import random_model
 from kestrel.tokens import ImageSpan, TextToken, text_tokens
 from tests.moondream.naive_generator import NO_BLOCK, DenseAttention, NaiveGenerator
 from tests.runtime.paged import Case, paged

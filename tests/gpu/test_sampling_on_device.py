@@ -8,9 +8,9 @@ import torch
 from kestrel.grammar import free_text
 from kestrel.kernels.commit_ids import advance, stop
 from kestrel.runtime.contract import RowStart
+from kestrel.runtime.device import upload
 from kestrel.runtime.grammar_tables import GrammarTables
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.upload import upload
 from kestrel.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ import triton
 from kestrel.kernels.crop_attention import attend_crops as plain
 from kestrel.kernels.triton import crop_attention_choice
 from kestrel.kernels.triton.crop_attention_choice import attend_crops_on_hopper, fastest_attend_crops
-from kestrel.runtime.wide_products import computing
+from kestrel.runtime.cpu_products import computing
 
 BF16 = torch.bfloat16
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == crop_attention_choice.HOPPER

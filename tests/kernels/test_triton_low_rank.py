@@ -15,7 +15,7 @@ from torch.nn import functional
 from kestrel.kernels import low_rank as plain
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
 from kestrel.kernels.triton import low_rank as fast
-from kestrel.kernels.triton.low_rank_shrink import Tuning
+from kestrel.kernels.triton.low_rank import Tuning
 
 DIM, QKV, FF = 96, 130, 200
 ODD = "odd ranks and an empty slot"

@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
 
 from kestrel.errors import CheckpointError
 from kestrel.models import hub
+from kestrel.models.checkpoint_files import INDEX_NAME
 from kestrel.models.hub import HubFile, fetch_file, fetch_weights
-from kestrel.models.weight_files import INDEX_NAME
 
 FILE = HubFile("someone/model", "v1", "model.safetensors")
 COMMIT = "0123abcd"

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kestrel.models.checkpoint_files import TensorInfo
-from kestrel.models.safetensors_writing import write_safetensors
+from kestrel.models.checkpoint_files import TensorInfo, write_safetensors
 
 TENSORS = {
     "b": torch.randn(3, 5).bfloat16(),

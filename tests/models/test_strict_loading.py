@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kestrel.errors import CheckpointError
-from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
+from kestrel.models.checkpoint_files import Checkpoint, TensorInfo, open_checkpoint
 from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source
-from kestrel.models.weight_files import open_checkpoint
 
 
 def meta_model() -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from kestrel.errors import CheckpointError
-from kestrel.models.weight_files import INDEX_NAME, find_weights, open_checkpoint
+from kestrel.models.checkpoint_files import INDEX_NAME, find_weights, open_checkpoint
 
 
 def make_shards(folder: Path, weight_map: Mapping[str, str] | None = None) -> Path:

@@ -22,7 +22,7 @@ from torch import Tensor
 from kestrel import default_model
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.tiny_random import tiny_random_parts
+from kestrel.moondream.random_models import tiny_random_parts
 
 from .goldens import ROOT, Golden, GoldenTokenizer
 from .naive import NaiveMoondream

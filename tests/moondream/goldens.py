@@ -18,7 +18,7 @@ from torch import Tensor
 from kestrel.adapters import Adapter, load_adapter
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.config import MoondreamConfig, derived_generation
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from kestrel.moondream.model import MoondreamModel
 
 from .naive import NaiveMoondream

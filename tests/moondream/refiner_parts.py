@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel.moondream.refiner import Pixels
-from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead
+from kestrel.moondream.refiner import Pixels, RefinerConfig, RefinerHead
 
 TINY = RefinerConfig(enc_dim=8, embed_dim=32, num_layers=1, grid=4, mask_size=56)
 SQUARE = "M 0 0 L 1 0 L 1 1 L 0 1 Z"

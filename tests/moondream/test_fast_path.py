@@ -12,7 +12,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.families import ready_model
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream.runtime import MoondreamRuntime
+from kestrel.moondream.decoder import MoondreamRuntime
 from kestrel.runtime.bring_up import Abilities, FastPath, choose_fast_path
 from tests.moondream.goldens import golden
 

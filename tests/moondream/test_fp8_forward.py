@@ -21,9 +21,8 @@ from kestrel.layers.mlp import Moe
 from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import KvScale
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
 from kestrel.moondream.model import MoondreamModel, check_quantisable
-from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.bring_up import cache_scales
 from kestrel.runtime.contract import AdapterLoad, PageCopy

@@ -25,11 +25,13 @@ from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.refiner import (
     EARLY_BLOCK,
     MoondreamOutlineRefiner,
+    RefinerConfig,
+    RefinerHead,
     SegmentRefiner,
     VisionCropEncoder,
     load_outline_refiner,
+    load_refiner,
 )
-from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead, load_refiner
 from kestrel.moondream.vision import VisionModel
 
 from .goldens import golden

@@ -8,8 +8,7 @@ import torch
 
 from kestrel.errors import RequestError
 from kestrel.images.masks import rasterise_path
-from kestrel.moondream.refiner import RefinedMask, SegmentRefiner
-from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead
+from kestrel.moondream.refiner import RefinedMask, RefinerConfig, RefinerHead, SegmentRefiner
 
 from .refiner_parts import SQUARE, TINY, EchoHead, GreyEncoder, NoisyHead, SilentHead, box, gradient
 

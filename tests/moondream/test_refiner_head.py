@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kestrel.errors import CheckpointError, ConfigError
-from kestrel.moondream.refiner import NUM_ITERATIONS
-from kestrel.moondream.refiner_head import RefinerConfig, RefinerHead, load_refiner
-from kestrel.runtime.wide_products import computing
+from kestrel.moondream.refiner import NUM_ITERATIONS, RefinerConfig, RefinerHead, load_refiner
+from kestrel.runtime.cpu_products import computing
 
 from .refiner_parts import TINY
 

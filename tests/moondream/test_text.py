@@ -14,7 +14,7 @@ from kestrel.kernels.tau import tau_position
 from kestrel.layers.attention import Attention, Heads, Rope, Step
 from kestrel.moondream.config import MoeConfig, TextConfig
 from kestrel.moondream.text import TextModel
-from kestrel.runtime.wide_products import computing
+from kestrel.runtime.cpu_products import computing
 
 from .goldens import FAMILIES, golden, tensors
 from .naive_generator import NO_BLOCK, DenseAttention

@@ -7,8 +7,8 @@ import copy
 import torch
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.runtime.vision_graphs import VisionGraphs
+from kestrel.moondream.decoder import MoondreamDecoder
+from kestrel.runtime.pictures import VisionGraphs
 from tests.moondream.coarse import coarse
 from tests.runtime.repeating_pool import RepeatingPool
 

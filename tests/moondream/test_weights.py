@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from kestrel.errors import CheckpointError
-from kestrel.models.checkpoint_files import Checkpoint
-from kestrel.models.weight_files import open_checkpoint
+from kestrel.models.checkpoint_files import Checkpoint, open_checkpoint
 from kestrel.moondream.config import MOONDREAM2
-from kestrel.moondream.weight_names import to_hub_name, to_pt_name
-from kestrel.moondream.weights import load_moondream
+from kestrel.moondream.weights import load_moondream, to_hub_name, to_pt_name
 
 from .weight_sets import ROOT, assert_equals_golden, checkpoint_of, golden_config, golden_file, key_map, load, pt_named
 

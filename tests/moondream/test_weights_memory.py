@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from kestrel.models.weight_files import open_checkpoint
+from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.weights import load_moondream
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kestrel.errors import CheckpointError
 from kestrel.layers.mlp import Moe
 from kestrel.models.contract import KvScale
-from kestrel.moondream.quantised_weights import read_kv_scales
+from kestrel.moondream.weights import read_kv_scales
 
 from .weight_sets import assert_equals_golden, checkpoint_of, golden_file, load, pt_named
 

@@ -10,7 +10,7 @@ import torch
 from kestrel import families
 from kestrel.config import RuntimeConfig
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.random_weights import random_model, randomise_, write_random_folder
+from kestrel.moondream.random_models import random_model, randomise_, write_random_folder
 
 from .test_lora import own_values
 from .weight_sets import ROOT, golden_config

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kestrel.models.checkpoint_files import Checkpoint
-from kestrel.models.weight_files import open_checkpoint
+from kestrel.models.checkpoint_files import Checkpoint, open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.weights import load_moondream

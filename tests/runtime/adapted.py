@@ -15,7 +15,7 @@ from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.attention import Heads
 from kestrel.layers.decoder import TextDecoder
 from kestrel.models.adapting import SingleAdapter
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from kestrel.request import AdapterUse
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import AdapterLoad, RuntimeLimits

@@ -15,12 +15,12 @@ from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
+from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, StreamUpdate
 from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
-from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.sampling_params import SamplingParams

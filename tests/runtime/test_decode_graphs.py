@@ -9,7 +9,7 @@ import torch
 
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
-from kestrel.runtime.decode_graphs import DecodeGraphs
+from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kestrel.runtime.fixed_decode import FixedDecode
+from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.sampler import Sampled
 from kestrel.sampling_params import SamplingParams
 from tests.moondream.coarse import coarse

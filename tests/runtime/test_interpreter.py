@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kestrel.runtime.interpreter import PYTHONS_CHOICE_S, SHORT_S, shorten_turns
+from kestrel.runtime.device import PYTHONS_CHOICE_S, SHORT_S, shorten_turns
 
 
 @pytest.fixture(autouse=True)

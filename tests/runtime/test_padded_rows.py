@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.runtime.attention_group import AttentionGroup, LayerInputs
 from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.runtime.padded_rows import LEAST_SHARED, JoinedRows, PaddedRows, RowQueries, SharedRows, padded_groups
+from kestrel.runtime.grouped_attention import (
+    LEAST_SHARED,
+    AttentionGroup,
+    JoinedRows,
+    LayerInputs,
+    PaddedRows,
+    RowQueries,
+    SharedRows,
+    padded_groups,
+)
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.step_attention import slots_of
 from tests.moondream.goldens import golden

@@ -12,7 +12,7 @@ from torch import Tensor
 from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import EncodeCrops, PreparedImage
-from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.tokens import ImageSpan

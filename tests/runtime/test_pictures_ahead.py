@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from kestrel.images.rgb import RgbImage
-from kestrel.moondream.runtime import MoondreamDecoder
-from kestrel.runtime import pictures_ahead
+from kestrel.moondream.decoder import MoondreamDecoder
+from kestrel.runtime import pictures as pictures_module
 from kestrel.runtime.contract import PictureSlice, PrefillChunk
-from kestrel.runtime.pictures import PictureEncoder
-from kestrel.runtime.pictures_ahead import MAX_PICTURES
+from kestrel.runtime.pictures import MAX_PICTURES, PictureEncoder
 from kestrel.tokens import ImageSpan
 from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import pixels
@@ -105,7 +104,7 @@ def test_pictures_that_nobody_prefills_are_forgotten_in_the_end() -> None:
 def test_pictures_that_nobody_prefills_are_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = encoder()
     pictures.ahead.advance(slice_of(MULTI, 1))
-    monkeypatch.setattr(pictures_ahead, "MAX_NUMBERS", pictures.ahead._num_numbers)
+    monkeypatch.setattr(pictures_module, "MAX_NUMBERS", pictures.ahead._num_numbers)
     pictures.ahead.advance(slice_of(other(0), 1))
     pictures.ahead.advance(slice_of(MULTI, 1))
     assert list(pictures.ahead._pictures) == [MULTI.digest], "the older one goes, and never the one at hand"

@@ -11,12 +11,12 @@ from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.contract import RuntimeLimits
+from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps
-from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
+from kestrel.runtime.pictures import VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillForm, PrefillGraphs
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.vision_graphs import VisionGraphs
 from kestrel.scheduler import GenerationScheduler
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import Golden

@@ -11,7 +11,7 @@ import torch
 
 from kestrel.errors import NumericalError
 from kestrel.grammar import free_text
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from kestrel.request import FinishReason, PromptOutputs
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.runtime.contract import (

@@ -14,8 +14,8 @@ from kestrel.kernels.triton.draw_ids import draw_ids
 from kestrel.kernels.triton.row_inputs import row_inputs
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
+from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import FastSteps
-from kestrel.runtime.fixed_decode import FixedDecode
 from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.sampling_params import SamplingParams

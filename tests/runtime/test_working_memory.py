@@ -15,10 +15,10 @@ import torch
 from kestrel.config import RuntimeConfig
 from kestrel.images.rgb import RgbImage
 from kestrel.kernels.ops import PLAIN
-from kestrel.moondream.runtime import MoondreamDecoder
+from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.runtime import bring_up
 from kestrel.runtime.bring_up import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
-from kestrel.runtime.working_memory import ROOM, WorkingMemory, measure_working_memory
+from kestrel.runtime.memory import ROOM, WorkingMemory, measure_working_memory
 from tests.moondream.goldens import golden
 
 CPU = torch.device("cpu")

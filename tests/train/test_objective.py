@@ -8,7 +8,7 @@ import torch
 
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.random_weights import randomise_
+from kestrel.moondream.random_models import randomise_
 from kestrel.skills.base import SpecialIds
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.objective import TaskTensors, embed_pictures, hidden_states, smoothed_bin_loss

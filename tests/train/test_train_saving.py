@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.models.weight_files import open_checkpoint
+from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.weights import load_moondream
 from kestrel.train.saving import save_folder

@@ -14,7 +14,7 @@ from kestrel.kernels.triton import (
     draw_ids,
     fp8_rows,
     layer_norm,
-    low_rank_shrink,
+    low_rank,
     moe_grouped,
     moe_small,
     paged_attention,
@@ -111,19 +111,19 @@ def row_inputs_tunings() -> tuple[Any, ...]:
 
 def low_rank_tunings(rows_per_tile: int, max_rank: int) -> tuple[Any, ...]:
     """Few rows: how the factors are cut up. Many: blocks of two matrix products."""
-    is_small = max_rank <= low_rank_shrink.SMALL_RANK
-    if rows_per_tile <= low_rank_shrink.FEW_ROWS:
+    is_small = max_rank <= low_rank.SMALL_RANK
+    if rows_per_tile <= low_rank.FEW_ROWS:
         columns = (256, 512, 1024) if is_small else (512, 1024, 2048)
         outputs = ((32, 16), (64, 32), (128, 32)) if is_small else ((16, 16), (32, 16), (64, 32))
         expand = ((16,) if max_rank <= 16 else (16, 32)) if is_small else (64, 128)
         tried = product((128, 256), columns, outputs, expand, (2, 4), (3, 4))
-        return tuple(low_rank_shrink.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
+        return tuple(low_rank.Tuning(16, ins, cols, *outs, *rest) for ins, cols, outs, *rest in tried)
     if is_small:
         # Most of the time goes to adding small deltas to wide rows: several sizes of that block.
         cuts = ((64, 512), (64, 1024), (64, 2048), (128, 512), (128, 1024), (256, 1024))
         blocks = product(dict.fromkeys((16, max(16, next_power_of_2(max_rank)))), cuts, (32, 64, 128, 256))
         tried = ((r, *cut, outs, outs, min(r, 32)) for r, cut, outs in blocks)
         launches = ((4, 2), (4, 3), (8, 2), (8, 3))
-        return tuple(low_rank_shrink.Tuning(*block, *launch) for block, launch in product(tried, launches))
+        return tuple(low_rank.Tuning(*block, *launch) for block, launch in product(tried, launches))
     tried = product((64, 128), (64, 128), (1024, 2048, 8192), (64, 128), (32, 64), (4, 8), (3,))
-    return tuple(low_rank_shrink.Tuning(r, ins, cols, outs, outs, *rest) for r, ins, cols, outs, *rest in tried)
+    return tuple(low_rank.Tuning(r, ins, cols, outs, outs, *rest) for r, ins, cols, outs, *rest in tried)

@@ -1,23 +1,202 @@
 """Low-rank deltas of several adapters in one batch, two kernels for each end of a block.
 
-The first makes h = a · x (`low_rank_shrink`), the second adds b · h. Both work on tiles of rows of one slot
-(`tile_slots`, once per step) and read slots and ranks on the device, so that a captured graph serves any rows, slots
-and ranks: a tile without rows and the parts of a lower rank end at once.
-Parts of h are always added up in the same order.
+The first makes h = a · x of one or two matrices (`shrink`), the second adds b · h. Both work on tiles of rows of one
+slot (`tile_slots`, once per step) and read slots and ranks on the device, so that a captured graph serves any rows,
+slots and ranks: a tile without rows and the parts of a lower rank end immediately.
+
+With few tiles the columns of x are split over programs. In small tiles whoever reads h adds up its parts, always in the
+same order; in large ones a kernel does it once, because each of many blocks of outputs would do it anew.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
 from kestrel.kernels.triton.activations import gelu_tanh
-from kestrel.kernels.triton.low_rank_shrink import FEW_ROWS, Tuning, shrink
 from kestrel.kernels.triton.moe_grouping import group_pairs
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+
+FEW_ROWS = 16
+"""Rows of a tile with few of them, where the factors stream through; above, tiles are those of a matrix product."""
+SMALL_RANK = 64
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    rank_block: int
+    """Ranks of one program that makes h."""
+    block_in: int
+    columns_per_split: int
+    block_out: int
+    sum_block_out: int
+    """The same where two deltas meet in one output, of which there are fewer."""
+    expand_ranks: int
+    """Ranks that are added at a time."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        if self.columns_per_split % self.block_in != 0:
+            raise ValueError(
+                f"columns_per_split {self.columns_per_split} is no multiple of block_in {self.block_in}: "
+                "columns would count twice"
+            )
+
+    @classmethod
+    def of(cls, rows_per_tile: int, num_rows: int, max_rank: int, dtype: torch.dtype) -> Tuning:
+        """Columns are split until there are programs for a whole GPU: the smaller the rank, the more."""
+        widest = max(16, triton.next_power_of_2(max_rank))
+        is_small, is_wide = max_rank <= SMALL_RANK, dtype == torch.float32
+        if rows_per_tile <= FEW_ROWS:
+            if is_small:
+                return cls(16, 256, 512, block_out=64, sum_block_out=32, expand_ranks=min(32, widest))
+            return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
+        block_out = 64 if is_wide else 128
+        columns = (1024 if is_small else 2048) if num_rows <= 2048 else (2048 if is_small else 8192)
+        return cls(
+            rank_block=min(64, widest),
+            block_in=32 if is_wide else 64,
+            columns_per_split=columns,
+            block_out=block_out,
+            sum_block_out=block_out,
+            expand_ranks=min(32 if is_small or is_wide else 64, widest),
+            num_warps=4 if rows_per_tile <= 64 else 8,
+        )
+
+    def num_splits(self, num_in: int) -> int:
+        return triton.cdiv(num_in, self.columns_per_split)
+
+
+@triton.jit
+def _shrink(
+    h_ptr, slot_ptr, rows_ptr, reads_other_ptr,
+    x0_ptr, other0_ptr, a0_ptr, rank0_ptr, num_in0, x0_stride, other0_stride, a0_stride,
+    x1_ptr, a1_ptr, rank1_ptr, num_in1, x1_stride, a1_stride, max_rank,
+    ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS0: tl.constexpr,
+    HAS_OTHER: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Two matrices: the first SPLITS0 parts are those of the first, the other parts those of the second."""
+    tile, part = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(slot_ptr + tile).to(tl.int64)
+    if slot < 0:
+        return
+    if part < SPLITS0:
+        x_ptr, x_stride, num_in, start = x0_ptr, x0_stride, num_in0, part * COLUMNS
+        a_ptr, rank_ptr = a0_ptr + slot * a0_stride, rank0_ptr
+        if HAS_OTHER:
+            reads_other = tl.load(reads_other_ptr + slot)
+            if reads_other != 0:
+                x_ptr, x_stride = other0_ptr, other0_stride
+    else:
+        x_ptr, x_stride, num_in, start = x1_ptr, x1_stride, num_in1, (part - SPLITS0) * COLUMNS
+        a_ptr, rank_ptr = a1_ptr + slot * a1_stride, rank1_ptr
+    rank = tl.multiple_of(tl.load(rank_ptr + slot), 16)
+    if tl.program_id(1) * RANKS >= rank:
+        return
+    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    place = tile * ROWS + tl.arange(0, ROWS)
+    rows = tl.load(rows_ptr + place)
+    total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+    x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
+    for first in range(start, tl.minimum(start + COLUMNS, num_in), BLOCK_IN):
+        d = first + tl.arange(0, BLOCK_IN)
+        x_mask, a_mask = (rows >= 0)[:, None], (r < rank)[None, :]
+        if not EVEN:
+            x_mask, a_mask = x_mask & (d < num_in)[None, :], a_mask & (d < num_in)[:, None]
+        x = tl.load(x_place + d[None, :], mask=x_mask, other=0.0)
+        a = tl.load(a_ptr + r[None, :] * num_in + d[:, None], mask=a_mask, other=0.0)
+        total = tl.dot(x, a, total, input_precision="ieee")
+    h_place = h_ptr + (part * tl.num_programs(0) * ROWS + place).to(tl.int64)[:, None] * max_rank
+    tl.store(h_place + r[None, :], total.to(h_ptr.dtype.element_ty), mask=(r < rank)[None, :])
+
+
+@triton.jit
+def _sum_parts(
+    parts_ptr, h_ptr, slot_ptr, rank0_ptr, rank1_ptr, max_rank, splits0, splits1,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Parts of two matrices to h of both: [2, tiles · rows, max_rank]. What lies beyond a rank stays as it was."""
+    tile, matrix = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(slot_ptr + tile)
+    if slot < 0:
+        return
+    rank_ptr, splits = rank0_ptr, splits0
+    if matrix > 0:
+        rank_ptr, splits = rank1_ptr, splits1
+    rank = tl.load(rank_ptr + slot)
+    inside_tile = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_used = (inside_tile < ROWS * max_rank) & (inside_tile % max_rank < rank)
+    place = tile.to(tl.int64) * ROWS * max_rank + inside_tile
+    stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
+    part_place = parts_ptr + matrix * splits0 * stride + place
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(splits):
+        total += tl.load(part_place, mask=is_used, other=0.0)
+        part_place += stride
+    tl.store(h_ptr + matrix * stride + place, total.to(h_ptr.dtype.element_ty), mask=is_used)
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """h of one or two matrices in parts: [parts of the first, then those of the second, tiles · rows, max_rank]."""
+
+    h: Tensor
+    splits: tuple[int, int]
+
+
+def shrink(
+    tiles: SlotTiles,
+    chosen: Tuning,
+    x_TD: Tensor,
+    other_TD: Tensor | None,
+    reads_other_S: Tensor | None,
+    first: SlotFactors,
+    second_x_TD: Tensor | None = None,
+    second: SlotFactors | None = None,
+) -> Shrunk:
+    num_tiles, rows = tiles.rows_KN.shape
+    max_rank, has_second = first.a_SRD.shape[1], second is not None
+    if second_x_TD is None or second is None:
+        second_x_TD, second = x_TD, first
+    assert second.a_SRD.shape[1] == max_rank
+    num_in, second_in = x_TD.shape[1], second_x_TD.shape[1]
+    splits = chosen.num_splits(num_in), chosen.num_splits(second_in) if has_second else 0
+    dtype = x_TD.dtype if max(splits) == 1 else torch.float32
+    h = torch.empty(sum(splits), num_tiles * rows, max_rank, dtype=dtype, device=x_TD.device)
+    other = x_TD if other_TD is None else other_TD
+    _shrink[(num_tiles, triton.cdiv(max_rank, chosen.rank_block), sum(splits))](
+        h, tiles.slot_K, tiles.rows_KN, first.rank_S if reads_other_S is None else reads_other_S,
+        x_TD, other, first.a_SRD, first.rank_S, num_in, x_TD.stride(0), other.stride(0), first.a_SRD.stride(0),
+        second_x_TD, second.a_SRD, second.rank_S, second_in, second_x_TD.stride(0), second.a_SRD.stride(0), max_rank,
+        ROWS=rows, BLOCK_IN=chosen.block_in, RANKS=chosen.rank_block, COLUMNS=chosen.columns_per_split,
+        SPLITS0=splits[0], HAS_OTHER=other_TD is not None,
+        EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+    shrunk = Shrunk(h, splits)
+    return shrunk if rows <= FEW_ROWS or max(splits) == 1 else _summed(shrunk, tiles, first, second, x_TD.dtype)
+
+
+def _summed(shrunk: Shrunk, tiles: SlotTiles, first: SlotFactors, second: SlotFactors, dtype: torch.dtype) -> Shrunk:
+    num_tiles, rows = tiles.rows_KN.shape
+    max_rank = shrunk.h.shape[2]
+    num_matrices = 2 if shrunk.splits[1] else 1
+    h = torch.empty(num_matrices, *shrunk.h.shape[1:], dtype=dtype, device=shrunk.h.device)
+    _sum_parts[(num_tiles, triton.cdiv(rows * max_rank, SUM_BLOCK), num_matrices)](
+        shrunk.h, h, tiles.slot_K, first.rank_S, second.rank_S, max_rank, *shrunk.splits, ROWS=rows, BLOCK=SUM_BLOCK
+    )
+    return Shrunk(h, (1, num_matrices - 1))
+
+
+# ---------------------------------------------------------------------- b · h, added
 
 
 def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None) -> SlotTiles:

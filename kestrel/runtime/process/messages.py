@@ -54,7 +54,7 @@ class RefineOutline:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far loading is (see `kestrel.models.progress`); comes unasked."""
+    """How far loading is (see `kestrel.models.family`); comes unasked."""
 
     label: str
     done_bytes: int

@@ -13,12 +13,11 @@ from kestrel.adapters import save_adapter
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.families import load, resolve
 from kestrel.images.encoded import ImageLimits
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.moondream.spec import LoadedMoondream
+from kestrel.runtime.cpu_products import fast_dtype
 from kestrel.runtime.device import choose_device, choose_dtype
-from kestrel.runtime.wide_products import fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
 from kestrel.train.adapter.encoding import EmbeddedPictures, SampleEncoder, TrainingRow
 from kestrel.train.adapter.loop import (

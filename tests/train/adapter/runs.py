@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from kestrel.adapters import Adapter, load_adapter
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.runtime import MoondreamDecoder
 from kestrel.moondream.spec import LoadedMoondream
 from kestrel.train.adapter.dataset import Dataset
 from kestrel.train.adapter.encoding import EmbeddedPictures, TrainingRow

@@ -11,7 +11,7 @@ import torch
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.adapter.encoding import SampleEncoder

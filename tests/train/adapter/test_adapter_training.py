@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from kestrel.errors import ConfigError, NumericalError
 from kestrel.models.adapting import SingleAdapter
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.decoder import adapter_shape
 from kestrel.train.adapter.encoding import RowOrder
 from kestrel.train.adapter.loop import Factors, LoopPlan
 from kestrel.train.adapter.options import AdapterRun

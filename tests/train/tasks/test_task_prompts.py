@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.moondream.config import MOONDREAM3, MoondreamConfig
+from kestrel.moondream.config import MOONDREAM3, MoondreamConfig, derived_generation
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.sections import derived_generation
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.tasks.example import Apart, SpecialToken, TaskEncoder, TaskExample, direct, encode
 from kestrel.train.tasks.mix import SAMPLERS

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.errors import ConfigError
 from kestrel.models.tokenizer import TextTokenizer
-from kestrel.moondream.sections import TokenizerConfig
+from kestrel.moondream.config import TokenizerConfig
 from kestrel.skills.segment import PathCommand, parse_path
 from kestrel.train.scenes.catalogue import WORDS
 from kestrel.train.tasks.locating import path_pieces

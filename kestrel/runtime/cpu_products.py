@@ -1,19 +1,26 @@
-"""Products of bfloat16 on processors for which torch has no routine but a plain loop.
+"""Matrix products on processors whose library is slow at some of them.
 
-That loop is hundreds of times slower than products of float32. Every bfloat16 is a float32 too, so both sides are made
-wide and the result is rounded once, at the end (attention then keeps what is in between in float32 as well). Weights
-are made wide at every call: nothing beside many rows, and more than the product itself beside one.
+- bfloat16 without instructions for it: torch has only a plain loop, hundreds of times slower than products of float32.
+  Every bfloat16 is a float32 too, so both sides are made wide and the result is rounded once, at the end (attention
+  then keeps what is in between in float32 as well). Weights are made wide at every call: nothing beside many rows, and
+  more than the product itself beside one.
+- Few rows on ARM: oneDNN takes up to most of a millisecond to begin a product, whatever its size. torch's other
+  routines have multiplied a few rows by then. Whole pictures and prompts are better off with it, and so is bfloat16
+  where it multiplies that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import platform
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import mkldnn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -78,3 +85,50 @@ def _rounded(result: Tensor | tuple[Tensor | None, ...] | None) -> Any:
     if isinstance(result, tuple):
         return tuple(map(_rounded, result))
     return None if result is None else result.to(torch.bfloat16)
+
+
+# ---------------------------------------------------------------------- few rows on ARM
+
+
+MOST_ROWS = 128
+ARM = ("aarch64", "arm64")
+
+_lock = threading.Lock()
+_num_inside = 0
+_was_enabled = True
+
+
+@contextmanager
+def few_rows(device: torch.device, dtype: torch.dtype, num_rows: int) -> Iterator[None]:
+    """What a step of `num_rows` positions is computed in. The switch is one for the process: the last one out turns it
+    back."""
+    if num_rows > MOST_ROWS or device.type != "cpu" or not begins_slowly(dtype):
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def begins_slowly(dtype: torch.dtype) -> bool:
+    """Only oneDNN multiplies bfloat16 at all well, where it does."""
+    is_its_own = dtype == torch.bfloat16 and has_fast_bfloat16()
+    return platform.machine() in ARM and mkldnn.is_available() and not is_its_own
+
+
+def _enter() -> None:
+    global _num_inside, _was_enabled
+    with _lock:
+        if _num_inside == 0:
+            _was_enabled, mkldnn.enabled = mkldnn.enabled, False
+        _num_inside += 1
+
+
+def _leave() -> None:
+    global _num_inside
+    with _lock:
+        _num_inside -= 1
+        if _num_inside == 0:
+            mkldnn.enabled = _was_enabled

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kestrel.adapters import AdapterShape
+from kestrel.adapters import AdapterShape, ExpertShape
 from kestrel.config import RuntimeConfig
 from kestrel.images.crops import (
     cut_crops,
@@ -26,10 +26,18 @@ from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend
 from kestrel.models.contract import DecoderShape, EncodeCrops, KvScale, PreparedImage
-from kestrel.moondream.lora import adapter_shape
+from kestrel.moondream.config import TextConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
 from kestrel.runtime.bring_up import NO_SCALES, ModelRuntime
+
+
+def adapter_shape(text: TextConfig) -> AdapterShape:
+    moe = text.moe
+    experts = None
+    if moe is not None:
+        experts = ExpertShape(moe.start_layer, moe.num_experts, moe.experts_per_token, moe.expert_inner_dim)
+    return AdapterShape(text.n_layers, text.dim, text.qkv_dim, text.ff_dim, experts)
 
 
 class MoondreamDecoder:
