@@ -33,8 +33,8 @@ from kestrel.images.decode import ImageLimits, decode_image
 from kestrel.images.tiling import TilingParams, plan_tiling
 from kestrel.models.checkpoint_files import find_weights
 from kestrel.models.locate import TOKENIZER_NAME, read_config
-from kestrel.moondream import MoondreamRuntime
 from kestrel.request import GenerationRequest
+from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills.query import QuerySkill
@@ -47,7 +47,7 @@ def run_kestrel(args: argparse.Namespace, config: RuntimeConfig) -> tuple[torch.
     """(image embeddings, answer) from the runtime and scheduler that serve requests."""
     ready = ready_model(config)
     runtime, skill = ready.runtime, QuerySkill()
-    assert isinstance(runtime, MoondreamRuntime)
+    assert isinstance(runtime, ModelRuntime)
     image = decode_image(args.image, AS_STORED)
     with torch.inference_mode():
         embeddings_PD = runtime.decoder.embed_images([runtime.decoder.prepare_image(image)])[0]
