@@ -130,6 +130,8 @@ def test_readers_who_stop_lock_nobody_out_and_are_ended_at_the_deadline(endpoint
         many.call(1, STREAM, message(**values, STREAM=b"1"), **READER)
         assert eventually(lambda: num_unanswered(endpoint) == 1 and num_running(endpoint) == 0, 30)
         one.call(1, INFER, message(**values), **READER)
+        # Both bodies at the same time would be too many.
+        assert eventually(lambda: "ModelInfer skill=query status=200" in endpoint.log, 30)
         answer = httpx.post(f"{http_url(endpoint)}/v1/query", json=http, headers=OTHER, timeout=30)
         assert answer.status_code == 200, answer.text
         assert many.is_ended_by_server()
