@@ -84,7 +84,6 @@ def test_gates_open_as_by_the_plain_version(rows: int, inner: int, device: str) 
 
 @devices
 def test_a_gate_far_below_zero_is_shut(device: str) -> None:
-    z = torch.tensor([[-1e4, -100.0, 1e4, 5.0, 5.0, 5.0]], device=device)
-    assert torch.equal(silu_gate(z), torch.tensor([[0.0, 0.0, 5e4]], device=device)) or bool(
-        (silu_gate(z)[0, :2].abs() < 1e-30).all()
-    )
+    hidden = silu_gate(torch.tensor([[-1e4, -100.0, 1e4, 5.0, 5.0, 5.0]], device=device))[0]
+    assert bool((hidden[:2].abs() < 1e-30).all())
+    assert hidden[2] == 5e4

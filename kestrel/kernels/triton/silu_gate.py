@@ -3,26 +3,14 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.triton.fp8_rows import store_fp8_scale
+from kestrel.kernels.triton.fp8_rows import Tuning, store_fp8_scale
 from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
 from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    num_warps: int = 4
-
-    @classmethod
-    def of(cls, dim: int) -> Tuning:
-        """About 32 numbers in a lane."""
-        return cls(min(8, max(1, RowTiles.of(dim).main // 1024)))
 
 
 @triton.jit
