@@ -64,7 +64,7 @@ def hang_up(scope: Scope) -> None:
 
 
 def is_crowded(scope: Scope) -> bool:
-    """Whether the request came on one of the connections beyond the limit."""
+    """Whether the request came while every place had one."""
     return _CROWDED in scope
 
 
@@ -101,7 +101,8 @@ class ClientSocket(socket.socket):
     unread_timeout_s = 0.0
     since_s = 0.0
     """When it was accepted, or its last request answered."""
-    is_extra = False
+    took_spare = False
+    """Whether it has one of the descriptors that are held back for health routes."""
     on_closed: Callable[[], None] | None = None
 
     def close(self) -> None:
@@ -115,10 +116,9 @@ class ClientSocket(socket.socket):
         if self.on_closed is not None:
             self.on_closed()
 
-    def begin(self) -> None:
-        """A request is under way."""
-        if self.register is not None:
-            self.register.begin(self)
+    def begin(self) -> bool:
+        """A request is under way. True: as many others are as there are places."""
+        return self.took_spare or (self.register is not None and self.register.begin(self))
 
     def rest(self) -> None:
         """The request is answered."""
@@ -145,12 +145,10 @@ class _OpenConnections:
         return len(self) >= self._limit + EXTRA and bool(self._leaving)
 
     def admit(self, connection: ClientSocket) -> bool:
-        """Takes a newcomer in, unless every place has a request."""
+        """Takes a newcomer in, unless every place has a request, the extra ones too."""
         is_full = len(self) - len(self._leaving) >= self._limit
-        if is_full and not self.makes_room():
-            if len(self) >= self._limit + EXTRA:
-                return False
-            connection.is_extra = True
+        if is_full and not self.makes_room() and len(self) >= self._limit + EXTRA:
+            return False
         connection.register, connection.since_s = self, time.monotonic()
         self._silent[connection] = None
         return True
@@ -168,10 +166,13 @@ class _OpenConnections:
             oldest.shutdown(socket.SHUT_RDWR)
         return True
 
-    def begin(self, connection: ClientSocket) -> None:
-        if connection not in self._leaving:
-            self.forget(connection)
-            self._busy.add(connection)
+    def begin(self, connection: ClientSocket) -> bool:
+        """True: as many others have a request as there are places."""
+        if connection in self._leaving:
+            return False
+        self.forget(connection)
+        self._busy.add(connection)
+        return len(self._busy) > self._limit
 
     def rest(self, connection: ClientSocket) -> None:
         if connection in self._busy:
@@ -205,9 +206,9 @@ class ListeningSocket(socket.socket):
         for _ in range(ACCEPTS_PER_TURN):
             if self._open.awaits_leavers:
                 break
-            accepted, address, is_extra = self._accept_one()
+            accepted, address, took_spare = self._accept_one()
             connection = ClientSocket(self.family, self.type, self.proto, accepted.detach())
-            connection.unread_timeout_s, connection.is_extra = self._unread_timeout_s, is_extra
+            connection.unread_timeout_s, connection.took_spare = self._unread_timeout_s, took_spare
             connection.on_closed = self._hold_spares
             if self._open.admit(connection):
                 return connection, address
@@ -347,11 +348,9 @@ class TimedProtocol(H11Protocol):
         scope = cast(Scope, self.cycle.scope)
         scope[_HANG_UP] = self.hang_up
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
-        if self._socket is not None:
-            self._socket.begin()
-            if self._socket.is_extra:
-                self.cycle.keep_alive = False
-                scope[_CROWDED] = True
+        if self._socket is not None and self._socket.begin():
+            self.cycle.keep_alive = False
+            scope[_CROWDED] = True
         if self._unread_timer is not None and not self._num_unread():
             self._stop(self._unread_timer)
             self._unread_timer = None

@@ -52,11 +52,11 @@ def post(body: dict[str, Any]) -> bytes:
     return f"{POST_QUERY}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
-def kernel_queues(connection: socket.socket) -> list[int]:
-    """Of each of the system's sockets that are connected to this one: the bytes that wait to be sent."""
-    port = f":{connection.getsockname()[1]:04X}"
+def kernel_queues(port: int, client_port: int) -> list[int]:
+    """The bytes that wait to be sent from the server's end of a connection, as long as the system has one."""
+    ends = f":{port:04X}", f":{client_port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[4].split(":")[0], 16) for row in rows if row[2].endswith(port)]
+    return [int(row[4].split(":")[0], 16) for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
 
 
 def has_hung_up(connection: socket.socket) -> bool:
@@ -83,8 +83,9 @@ def test_who_does_not_read_is_hung_up_on_and_nothing_is_kept(brisk: RunningServe
     with connect(brisk.url, 2048) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(UNREAD[name])
-        assert eventually(lambda: any(kernel_queues(connection)))
-        assert eventually(lambda: kernel_queues(connection) == [])
+        ends = connection.getpeername()[1], connection.getsockname()[1]
+        assert eventually(lambda: any(kernel_queues(*ends)))
+        assert eventually(lambda: kernel_queues(*ends) == [])
         assert has_hung_up(connection)
 
 
@@ -167,9 +168,9 @@ def test_when_all_are_busy_only_health_answers(brisk: RunningServer) -> None:
         for _ in range(40):  # more than there are places in reserve
             held.enter_context(connect(brisk.url))
             assert httpx.get(f"{brisk.url}/healthz").status_code == 200
-        refused = httpx.post(f"{brisk.url}/v1/query", json=QUESTION)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
-        assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+            refused = httpx.post(f"{brisk.url}/v1/query", json=QUESTION)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+            assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
         for connection in busy:
             connection.sendall(post(QUESTION)[-5:])
         assert all(read_answer(connection).startswith(b"HTTP/1.1 200 OK") for connection in busy)
