@@ -1,6 +1,7 @@
 """Pictures as text: base64, bare or in a data URL.
 
-A picture may be tens of megabytes of text. Each call gets a slice of it, because a call holds the GIL.
+A picture may be tens of megabytes of text. Each call gets a slice of it, because a call holds the GIL; there are rests
+between slices, so that text of more than one slice (`SLICE_DIGITS`) is for a thread of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import pybase64
 
 from kestrel.errors import RequestError
+from kestrel.threads import Pace
 
 _DATA_URL = re.compile(r"data:([^,;]{0,100})((?:;[^,;]{0,100}){0,8}),", re.IGNORECASE)
 _BLANKS = bytes(code for code in range(128) if chr(code).isspace())
@@ -57,12 +59,15 @@ def _num_bytes(num_digits: int) -> int:
 def _decode_digits(digits: str | memoryview, start: int, end: int) -> bytes:
     """Raises ValueError for anything but digits, and padding at the end."""
     slices: list[bytes] = []
+    pace = Pace()
     for at in range(start, end, SLICE_DIGITS):
         until = min(at + SLICE_DIGITS, end)
         decoded = pybase64.b64decode(digits[at:until], validate=True)
         if until < end and len(decoded) != _num_bytes(SLICE_DIGITS):
             raise ValueError("padding in the middle")
         slices.append(decoded)
+        if until < end:
+            pace.rest()
     return b"".join(slices)
 
 
@@ -87,7 +92,10 @@ def _num_digits(text: str, field: str, start: int) -> int:
 
 
 def _without_blanks(text: str, field: str, start: int) -> Iterator[bytes]:
+    pace = Pace()
     for at in range(start, len(text), SLICE_DIGITS):
+        if at > start:
+            pace.rest()
         try:
             yield text[at : at + SLICE_DIGITS].encode("ascii").translate(None, _BLANKS)
         except UnicodeEncodeError:

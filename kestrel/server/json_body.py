@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from collections import Counter
-from itertools import pairwise
 from typing import Any, AnyStr
 
 import orjson
@@ -17,6 +15,7 @@ from kestrel.errors import RequestError, shown
 from kestrel.server.errors import ClientGone, UnsupportedEncoding
 from kestrel.server.records import header_of
 from kestrel.server.state import state_of
+from kestrel.threads import Pace
 
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are counted before they are parsed, and parsed in pieces off the event loop."""
@@ -31,8 +30,10 @@ SLICE_BYTES = 2**20
 """What is counted in one call; in between other threads get the GIL."""
 NAMED_BYTES = 2**18
 """Of larger bodies, without their long texts, a key that is given twice is not named: one call would look for it."""
-PIECE_BYTES = 2**20
-"""Of a long text, parsed in one call."""
+PIECE_BYTES = 2**16
+"""Of a long text, parsed in one call; small enough that its copies stay in a processor's cache."""
+GROWTH_CHARACTERS = 2**20
+"""By which a long text grows at a time."""
 RUN_BYTES = 2**10
 """A stretch of a text that holds a block of this size, and no quotation mark, is parsed apart."""
 SEARCH_BYTES = 2**16
@@ -41,8 +42,9 @@ MAX_WIDE_CHARACTERS = 2**22
 """Of a text with characters beyond ASCII. One of them can make every character four bytes wide, copied in one call."""
 SLICE_ENTRIES = 2**13
 """Of a list, whose types are looked at in one call."""
-NO_OPEN_ESCAPE = re.compile(rb"[^\\]{12}|[^\\](?=\\(?!u[dD][c-fC-F]))")
-"""Behind it no escape is open: as long as the longest, a pair of surrogates; or right before one begins."""
+NO_OPEN_ESCAPE = re.compile(rb"[^\\]{12}|[^\\](?=\\(?:[^u]|u[^dD]|u[dD][^c-fC-F]))")
+"""Behind it no escape is open: as long as the longest, a pair of surrogates; or right before one begins that is not the
+second of a pair."""
 FEW = 64
 _NUMBERS = frozenset({int, float})
 
@@ -85,16 +87,15 @@ def _has_many_signs(chunks: list[bytes]) -> bool:
 
 
 def _parse_large(chunks: list[bytes], max_values: int) -> object:
-    body = b"".join(chunks)
-    return parse_in_pieces(body, max_values, cost_of(body, max_values))
+    return parse_in_pieces(b"".join(chunks), max_values)
 
 
-def cost_of(body: bytes, max_values: float = math.inf) -> float:
-    """What its signs cost to parse, in numbers. Those within texts count too: telling them apart is parsing."""
-    cost = 0.0
+def cost_of(body: bytes) -> float:
+    """What it costs to parse, in numbers. Signs within texts count too: telling them apart is parsing."""
+    cost, pace = len(body) / BYTES_PER_VALUE, Pace()
     for at in range(0, len(body), SLICE_BYTES):
         cost += sum(weight * body.count(sign, at, at + SLICE_BYTES) for sign, weight in WEIGHTS)
-        _require_few(cost, max_values)
+        pace.rest()
     return cost
 
 
@@ -124,14 +125,14 @@ def parse_json(body: bytes, has_marks: bool = False) -> object:
 # ---------------------------------------------------------------------- long texts
 
 
-def parse_in_pieces(body: bytes, max_values: int, cost: float = 0.0) -> object:
-    """As `parse_json`, in calls that hold the GIL for some 10 ms each: long texts are cut out, parsed a megabyte at a
-    time, and put back. What is left goes to one call, so it is refused when it costs more than `max_values`; `cost` is
-    that of its signs."""
+def parse_in_pieces(body: bytes, max_values: int) -> object:
+    """As `parse_json`, for a thread of its own, in calls that hold the GIL for some 10 ms at most: long texts are cut
+    out, parsed piece by piece with rests, and put back. The rest goes to one call, so it is counted first."""
     nonce = secrets.token_hex(8)
     parts, runs = _cut_runs(body, nonce)
-    _require_few(cost + sum(map(len, parts)) / BYTES_PER_VALUE, max_values)
-    value = parse_json(b"".join(parts), has_marks=bool(runs))
+    rest = b"".join(parts)
+    _require_few(cost_of(rest), max_values)
+    value = parse_json(rest, has_marks=bool(runs))
     return value if not runs else _put_back(value, nonce, [_text_of(body, start, end) for start, end in runs])
 
 
@@ -149,9 +150,7 @@ def _cut_runs(body: bytes, nonce: str) -> tuple[list[bytes], list[tuple[int, int
         next_block = quote  # nothing is looked through twice, however few quotation marks there are
         if start == 0:
             continue
-        end = quote
-        while body[end - 1] == ord("\\"):  # it may belong to an escaped quotation mark
-            end -= 1
+        end = _before_backslashes(body, start, quote)  # they may belong to an escaped quotation mark
         is_inside ^= _num_quotes(body[at:start]) % 2 == 1
         parts.append(body[at:start])
         if is_inside:
@@ -169,21 +168,39 @@ def _num_quotes(part: bytes) -> int:
     return part.count(b'"') - part.count(b'\\"')
 
 
+def _before_backslashes(body: bytes, start: int, end: int) -> int:
+    """Where those right before `end` begin."""
+    while end > start:
+        last = body[max(start, end - SEARCH_BYTES) : end]
+        num_kept = len(last.rstrip(b"\\"))
+        end -= len(last) - num_kept
+        if num_kept:
+            break
+    return end
+
+
 def _text_of(body: bytes, start: int, end: int) -> str:
     """What a stretch of a text says. It is cut where no escape and no character can be open."""
-    cuts = [start]
-    while end - cuts[-1] > PIECE_BYTES:
-        cuts.append(_next_cut(body, cuts[-1] + PIECE_BYTES, end))
+    pieces, pace = [], Pace()
     try:
-        return _joined([orjson.loads(b'"%s"' % body[first:last]) for first, last in pairwise([*cuts, end])])
+        while start < end:
+            until = _next_cut(body, start, end) if end - start > PIECE_BYTES else end
+            pieces.append(orjson.loads(b'"%s"' % body[start:until]))
+            start = until
+            pace.rest()
     except orjson.JSONDecodeError as error:
         raise RequestError("body", f"is not JSON: {error.msg}") from None
+    return _joined(pieces)
 
 
-def _next_cut(body: bytes, at: int, end: int) -> int:
-    while (found := NO_OPEN_ESCAPE.search(body, at, min(at + SEARCH_BYTES, end))) is None and at + SEARCH_BYTES < end:
-        at += SEARCH_BYTES // 2
-    cut = end if found is None else found.end()
+def _next_cut(body: bytes, start: int, end: int) -> int:
+    at = start + PIECE_BYTES
+    found = NO_OPEN_ESCAPE.search(body, at, min(at + SEARCH_BYTES, end))
+    if found is None and at + SEARCH_BYTES >= end:
+        return end
+    if found is None:  # backslashes alone, of which two make an escape
+        return at - (at - _before_backslashes(body, start, at)) % 2
+    cut = found.end()
     for _ in range(3):  # a character has three such bytes at most; more of them are refused wherever they are cut
         if cut < end and body[cut] & 0xC0 == 0x80:
             cut += 1
@@ -198,16 +215,18 @@ def _joined(pieces: list[str]) -> str:
             f"has a text of {num_characters} characters that are not all ASCII, more than {MAX_WIDE_CHARACTERS}; "
             "shorten it (a picture in base64 may be longer)",
         )
-    text, held, num_held = "", [], 0
+    text, held, num_held, pace = "", [], 0, Pace()
     for (
         piece
     ) in pieces:  # it grows in place; one `join` would hold the GIL for the page faults of it all, 20 ms for 30 MB
         held.append(piece)
         num_held += len(piece)
-        if num_held >= PIECE_BYTES:
+        if num_held >= GROWTH_CHARACTERS:
             text += "".join(held)
             held, num_held = [], 0
-    return text + "".join(held) if held else text
+            pace.rest()
+    text += "".join(held)
+    return text
 
 
 def _put_back(value: Any, nonce: str, texts: list[str]) -> object:
@@ -215,6 +234,8 @@ def _put_back(value: Any, nonce: str, texts: list[str]) -> object:
 
     def whole(text: str) -> str:
         first, *others = text.split(f"{nonce}-")
+        if len(others) == 1 and not first and text.endswith(";") and text.count(";") == 1:
+            return texts[int(others[0][:-1])]
         pieces = [first]
         for other in others:
             number, _, rest = other.partition(";")

@@ -202,10 +202,11 @@ def test_many_choices_begin_one_in_a_turn_of_the_event_loop(
         '"a",' * 350_000,
         "[]," * 70_000,
         '{"a":1},' * 40_000,
-        '"' + "[,:" * 50_000 + '",',
-        '"' + "\\n" * 2**20 + '",',
+        '"[,:",' * 50_000,
+        '"\\n\\n\\n",' * 80_000,
+        "1," + " " * 5_000_000,
     ],
-    ids=["numbers", "texts", "lists", "objects", "signs", "escapes"],
+    ids=["numbers", "texts", "lists", "objects", "signs", "escapes", "blanks"],
 )
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(client: httpx.Client, values: str) -> None:
     with patch.object(json_body, "parse_json", side_effect=AssertionError("it was parsed")):
@@ -356,7 +357,7 @@ def test_a_long_text_is_parsed_in_pieces_to_the_same(kind: str, ensure_ascii: bo
     parse, sizes = json_body.orjson.loads, []
     with patch.object(json_body.orjson, "loads", lambda part: (sizes.append(len(part)), parse(part))[1]):
         assert json_body.parse_in_pieces(body, MOST) == value
-    assert max(sizes) < 1.5 * json_body.PIECE_BYTES, "longer ones hold the GIL"
+    assert max(sizes[1:]) < 2.5 * json_body.PIECE_BYTES, "longer ones hold the GIL"
 
 
 def test_escapes_are_never_cut_wherever_they_stand() -> None:
@@ -370,9 +371,10 @@ def test_escapes_are_never_cut_wherever_they_stand() -> None:
 def test_random_texts_of_escapes_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body, "PIECE_BYTES", 24)
     monkeypatch.setattr(json_body, "RUN_BYTES", 8)
+    monkeypatch.setattr(json_body, "SEARCH_BYTES", 64)
     rng = random.Random(0)
-    for _ in range(500):
-        letters = rng.choices('\\\\"\n\taué😀\u0000', k=rng.randrange(400))
+    for _ in range(1_000):
+        letters = ["\\"] * rng.randrange(60) + rng.choices('\\\\"\n\taué😀\u0000', k=rng.randrange(400))
         value = ["".join(letters), {"".join(rng.choices("\\u😀d", k=60)): "".join(letters[::-1])}]
         for ensure_ascii in (False, True):
             body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
@@ -394,7 +396,7 @@ def test_a_long_text_beyond_ascii_is_refused_and_one_in_ascii_is_not() -> None:
 class LongestLine:
     """The longest time between two lines of the modules that read bodies: one call, or one operation, of C.
 
-    `bytes.join` lets go of the GIL and is left out.
+    Left out are the copies of a whole text: `bytes.join` lets go of the GIL, and a text grows in place only untraced.
     """
 
     FILES = (json_body.__file__, base64_text.__file__)
@@ -407,7 +409,7 @@ class LongestLine:
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> LongestLine | None:
         took_s = time.thread_time() - self._began_s
-        if took_s > self.longest_s and 'b"".join(' not in linecache.getline(*self._place):
+        if took_s > self.longest_s and '"".join(' not in linecache.getline(*self._place):
             self.longest_s, self.source = took_s, linecache.getline(*self._place)
         if frame.f_code.co_filename not in self.FILES:
             return None
@@ -452,13 +454,13 @@ ENTRIES = {
 
 def full_body(entry: str) -> bytes:
     """As many entries as a body may have."""
-    weight = json_body.cost_of(entry.encode()) + len(entry.encode()) / json_body.BYTES_PER_VALUE
+    weight = json_body.cost_of(entry.encode())
     return f'{{"a":[{entry * int(MAX_VALUES / weight * 0.99)}1]}}'.encode()
 
 
 def many_keys(num_characters: int) -> bytes:
     entry = f'"{"k" * num_characters}":1,'
-    weight = json_body.cost_of(entry.encode()) + len(entry) / json_body.BYTES_PER_VALUE
+    weight = json_body.cost_of(entry.encode())
     keys = (f'"{number:0{num_characters}d}":1' for number in range(int(MAX_VALUES / weight * 0.99)))
     return f"{{{','.join(keys)}}}".encode()
 
@@ -471,6 +473,7 @@ FULL_BODIES: dict[str, Callable[[], bytes]] = {
 TEXT_BODIES = {
     "a text": lambda: b'{"a":"' + b"x" * 30_000_000 + b'"}',
     "escapes": lambda: b'{"a":"' + b"\\n" * 1_000_000 + b'"}',
+    "backslashes": lambda: b'{"a":"x' + b"\\\\" * 5_000_000 + b'y"}',
     "hexadecimal escapes": lambda: b'{"a":"' + b"\\ud83d\\ude00" * 500_000 + b'"}',
     "beyond ASCII": lambda: b'{"a":"' + b"x" * 4_000_000 + "😀".encode() + b'"}',
     "escaped quotation marks": lambda: b'{"a":"' + (b'\\"' + b"y" * 6000) * 4000 + b'"}',
@@ -478,7 +481,7 @@ TEXT_BODIES = {
 
 
 def parsed(body: bytes) -> object:
-    return json_body.parse_in_pieces(body, MAX_VALUES, json_body.cost_of(body, MAX_VALUES))
+    return json_body.parse_in_pieces(body, MAX_VALUES)
 
 
 @pytest.fixture
@@ -510,10 +513,9 @@ def test_no_call_of_the_parser_holds_the_gil_for_long(name: str) -> None:
 @pytest.mark.usefixtures("_no_collections")
 @pytest.mark.parametrize("name", TEXT_BODIES)
 def test_no_operation_on_a_long_text_holds_the_gil_for_long(name: str) -> None:
-    """A text is one value: where the allocator cannot let it grow in place, its last piece copies all of it."""
     body = TEXT_BODIES[name]()
     longest = min((LongestLine().of(lambda: parsed(body)) for _ in range(2)), key=lambda one: one.longest_s)
-    assert longest.longest_s < MAX_TURN * reference_s(), longest.source
+    assert longest.longest_s < MAX_CALL * reference_s(), longest.source
 
 
 @pytest.mark.parametrize("name", ENTRIES)
