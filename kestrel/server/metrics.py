@@ -68,8 +68,7 @@ class Observation:
 
     def metrics(self) -> ServerMetrics | None:
         """None while the engine is loading."""
-        engine = self._engine()
-        if self._metrics is None and engine is not None:
+        if self._metrics is None and (engine := self._engine()) is not None:
             self._metrics = ServerMetrics(self._model_name() or engine.model_name, engine.snapshot)
         return self._metrics
 
