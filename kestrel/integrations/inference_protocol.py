@@ -36,8 +36,7 @@ from kestrel.errors import (
     cut,
     shown,
 )
-from kestrel.images.base64_text import base64_start, decode_base64, require_decodable
-from kestrel.images.encoded import FORMATS
+from kestrel.images.encoded import FORMATS, base64_start, decode_base64, require_decodable
 from kestrel.threads import Threads
 
 MODEL = "moondream"

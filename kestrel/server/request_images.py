@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import httpx
 
 from kestrel.errors import ConfigError, RequestError, shown
-from kestrel.images.base64_text import base64_start, decode_base64, require_decodable
+from kestrel.images.encoded import base64_start, decode_base64, require_decodable
 from kestrel.threads import Threads
 
 LARGE_TEXT = 2**20

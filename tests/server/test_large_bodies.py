@@ -23,8 +23,8 @@ import pytest
 
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError
-from kestrel.images import base64_text
-from kestrel.images.base64_text import base64_start, decode_base64
+from kestrel.images import encoded
+from kestrel.images.encoded import base64_start, decode_base64
 from kestrel.server import json_body
 from kestrel.server.config import ServerConfig
 from kestrel.server.state import RequestInfo
@@ -399,7 +399,7 @@ class LongestLine:
     Left out are the copies of a whole text: `bytes.join` lets go of the GIL, and a text grows in place only untraced.
     """
 
-    FILES = (json_body.__file__, base64_text.__file__)
+    FILES = (json_body.__file__, encoded.__file__)
 
     def __init__(self) -> None:
         self.longest_s = 0.0

@@ -56,6 +56,7 @@ def tracing_every_thread() -> Iterator[Tracer]:
 @pytest.fixture(scope="module")
 def trip() -> list[str]:
     """Of the second of two requests: what only a first one does is left out."""
+    files: list[str] = []
     with tracing_every_thread() as tracer:
         for server in start_server(ServerConfig(port=0), runtime_config()):
             with server.client() as client:
@@ -64,7 +65,7 @@ def trip() -> list[str]:
                     tracer.files.clear()
                     ask(client, picture)
                 tracer.wait_until_quiet()
-            files = [Path(file).relative_to(ROOT).as_posix() for file in tracer.files]
+            files += [Path(file).relative_to(ROOT).as_posix() for file in tracer.files]
     return files
 
 

@@ -10,8 +10,8 @@ import re
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.images import base64_text
-from kestrel.images.base64_text import base64_start, decode_base64
+from kestrel.images import encoded
+from kestrel.images.encoded import base64_start, decode_base64
 
 ALPHABET = "ABwxyz09+/=-_ \n\té\x00"
 
@@ -36,7 +36,7 @@ def spoilt(rng: random.Random) -> str:
 def test_it_reads_and_refuses_what_the_standard_library_does(
     monkeypatch: pytest.MonkeyPatch, slice_digits: int
 ) -> None:
-    monkeypatch.setattr(base64_text, "SLICE_DIGITS", slice_digits)
+    monkeypatch.setattr(encoded, "SLICE_DIGITS", slice_digits)
     rng = random.Random(0)
     num_refused = 0
     for _ in range(20_000):
