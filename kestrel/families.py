@@ -15,6 +15,7 @@ from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
+from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.hub import fetch_file, fetch_weights, resolved, settled
@@ -25,7 +26,7 @@ from kestrel.runtime.bring_up import Abilities, choose_fast_path
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.runtime.memory import naming_memory_knobs
 
-FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
+FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(), LlamaFamily())
 
 
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
@@ -133,16 +134,26 @@ def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> Loca
         return LocatedModel(spec.name, spec.family, spec.config, weights, find_tokenizer(weights, tokenizer))
     family = next((family for family in FAMILIES if family.owns(config)), None)
     if family is None:
-        raise CheckpointError(f"{weights.parent / 'config.json'} describes no known family of models")
+        kind = config.get("model_type")
+        raise CheckpointError(
+            f"{weights.parent / 'config.json'} describes no known family of models"
+            f"{'' if kind is None else f' (model_type {shown(kind)})'}; known are: "
+            f"{', '.join(family.name for family in FAMILIES)}"
+        )
     if spec is not None:
-        _require_same_shape(weights.parent, config, spec)
+        _require_same_shape(weights.parent, config, family, spec)
     name = weights.parent.resolve().name if spec is None else spec.name
     return LocatedModel(name, family.name, config, weights, find_tokenizer(weights, tokenizer))
 
 
-def _require_same_shape(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> None:
+def _require_same_shape(folder: Path, config: Mapping[str, Any], family: ModelFamily, spec: ModelSpec) -> None:
     """A name given together with a folder must be the name of what is in it."""
-    for section in ("text", "vision"):
+    if family.name != spec.family:
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes a model of the family {family.name}, and {spec.name} is of the family "
+            f"{spec.family}; leave model out, or name the model that is in the folder"
+        )
+    for section in family.shape_sections:
         expected = spec.config.get(section, {})
         for key, value in config.get(section, {}).items():
             if expected.get(key) != value:

@@ -54,6 +54,11 @@ class ModelFamily(Protocol):
     @property
     def models(self) -> tuple[ModelSpec, ...]: ...
 
+    @property
+    def shape_sections(self) -> tuple[str, ...]:
+        """Sections of config.json that tell its registered models apart."""
+        ...
+
     def owns(self, config: Mapping[str, Any]) -> bool:
         """Whether a config.json describes a model of this family."""
         ...

@@ -33,7 +33,7 @@ from kestrel.images.rgb import RgbImage
 from kestrel.images.tiling import TilingPlan
 from kestrel.models.contract import EncodeCrops, PreparedImage
 from kestrel.models.family import LoadedModel
-from kestrel.moondream.decoder import MoondreamDecoder
+from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision
 from kestrel.moondream.model import MoondreamModel
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, StepPlan, StepT
@@ -121,13 +121,13 @@ class _Asking:
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._ids = ready.profile.ids
+        self._end_ids = ready.profile.stop_ids
         self._tokens = tokens
         self._limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
 
     async def profile(self, picture: bytes) -> ProfiledRequest:
         self._clock.take()
-        ask = find_workload("chart9").ask(Material([picture], self._tokens, self._ids), 0)
+        ask = find_workload("chart9").ask(Material([picture], self._tokens, self._end_ids), 0)
         began_s = time.perf_counter()
         image = await asyncio.to_thread(self._decode, picture)
         result = await self._engine.run(ask.skill, **{**ask.fields, "image": image})
@@ -237,7 +237,7 @@ def _clock_for(device: torch.device) -> HostClock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-class TimedDecoder(MoondreamDecoder):
+class TimedVision(MoondreamVision):
     """Tells apart what a picture goes through."""
 
     def __init__(self, model: MoondreamModel, clock: HostClock) -> None:
@@ -270,7 +270,7 @@ class TimedRuntime(WrappedRuntime[StepT]):
 
 
 def _timed_decoder(clock: HostClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
-    return lambda model: TimedDecoder(model, clock)
+    return lambda model: MoondreamDecoder(model, TimedVision(model, clock))
 
 
 def own_seconds(spans: Sequence[Span]) -> dict[str, float]:

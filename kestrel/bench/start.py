@@ -37,7 +37,7 @@ async def first_answer(config: RuntimeConfig, began_s: float) -> dict[str, float
     picture = draw_chart(0)
     async with await InferenceEngine.create(config) as engine:
         created_s = time.time()
-        ask = find_workload("chart9").ask(Material([picture], TOKENS, engine.profile.ids), 0)
+        ask = find_workload("chart9").ask(Material([picture], TOKENS, engine.profile.stop_ids), 0)
         await engine.run(ask.skill, **ask.fields)
         answered_s = time.time()
     times = (running_s - began_s, created_s - running_s, answered_s - created_s, answered_s - began_s)

@@ -374,6 +374,7 @@ WARM_UP_FIELDS = {
     "point": {"object": "thing", "max_objects": 1},
     "detect": {"object": "thing", "max_objects": 1},
     "segment": {"object": "thing", "max_tokens": 8},
+    "complete": {"prompt": "What is this?", "max_tokens": 2},
 }
 
 
@@ -382,7 +383,7 @@ async def warm_up(engine: InferenceEngine) -> float:
     itself ready; the seconds it took."""
     began_s = time.monotonic()
     await engine.prepare_formats()
-    known = {name.split(".")[0] for name in engine.profile.templates}
+    known = {name.split(".")[0] for name in engine.profile.templates} or {"complete"}
     picture = _warm_up_picture() if engine.profile.has_vision else None
     for skill, fields in WARM_UP_FIELDS.items():
         if skill in known and skill in engine.skills:

@@ -99,3 +99,7 @@ class RegionHeads:
     size_id: int
     coords_B: Tensor | None = None
     sizes_B2: Tensor | None = None
+
+
+NO_REGIONS = RegionHeads(coord_id=-1, size_id=-1)
+"""Of a model whose tokens are text: no id is one of these."""

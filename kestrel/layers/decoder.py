@@ -31,31 +31,49 @@ class TextDecoder(nn.Module):
         rope: Rope | None,
         *,
         head_bias: bool = False,
+        is_tied: bool = False,
     ) -> None:
+        """`is_tied`: the output head is the embedding."""
         super().__init__()
         self.wte = normal_parameter(vocab_size, dim, std=0.02)
         self.blocks = nn.ModuleList(blocks)
         self.post_ln = norm
         self.lm_head = Linear(dim, vocab_size, bias=head_bias)
         self.rope = rope
+        self._is_tied = is_tied
+        if is_tied:
+            self.lm_head.weight = self.wte
+        self.is_fused = False
+        self.quantization = "none"
 
     def reset_buffers(self, device: torch.device | str) -> None:
         """Computes what no checkpoint holds; needed after `load_state_dict(assign=True)` on a meta model."""
         if self.rope is not None:
             self.rope.reset_buffers(device)
+        if self._is_tied:
+            self.lm_head.weight = self.wte
 
     def fuse(self, ops: Ops) -> None:
-        """From now on run in few, wide operations of this bundle, on matrices that are joined where that helps."""
+        """From now on run in few, wide operations of this bundle, on matrices that are joined where that helps. A model
+        is fused once."""
+        if self.is_fused:
+            return
         use_ops(self, ops)
         for block in self._blocks():
             block.join()
             use_ops(block, ops)
+        self.is_fused = True
 
     def to_fp8(self, *, experts_only: bool = False) -> None:
         """From now on run on float8 matrices, which take the place of the blocks' own."""
         for block in self._blocks():
             if not experts_only or (isinstance(block, ParallelBlock) and block.has_experts):
                 block.to_fp8()
+        self.quantization = "fp8-experts" if experts_only else "fp8"
+
+    def matrix_sides(self) -> set[int]:
+        """Of the blocks' matrices."""
+        return {side for layer in self.blocks.modules() if isinstance(layer, Linear) for side in layer.weight.shape}
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.wte)

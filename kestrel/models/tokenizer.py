@@ -24,6 +24,8 @@ class TextTokenizer:
         """Takes `tokenizer` over: truncation and padding that its file may ask for are switched off."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        self.start_id = next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
+        """What the file puts before a text; nothing where it is None."""
         tokenizer.add_special_tokens(_unmarked_controls(tokenizer))
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer

@@ -96,6 +96,7 @@ class MoondreamFamily:
 
     name = FAMILY
     models = MODELS
+    shape_sections = ("text", "vision")
 
     def owns(self, config: Mapping[str, Any]) -> bool:
         return {"text", "vision", "region"} <= config.keys()
@@ -135,7 +136,7 @@ class MoondreamFamily:
     ) -> ReadyModel:
         assert isinstance(loaded, LoadedMoondream)
         decoder = (make_decoder or MoondreamDecoder)(loaded.model)
-        assert isinstance(decoder, MoondreamDecoder)
+        assert decoder.vision is not None
         with on_device(decoder.device):
             runtime = ModelRuntime(decoder, config, with_adapters, loaded.kv_scales)
         constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
@@ -147,7 +148,7 @@ class MoondreamFamily:
             num_image_positions=decoder.shape.num_image_positions,
             adapter_shape=decoder.adapter_shape,
             memory_plan=runtime.memory_plan,
-            picture_form=decoder.picture_form(None if refiner is None else OUTLINE_SIDE_PX),
+            picture_form=decoder.vision.picture_form(None if refiner is None else OUTLINE_SIDE_PX),
             refiner=refiner,
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import Ops
 from kestrel.kernels.row_tables import COORD, SIZE
-from kestrel.models.contract import DecoderModel
+from kestrel.models.contract import DecoderModel, RegionPart
 from kestrel.runtime.contract import DecodeRow, PrefillChunk
 from kestrel.runtime.device import upload
 from kestrel.runtime.kv_cache import PagedKVCache
@@ -85,15 +85,16 @@ def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[
         else:
             ids = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
             x_TD = model.embed_text(upload(ids, device))
-            x_TD = _with_region_values(model, chunk, x_TD)
+            if model.regions is not None:
+                x_TD = _with_region_values(model.regions, chunk, x_TD)
         embedded.append(x_TD)
     return embedded
 
 
-def _with_region_values(model: DecoderModel, chunk: PrefillChunk, x_TD: Tensor) -> Tensor:
+def _with_region_values(regions: RegionPart, chunk: PrefillChunk, x_TD: Tensor) -> Tensor:
     coords = [(i, item.value) for i, item in enumerate(chunk.items) if isinstance(item, CoordToken)]
     sizes = [(i, (item.width, item.height)) for i, item in enumerate(chunk.items) if isinstance(item, SizeToken)]
-    for values, embed in ((coords, model.embed_coords), (sizes, model.embed_sizes)):
+    for values, embed in ((coords, regions.embed_coords), (sizes, regions.embed_sizes)):
         if values:
             index = upload([i for i, _ in values], x_TD.device)
             value = upload([v for _, v in values], x_TD.device, torch.float32)
@@ -106,8 +107,8 @@ def embed_decode(model: DecoderModel, table: RowTable, decode: list[DecodeRow]) 
     t = table.tensors
     rows_B = upload([one.row for one in decode], table.device)
     x_BD = model.embed_text(t.last_id[rows_B])
-    if any(table.host[one.row].carries for one in decode):
+    if model.regions is not None and any(table.host[one.row].carries for one in decode):
         kind_B1, value_B2 = t.last_kind[rows_B][:, None], t.last_value[rows_B]
-        x_BD = torch.where(kind_B1 == COORD, model.embed_coords(value_B2[:, 0]).to(x_BD.dtype), x_BD)
-        x_BD = torch.where(kind_B1 == SIZE, model.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
+        x_BD = torch.where(kind_B1 == COORD, model.regions.embed_coords(value_B2[:, 0]).to(x_BD.dtype), x_BD)
+        x_BD = torch.where(kind_B1 == SIZE, model.regions.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
     return x_BD

@@ -75,8 +75,8 @@ class ModelRuntime(Executor):
         working_bytes = 0 if working is None else working.planned(num_crops)
         # Apart from the other graphs, since pictures are encoded beside the rest of a step.
         vision_graphs = (
-            VisionGraphs(decoder, num_crops, GraphPool(device))
-            if is_captured and decoder.shape.num_image_positions
+            VisionGraphs(decoder.vision, num_crops, GraphPool(device))
+            if is_captured and decoder.vision is not None
             else None
         )
         limits = runtime_limits(

@@ -83,7 +83,8 @@ class Executor:
         self._ops, self._by_kernels = ops, by_kernels
         self._adapters = adapters
         self._vision_graphs = vision_graphs
-        self._pictures = PictureEncoder(model, vision_batch_crops, vision_graphs)
+        vision = model.vision
+        self._pictures = None if vision is None else PictureEncoder(vision, vision_batch_crops, vision_graphs)
         self._limits = limits
         device = model.device
         self._beside = SideStream(device)
@@ -157,19 +158,21 @@ class Executor:
         return step
 
     def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
+        if self._pictures is None:
+            return {}, {}
         with self._beside.running():
             return self._pictures.encode(prefill)
 
     def _advance_pictures(self, slices: list[PictureSlice]) -> None:
         """After the rows that decode in fixed sizes, whose tokens people wait for."""
-        if not slices:
+        if self._pictures is None or not slices:
             return
         with self._beside.in_turn():
             for slice_ in slices:
                 self._pictures.ahead.advance(slice_)
 
     def has_encoded(self, digest: str) -> bool:
-        return self._pictures.ahead.has_encoded(digest)
+        return self._pictures is not None and self._pictures.ahead.has_encoded(digest)
 
     def _run_flat(
         self,

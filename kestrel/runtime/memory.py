@@ -101,10 +101,11 @@ def measure_working_memory(
 ) -> WorkingMemory:
     """By running the model on a large picture, and on as many positions as a step may have."""
     per_crop = 0
-    if model.shape.num_image_positions:
+    vision = model.vision
+    if vision is not None:
         picture = RgbImage.from_pixels(np.zeros((picture_side, picture_side, 3), np.uint8), copy=False)
-        prepared = model.prepare_image(picture)
-        per_crop = -(-peak(model.device, lambda: model.embed_images([prepared])) // prepared.num_crops)
+        prepared = vision.prepare_image(picture)
+        per_crop = -(-peak(model.device, lambda: vision.embed_images([prepared])) // prepared.num_crops)
     positions_T = torch.zeros(max_positions, dtype=torch.int64, device=model.device)
     x_TD = torch.zeros(max_positions, model.shape.hidden_dim, dtype=model.dtype, device=model.device)
     nothing = NothingSeen(PagedKVCache(model.shape, 1, 1, kv_dtype, model.device), positions_T, by_kernels)

@@ -63,11 +63,12 @@ def score_prompts(model: DecoderModel, prefill: list[PrefillChunk], hidden_TD: T
     at: list[int] = []
     ids: list[int] = []
     sums: list[Tensor] = []
+    region_ids = (-1, -1) if model.regions is None else (model.regions.coord_id, model.regions.size_id)
     first = 0
     for chunk in prefill:
         last = first + chunk.num_positions
         if chunk.prompt_outputs is not None:
-            targets = scored_ids(chunk, model.shape.coord_id, model.shape.size_id)
+            targets = scored_ids(chunk, *region_ids)
             at += [first + local for local, _ in targets]
             ids += [token_id for _, token_id in targets]
             pooled_TD = hidden_TD[first + first_pooled(chunk) : last]

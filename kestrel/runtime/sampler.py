@@ -15,7 +15,7 @@ from kestrel.grammar import Carries
 from kestrel.kernels.best_ids import mask, rank
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.draw_ids import draw_ids
-from kestrel.kernels.row_tables import COORD, GOING_ON, NOT_FINITE, SIZE, STOPPED, TEXT, RegionHeads
+from kestrel.kernels.row_tables import COORD, GOING_ON, NO_REGIONS, NOT_FINITE, SIZE, STOPPED, TEXT, RegionHeads
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.contract import RowOutput, StepOutput
@@ -79,11 +79,14 @@ def wanted_values(host: list[HostRow]) -> Carries:
 
 def region_heads(model: DecoderModel, wanted: Carries, hidden_BD: Tensor) -> RegionHeads:
     """Only the wanted ones run."""
+    regions = model.regions
+    if regions is None:
+        return NO_REGIONS
     return RegionHeads(
-        coord_id=model.shape.coord_id,
-        size_id=model.shape.size_id,
-        coords_B=model.decode_coords(hidden_BD).float() if wanted & Carries.COORD else None,
-        sizes_B2=model.decode_sizes(hidden_BD).float() if wanted & Carries.SIZE else None,
+        coord_id=regions.coord_id,
+        size_id=regions.size_id,
+        coords_B=regions.decode_coords(hidden_BD).float() if wanted & Carries.COORD else None,
+        sizes_B2=regions.decode_sizes(hidden_BD).float() if wanted & Carries.SIZE else None,
     )
 
 

@@ -129,12 +129,15 @@ def _require_purpose(values: Values, num_scored: int | None) -> None:
 
 def _prompt_ids(request: CompleteRequest, profile: ModelProfile) -> Sequence[int]:
     """The ids of all tokens, the beginning of text before a picture included."""
-    bos, prompt = profile.ids.bos, request.prompt
+    bos, prompt = profile.bos, request.prompt
+    start = [] if bos is None else [bos]
     if isinstance(prompt, str):
-        return [bos, *profile.tokenizer.encode(prompt)]
-    return [bos, *prompt] if request.images and prompt[0] != bos else prompt
+        return [*start, *profile.tokenizer.encode(prompt)]
+    return [*start, *prompt] if request.images and prompt[0] != bos else prompt
 
 
 def _items(request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Sequence[ContextItem]:
     ids = _prompt_ids(request, profile)
-    return [*opening(profile, images), *text_tokens(ids[1:])] if images else text_tokens(ids)
+    if not images:
+        return text_tokens(ids)
+    return [*opening(profile, images), *text_tokens(ids if profile.bos is None else ids[1:])]

@@ -44,7 +44,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
         words, ids = values.own.get("text"), values.own.get("token_ids", ())
         if words is not None and ids:
             raise RequestError("token_ids", "are given beside text; give one of the two")
-        if ids[:1] == (profile.ids.bos,):
+        if ids and ids[0] == profile.bos:
             ids = ids[1:]
         if words is None and not ids and not values.images:
             raise RequestError("text", "is required: give text, token_ids (beyond the beginning of text) or an image")
@@ -59,7 +59,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
     def prompt(self, request: EmbedRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
         ids = request.token_ids if request.text is None else profile.tokenizer.encode(request.text)
         prompt = laid_out([*opening(profile, images), *text_tokens(ids)], text_rules(profile), request.sampling)
-        return replace(prompt, outputs=PromptOutputs(pool_from=1))
+        return replace(prompt, outputs=PromptOutputs(pool_from=0 if profile.bos is None else 1))
 
     def start(self, request: EmbedRequest, profile: ModelProfile) -> SkillState:
         return EmbedState()

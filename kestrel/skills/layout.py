@@ -20,7 +20,9 @@ SpatialRef: TypeAlias = tuple[float, ...]
 
 def opening(profile: ModelProfile, images: Sequence[ImageSpan]) -> list[ContextItem]:
     """The beginning-of-text token and the pictures that follow it; the first picture takes the token into its span."""
-    bos = profile.ids.bos
+    bos = profile.bos
+    if bos is None:
+        return list(images)
     if not images:
         return [TextToken(bos)]
     first = ImageSpan(images[0].digest, images[0].num_positions + 1, bos_id=bos)
@@ -49,7 +51,8 @@ def template_of(profile: ModelProfile, skill: str) -> Template:
 
 
 def not_supported(profile: ModelProfile, skill: str) -> RequestError:
-    supported = ", ".join(sorted({key.split(".")[0] for key in profile.templates})) or "complete"
+    skills = {key.split(".")[0] for key in profile.templates} | ({"chat"} if profile.chat is not None else set())
+    supported = ", ".join(sorted(skills | {"complete", "embed"}))
     return RequestError("skill", f"{skill} is not supported by {profile.name}; use one of: {supported}")
 
 
@@ -64,8 +67,8 @@ def check_pictures(profile: ModelProfile, images: Sequence[object], *, needed_by
 def opens_reasoning(profile: ModelProfile, asked: bool | None) -> bool:
     """Whether to think first: as asked, else the model's habit."""
     if asked is None:
-        return profile.defaults.reasoning and bool(profile.reasoning_opener)
-    if asked and not profile.reasoning_opener:
+        return profile.defaults.reasoning and profile.can_reason
+    if asked and not profile.can_reason:
         raise RequestError("reasoning", f"is not supported by {profile.name}; leave it out or use another model")
     return asked
 

@@ -10,18 +10,10 @@ from typing import Any
 
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.sampling_params import SamplingParams
-from kestrel.skills.base import ModelProfile, SkillState, SpecialIds
+from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.logprobs import LogprobLedger, TextPlace
 from kestrel.skills.text_stream import TextStream, text_stream
-from kestrel.tokens import CoordToken, SizeToken, Token
-
-
-def token_id(ids: SpecialIds, token: Token) -> int:
-    if isinstance(token, CoordToken):
-        return ids.coord
-    if isinstance(token, SizeToken):
-        return ids.size
-    return token.id
+from kestrel.tokens import CoordToken, Token
 
 
 def compact_json(fields: Mapping[str, Any]) -> str:
@@ -60,7 +52,7 @@ class RecordingState(SkillState):
         return 0
 
     def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
-        emitted = token_id(self.profile.ids, token)
+        emitted = self.profile.id_of(token)
         self.token_ids.append(emitted)
         if self._ledger is None:
             return self.take(token)
@@ -103,7 +95,7 @@ class TextState(RecordingState):
         return self._stream.num_printed
 
     def take(self, token: Token) -> StreamDelta | None:
-        chunk = self._stream.push(token_id(self.profile.ids, token))
+        chunk = self._stream.push(self.profile.id_of(token))
         return text_delta(chunk, ends=self._stream.is_stopped)
 
     def rest(self) -> StreamDelta | None:
@@ -147,7 +139,7 @@ class ReasoningState(RecordingState):
         return self._answer.num_printed if kind == "text" else self._thoughts.num_printed
 
     def take(self, token: Token) -> StreamDelta | None:
-        emitted = token_id(self.profile.ids, token)
+        emitted = self.profile.id_of(token)
         if self._answering:
             return text_delta(self._answer.push(emitted), ends=self._answer.is_stopped)
         self._num_thinking += 1
@@ -165,7 +157,7 @@ class ReasoningState(RecordingState):
     def _opens_answer(self, token: Token) -> bool:
         """Whether the token is an id of the suffix."""
         has_begun = self._suffix_left < len(self.profile.templates["query"].suffix)
-        return has_begun or token_id(self.profile.ids, token) == self._end_of_thinking
+        return has_begun or self.profile.id_of(token) == self._end_of_thinking
 
     def output(self) -> SkillOutput:
         text, grounding = self._thoughts.result()
@@ -187,7 +179,8 @@ class _Thoughts:
 
     def __init__(self, profile: ModelProfile) -> None:
         self._profile = profile
-        self._marks = (profile.ids.start_ground, profile.ids.end_ground)
+        regions = profile.regions
+        self._marks = () if regions is None else (regions.start_ground, regions.end_ground)
         self._chunks = [_Chunk(TextStream(profile.tokenizer))]
         self._num_before = 0  # characters of the chunks before the last one
 

@@ -32,7 +32,7 @@ from kestrel.moondream.config import (
     derived_generation,
 )
 from kestrel.moondream.model import MoondreamModel
-from kestrel.skills.base import SpecialIds, Template
+from kestrel.skills.base import RegionIds, Template
 from kestrel.skills.segment import UNITS
 from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene
@@ -155,17 +155,9 @@ def tokenizer_config(tokenizer_json: str) -> TokenizerConfig:
 
 def prompt_format(tokenizer_json: str, config: TokenizerConfig) -> PromptFormat:
     """The same as plain data for worker processes."""
-    ids = SpecialIds(
-        bos=config.bos_id,
-        eos=config.eos_id,
-        answer=config.answer_id,
-        thinking=config.thinking_id,
-        coord=config.coord_id,
-        size=config.size_id,
-        start_ground=config.start_ground_points_id,
-        end_ground=config.end_ground_id,
-    )
-    return PromptFormat(tokenizer_json, ids, dict(config.templates))
+    regions = RegionIds(config.coord_id, config.size_id, config.start_ground_points_id, config.end_ground_id)
+    ids = (config.bos_id, config.eos_id, config.answer_id, config.thinking_id)
+    return PromptFormat(tokenizer_json, *ids, regions, dict(config.templates))
 
 
 def _random_scenes(seed: int) -> Iterator[Scene]:

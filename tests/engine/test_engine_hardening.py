@@ -121,11 +121,11 @@ async def test_a_request_whose_numbers_overflow_fails_alone_and_taints_nothing(m
     options: dict[str, Any] = {"reasoning": False, "temperature": 0.0, "max_new_tokens": 6}
     clean = await engine.query(question="what is the cat?", **options)
     decoder = engine._ready.runtime.decoder  # type: ignore[attr-defined]
-    real = decoder.embed_coords
-    decoder.embed_coords = lambda values: real(values) * float("nan")
+    real = decoder.regions.embed_coords
+    decoder.regions.embed_coords = lambda values: real(values) * float("nan")
     with pytest.raises(NumericalError):
         await engine.query(GOLDENS / "image_small.png", "here?", spatial_refs=[[0.5, 0.5]], **options)
-    decoder.embed_coords = real
+    decoder.regions.embed_coords = real
     await engine.query(GOLDENS / "image_small.png", "here?", spatial_refs=[[0.5, 0.5]], **options)
     for _ in range(3):
         again = await engine.query(question="what is the cat?", **options)

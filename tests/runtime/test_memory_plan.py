@@ -21,8 +21,6 @@ SHAPE = DecoderShape(
     vocab_size=100,
     max_context=1024,
     num_image_positions=729,
-    coord_id=5,
-    size_id=6,
 )
 CPU = torch.device("cpu")
 

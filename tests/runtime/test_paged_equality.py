@@ -137,8 +137,8 @@ def test_several_pictures_in_one_context(family: str) -> None:
     case = Case("two", items, text_grammar(g.config), 6, images)
     expected = g.naive.generate(items, images, case.grammar, 6).tokens
     engine = paged(g.model)
-    whole = engine.decoder.embed_images
-    engine.decoder.embed_images = lambda prepared, encode_crops: [
+    whole = engine.decoder.vision.embed_images
+    engine.decoder.vision.embed_images = lambda prepared, encode_crops: [
         embedded if image.num_crops == 1 else embedded[:50]
         for image, embedded in zip(prepared, whole(prepared, encode_crops), strict=True)
     ]

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kestrel.adapters.adapter import MATRICES, Matrix
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, shown
 from kestrel.train.adapter.dataset import check_skills
 
 DEFAULT_EPOCHS = 10.0
 FOLDER_SUFFIX = ".training"
+MATRICES = ("qkv", "proj", "fc1", "fc2")
+"""Those of a Moondream's blocks, which this training knows."""
 STATE, CURVES, PICTURE = "state.pt", "curves.csv", "curves.png"
 
 
@@ -142,7 +143,7 @@ class AdapterRun:
         return tuple(_listed(",".join(self.skills)))
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[str, ...]:
         """In the order of the model, however they were listed."""
         names = _listed(self.targets)
         return tuple(name for name in MATRICES if name in names)

@@ -97,7 +97,9 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
         )
     )  # fmt: skip
     pictures.prepare(report.picture, should_stop)
-    task = AdapterTask(loaded.model, pictures, moondream_profile(loaded.config, loaded.tokenizer, loaded.name).ids)
+    regions = moondream_profile(loaded.config, loaded.tokenizer, loaded.name).regions
+    assert regions is not None
+    task = AdapterTask(loaded.model, pictures, regions)
     keeper = _Keeper(options, dataset, loaded.name, factors, report)
     ending = train_adapter(task, factors, train, val, plan, state, keeper, should_stop)
     return keeper.finish(task, val, plan, state, ending)
