@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from kestrel.errors import ConfigError
-from kestrel.kernels.fp8_linear import WIDTH_MULTIPLE
+from kestrel.kernels.fp8 import WIDTH_MULTIPLE
 from kestrel.kernels.ops import Ops
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.region import RegionModel

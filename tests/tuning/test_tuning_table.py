@@ -16,9 +16,9 @@ from kestrel.bench.kernels.case import Maker, small_sizes, tuning_sizes
 from kestrel.bench.kernels.measure import all_cases
 from kestrel.bench.kernels.tune import tuned_op
 from kestrel.kernels.ops import Ops
+from kestrel.kernels.triton.launch import TunedSize, TuningTable, rows_range
+from kestrel.kernels.triton.linear import Tuning
 from kestrel.kernels.triton.ops import TRITON, triton_ops
-from kestrel.kernels.triton.small_linear import Tuning
-from kestrel.kernels.triton.tuning_table import TunedSize, TuningTable, rows_range
 from kestrel.kernels.tuning import TUNED_OPS
 
 BF16 = torch.bfloat16

@@ -116,7 +116,7 @@ def full_sizes() -> Sizes:
 
 
 def tuning_sizes() -> Sizes:
-    """One in every range of rows (`kestrel.kernels.triton.tuning_table`) that serving meets often."""
+    """One in every range of rows (`kestrel.kernels.triton.launch`) that serving meets often."""
     return replace(
         full_sizes(),
         crops=(1, 4, 9, 36),

@@ -12,7 +12,7 @@ from torch import Tensor
 from kestrel.bench.kernels.case import PAGE_SIZE, Case, Maker, Sizes
 from kestrel.bench.kernels.tunings import best_ids_tunings, draw_ids_tunings, row_inputs_tunings
 from kestrel.bench.kernels.vision_cases import HALF_BYTES
-from kestrel.kernels import best_ids, commit_ids, draw_ids, row_inputs
+from kestrel.kernels import commit_ids, row_tables, sampling
 from kestrel.kernels.row_tables import (
     END_STATE,
     NO_ID,
@@ -22,10 +22,10 @@ from kestrel.kernels.row_tables import (
     RegionHeads,
     RowState,
 )
-from kestrel.kernels.triton import best_ids as triton_best_ids
 from kestrel.kernels.triton import commit_ids as triton_commit_ids
-from kestrel.kernels.triton import draw_ids as triton_draw_ids
-from kestrel.kernels.triton import row_inputs as triton_row_inputs
+from kestrel.kernels.triton import row_tables as triton_row_inputs
+from kestrel.kernels.triton import sampling as triton_best_ids
+from kestrel.kernels.triton import sampling as triton_draw_ids
 
 NUM_STATES, LIST_WIDTH = 64, 8
 COORD_ID, SIZE_ID = 5, 6
@@ -54,7 +54,7 @@ def _inputs_case(sizes: Sizes, rows: int) -> Case:
     return Case(
         op="row_inputs",
         size=f"{rows} rows of {num_pages} pages",
-        plain=row_inputs.row_inputs,
+        plain=row_tables.row_inputs,
         triton=triton_row_inputs.row_inputs,
         make=make,
         bytes_moved=2 * 8 * rows * num_pages,
@@ -84,7 +84,7 @@ def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
 
 
 def _plain_greedy(logits: Tensor, rows_B: Tensor, tables: Tables, region: RegionHeads) -> tuple[Tensor, Tensor]:
-    return commit_ids.commit_ids(best_ids.best_ids(logits, rows_B, *tables), rows_B, *tables, region)
+    return commit_ids.commit_ids(sampling.best_ids(logits, rows_B, *tables), rows_B, *tables, region)
 
 
 def _triton_greedy(
@@ -105,10 +105,10 @@ def _draw_case(vocab: int, rows: int, temperature: float, top_k: int, top_p: flo
         return scores, maker.order(rows), _drawing_rows(maker, rows, temperature, top_k, top_p)
 
     def plain(*arguments: Any) -> Tensor:
-        return best_ids.chosen(draw_ids.draw_ids(*arguments))[1]
+        return sampling.chosen(sampling.draw_ids(*arguments))[1]
 
     def triton(*arguments: Any, **chosen: Any) -> Tensor:
-        return best_ids.chosen(triton_draw_ids.draw_ids(*arguments, **chosen))[1]
+        return sampling.chosen(triton_draw_ids.draw_ids(*arguments, **chosen))[1]
 
     return Case(
         op="draw_ids",

@@ -30,20 +30,20 @@ from kestrel.bench.kernels.vision_cases import (
     gelu_to_fp8_case,
     norm_to_fp8_case,
 )
-from kestrel.kernels import chunk_attention, low_rank, paged_attention, rotate_and_store, small_linear, tau
-from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels import linear, low_rank, paged_attention, rotary
+from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_slots
 from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
-from kestrel.kernels.rope import rope_tables
-from kestrel.kernels.triton import chunk_attention as triton_chunk_attention
+from kestrel.kernels.rotary import rope_tables
+from kestrel.kernels.triton import linear as triton_small_linear
 from kestrel.kernels.triton import low_rank as triton_low_rank
+from kestrel.kernels.triton import paged_attention as triton_chunk_attention
 from kestrel.kernels.triton import paged_attention as triton_paged_attention
-from kestrel.kernels.triton import rotate_and_store as triton_rotate_and_store
-from kestrel.kernels.triton import small_linear as triton_small_linear
-from kestrel.kernels.triton import tau as triton_tau
+from kestrel.kernels.triton import rotary as triton_rotate_and_store
+from kestrel.kernels.triton import rotary as triton_tau
 from kestrel.kernels.triton.low_rank import usual_rows_per_tile
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
-from kestrel.kernels.triton.moe_small import moe_small
+from kestrel.kernels.triton.moe_mlp import moe_small
 from kestrel.layers.mlp import MAX_EXACT_ROWS
 
 FACTOR_BYTES = 4
@@ -96,7 +96,7 @@ def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
     return Case(
         op="rotate_and_store",
         size=f"{tokens} tokens{', tau' * has_tau}",
-        plain=rotate_and_store.rotate_and_store,
+        plain=rotary.rotate_and_store,
         triton=triton_rotate_and_store.rotate_and_store,
         make=make,
         bytes_moved=2 * tokens * text.qkv_dim * HALF_BYTES,
@@ -117,7 +117,7 @@ def _tau_case(sizes: Sizes, tokens: int) -> Case:
     return Case(
         op="tau_factors",
         size=f"{tokens} tokens",
-        plain=tau.stacked_tau_factors,
+        plain=rotary.stacked_tau_factors,
         triton=triton_tau.tau_factors,
         make=make,
         bytes_moved=(tokens + num_out) * num_in * HALF_BYTES + tokens * num_out * FACTOR_BYTES,
@@ -197,7 +197,7 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
     return Case(
         op="attend_chunks",
         size=f"{prompts} prompts, {counts}{'' if cache_dtype is None else ', fp8'}",
-        plain=chunk_attention.attend_chunks,
+        plain=paged_attention.attend_chunks,
         triton=triton_chunk_attention.attend_chunks,
         make=make,
         bytes_moved=kv_numbers * width + 2 * num_queries * text.n_heads * text.head_dim * HALF_BYTES,
@@ -220,7 +220,7 @@ def _linear_case(
     return Case(
         op="small_linear",
         size=f"{name}, {rows}x{num_in} to {num_out}{', fp8 weights' * has_fp8_weights}",
-        plain=small_linear.small_linear,
+        plain=linear.small_linear,
         triton=triton_small_linear.small_linear,
         make=make,
         bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kestrel.bench.kernels.case import Case, Maker, Sizes
 from kestrel.bench.kernels.tunings import crop_attention_tunings, fp8_tunings, layer_norm_tunings
-from kestrel.kernels import crop_attention, fp8_rows, layer_norm
-from kestrel.kernels.triton import crop_attention as triton_crop_attention
-from kestrel.kernels.triton import fp8_rows as triton_fp8_rows
-from kestrel.kernels.triton import layer_norm as triton_layer_norm
-from kestrel.kernels.triton.crop_attention_choice import HOPPER, attend_crops_on_hopper
+from kestrel.kernels import fp8, norms, vision
+from kestrel.kernels.triton import fp8 as triton_fp8_rows
+from kestrel.kernels.triton import norms as triton_layer_norm
+from kestrel.kernels.triton import vision as triton_crop_attention
+from kestrel.kernels.triton.vision import HOPPER, attend_crops_on_hopper
 
 EPS = 1e-5
 HALF_BYTES = 2
@@ -42,7 +42,7 @@ def norm_case(rows: int, dim: int) -> Case:
     return Case(
         op="layer_norm",
         size=f"{rows}x{dim}",
-        plain=layer_norm.layer_norm,
+        plain=norms.layer_norm,
         triton=triton_layer_norm.layer_norm,
         make=make,
         bytes_moved=2 * rows * dim * HALF_BYTES,
@@ -60,7 +60,7 @@ def add_norm_case(rows: int, dim: int, num_deltas: int) -> Case:
     return Case(
         op="add_layer_norm",
         size=f"{rows}x{dim} +{num_deltas}",
-        plain=layer_norm.add_layer_norm,
+        plain=norms.add_layer_norm,
         triton=triton_layer_norm.add_layer_norm,
         make=make,
         bytes_moved=(3 + num_deltas) * rows * dim * HALF_BYTES,
@@ -76,7 +76,7 @@ def _attention_case(crops: int, positions: int, heads: int, dim: int) -> Case:
     return Case(
         op="attend_crops",
         size=f"{crops} crops of {positions}, {heads}x{dim // heads}",
-        plain=crop_attention.attend_crops,
+        plain=vision.attend_crops,
         triton=_attend_crops,
         make=make,
         bytes_moved=4 * crops * positions * dim * HALF_BYTES,
@@ -85,7 +85,7 @@ def _attention_case(crops: int, positions: int, heads: int, dim: int) -> Case:
     )
 
 
-def _attend_crops(qkv_NPC: Tensor, n_heads: int, tuning: triton_crop_attention.Tuning | None = None) -> Tensor:
+def _attend_crops(qkv_NPC: Tensor, n_heads: int, tuning: triton_crop_attention.CropTuning | None = None) -> Tensor:
     """What engines run on a Hopper GPU; the portable kernel elsewhere, and where its block sizes are asked for."""
     if tuning is not None or not qkv_NPC.is_cuda or torch.cuda.get_device_capability(qkv_NPC.device)[0] != HOPPER:
         return triton_crop_attention.attend_crops(qkv_NPC, n_heads, tuning)
@@ -99,7 +99,7 @@ def _fp8_case(rows: int, dim: int) -> Case:
     return Case(
         op="rows_to_fp8",
         size=f"{rows}x{dim}",
-        plain=fp8_rows.rows_to_fp8,
+        plain=fp8.rows_to_fp8,
         triton=triton_fp8_rows.rows_to_fp8,
         make=make,
         bytes_moved=rows * dim * (HALF_BYTES + FP8_BYTES),
@@ -113,7 +113,7 @@ def norm_to_fp8_case(rows: int, dim: int) -> Case:
     return replace(
         norm_case(rows, dim),
         op="layer_norm_to_fp8",
-        plain=layer_norm.layer_norm_to_fp8,
+        plain=norms.layer_norm_to_fp8,
         triton=triton_layer_norm.layer_norm_to_fp8,
         bytes_moved=rows * dim * (HALF_BYTES + FP8_BYTES),
         flop=11 * rows * dim,
@@ -125,7 +125,7 @@ def add_norm_to_fp8_case(rows: int, dim: int, num_deltas: int) -> Case:
     return replace(
         add_norm_case(rows, dim, num_deltas),
         op="add_layer_norm_to_fp8",
-        plain=layer_norm.add_layer_norm_to_fp8,
+        plain=norms.add_layer_norm_to_fp8,
         triton=triton_layer_norm.add_layer_norm_to_fp8,
         bytes_moved=rows * dim * ((2 + num_deltas) * HALF_BYTES + FP8_BYTES),
         flop=12 * rows * dim,
@@ -137,7 +137,7 @@ def gelu_to_fp8_case(rows: int, dim: int) -> Case:
     return replace(
         _fp8_case(rows, dim),
         op="gelu_to_fp8",
-        plain=fp8_rows.gelu_to_fp8,
+        plain=fp8.gelu_to_fp8,
         triton=triton_fp8_rows.gelu_to_fp8,
         flop=11 * rows * dim,
     )
