@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -78,4 +79,27 @@ class ModelFamily(Protocol):
         make_decoder: MakeDecoder | None = None,
     ) -> ReadyModel:
         """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
+        ...
+
+    def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
+        """A model in memory behind the runtime's contract, without a runtime."""
+        ...
+
+    def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
+        """Its prompts and control ids, without constraints."""
+        ...
+
+    @property
+    def random_names(self) -> tuple[str, ...]:
+        """Models that can be made with random weights, for measurements of speed."""
+        ...
+
+    def random(
+        self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]
+    ) -> LoadedModel[nn.Module, object]:
+        """One of `random_names` in memory. Its tokenizer may have an id for each of `pieces`."""
+        ...
+
+    def write_random(self, name: str, folder: Path, pieces: Iterable[str]) -> None:
+        """The same as a model folder."""
         ...
