@@ -22,11 +22,11 @@ from kestrel.kernels.triton import (
 )
 
 
-def layer_norm_tunings() -> tuple[Any, ...]:
+def norm_tunings() -> tuple[Any, ...]:
     return tuple(norms.Tuning(warps, rows) for warps, rows in product((1, 2, 4, 8), (1, 4, 16)))
 
 
-def fp8_tunings() -> tuple[Any, ...]:
+def row_tunings() -> tuple[Any, ...]:
     return tuple(fp8.RowTuning(warps) for warps in (1, 2, 4, 8))
 
 
