@@ -17,19 +17,16 @@ import torch
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.models.checkpoint_files import find_weights, open_checkpoint
-from kestrel.models.locate import CONFIG_NAME, find_tokenizer, read_config
-from kestrel.moondream.config import MoondreamConfig
-from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.weights import load_moondream
+from kestrel.families import load, resolve
+from kestrel.models.locate import CONFIG_NAME, read_config
 from kestrel.runtime.device import choose_device
 from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.feed import ExampleFeed, FeedPlan
 from kestrel.train.loop import Batch, StepReport, TrainingPlan, train
+from kestrel.train.model import MoondreamModel, initialise, moondream, save_folder, tiny_config
 from kestrel.train.objective import TaskTensors
 from kestrel.train.packing import IMAGE_POSITIONS
 from kestrel.train.prefetch import Prefetcher
-from kestrel.train.saving import save_folder
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import MIN_PICTURE_PX
@@ -37,7 +34,7 @@ from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.tasks.example import PromptFormat
 from kestrel.train.tasks.mix import EVERYTHING, Course
 from kestrel.train.tasks.view import path_book
-from kestrel.train.tiny import build_tokenizer, initialise, prompt_format, tiny_config
+from kestrel.train.tiny import build_tokenizer, prompt_format
 
 CURVES, PICTURE = "curves.csv", "curves.png"
 PROGRESS = "progress.json"
@@ -164,7 +161,7 @@ def run(
     progress = Progress.read(options.folder)
     atlas = load_or_build_atlas(options.atlas)
     model, tokenizer_json = _start_model(options, device)
-    _require_room(options, model.config)
+    _require_room(options, model)
     plan = _feed_plan(options, prompt_format(tokenizer_json, model.config.tokenizer), atlas, progress.next_seed)
     seconds = 0.0
 
@@ -196,8 +193,8 @@ def _make_folder(options: TinyRun) -> None:
         raise ConfigError("folder", f"{options.folder} cannot be made ({error.strerror}); name another one") from error
 
 
-def _require_room(options: TinyRun, config: MoondreamConfig) -> None:
-    most = config.text.max_context - IMAGE_POSITIONS
+def _require_room(options: TinyRun, model: MoondreamModel) -> None:
+    most = model.config.text.max_context - IMAGE_POSITIONS
     if options.length > most:
         raise ConfigError("length", f"must be {most} or less to fit the model's context (got {options.length})")
 
@@ -231,14 +228,11 @@ def _training_plan(options: TinyRun, device: torch.device) -> TrainingPlan:
 
 def _start_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
     """The folder's model, or a fresh one; fp32 for training."""
-    content = read_config(options.folder)
-    if content is None:
+    if read_config(options.folder) is None:
         return _fresh_model(options, device)
-    config = MoondreamConfig.from_dict(content)
-    tokenizer_json = find_tokenizer(find_weights(options.folder), None).read_text(encoding="utf-8")
-    with open_checkpoint(options.folder) as checkpoint:
-        model = load_moondream(checkpoint, config, device, torch.float32)
-    return model.requires_grad_(True), tokenizer_json
+    located = resolve(RuntimeConfig(model_path=options.folder))
+    model = moondream(load(located, device, torch.float32))
+    return model.requires_grad_(True), located.tokenizer.read_text(encoding="utf-8")
 
 
 def _fresh_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
