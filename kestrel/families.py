@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,3 +183,29 @@ def _recognised(weights: Path) -> ModelSpec:
             f"pass model= (one of {known}), or add a config.json"
         )
     return find_model(name)
+
+
+# ---------------------------------------------------------------------- random weights, for measurements
+
+
+def random_names() -> tuple[str, ...]:
+    return tuple(name for family in FAMILIES for name in family.random_names)
+
+
+def random_model(
+    name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str] = ()
+) -> LoadedModel[nn.Module, object]:
+    """One of `random_names` in memory. Its tokenizer may have an id for each of `pieces`."""
+    return _random_family(name).random(name, device, dtype, pieces)
+
+
+def write_random_model(name: str, folder: Path, pieces: Iterable[str] = ()) -> None:
+    """The same as a model folder."""
+    _random_family(name).write_random(name, folder, pieces)
+
+
+def _random_family(name: str) -> ModelFamily:
+    family = next((family for family in FAMILIES if name in family.random_names), None)
+    if family is None:
+        raise ConfigError("random", f"{shown(name)} is not a random model; use one of: {', '.join(random_names())}")
+    return family

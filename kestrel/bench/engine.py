@@ -31,9 +31,8 @@ from kestrel.bench.workloads import Ask, Load, Material, find_mode, find_workloa
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
-from kestrel.families import load, ready_from, resolve
+from kestrel.families import load, random_model, ready_from, resolve
 from kestrel.models.family import LoadedModel, Progress
-from kestrel.moondream.random_models import random_moondream
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPlan, StepT
 from kestrel.runtime.device import choose_device, choose_dtype
@@ -74,7 +73,7 @@ def load_model(config: RuntimeConfig, random: str | None, progress: Progress | N
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     if random is not None:
-        return random_moondream(random, device, dtype, question_pieces())
+        return random_model(random, device, dtype, question_pieces())
     return load(resolve(config), device, dtype, progress)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
-from kestrel.moondream.random_models import BLANK
+from kestrel.models.tokenizer import BLANK
 from kestrel.request import RequestMetrics
 
 QUESTION = "What is the highest value shown by the bars in the left chart here?"

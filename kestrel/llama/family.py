@@ -9,19 +9,16 @@ from typing import Any
 import torch
 
 from kestrel.adapters import AdapterShape
-from kestrel.config import RuntimeConfig
-from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError
 from kestrel.llama.config import MODEL_TYPES, LlamaConfig
 from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
-from kestrel.models.checkpoint_files import Checkpoint, open_checkpoint
+from kestrel.models.checkpoint_files import open_checkpoint
+from kestrel.models.contract import DecoderModel
 from kestrel.models.decoder import TextModelDecoder
-from kestrel.models.family import LoadedModel, ModelSpec, Progress
+from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.locate import LocatedModel
 from kestrel.models.tokenizer import TextTokenizer
-from kestrel.ready_model import MakeDecoder, ReadyModel
-from kestrel.runtime.bring_up import ModelRuntime
-from kestrel.runtime.device import on_device
+from kestrel.ready_model import ModelFamily
 from kestrel.skills.base import ModelProfile
 
 FAMILY = "llama"
@@ -32,18 +29,11 @@ class LoadedLlama(LoadedModel[LlamaModel, LlamaConfig]):
     family = FAMILY
 
 
-class LlamaFamily:
-    """Stateless; one entry of the table of families."""
-
+class LlamaFamily(ModelFamily):
     name = FAMILY
-    models: tuple[ModelSpec, ...] = ()
-    shape_sections: tuple[str, ...] = ()
 
     def owns(self, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") in MODEL_TYPES
-
-    def recognise(self, checkpoint: Checkpoint) -> str | None:
-        return None
 
     def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
         return adapter_shape(LlamaConfig.from_dict(config))
@@ -64,39 +54,16 @@ class LlamaFamily:
             model = load_llama(checkpoint, config, device, dtype, progress)
         return LoadedLlama(located.name, model, config, tokenizer)
 
-    def make_ready(
-        self,
-        loaded: LoadedModel[Any, Any],
-        config: RuntimeConfig,
-        with_adapters: bool = False,
-        make_decoder: MakeDecoder | None = None,
-    ) -> ReadyModel:
-        assert isinstance(loaded, LoadedLlama)
-        decoder = (make_decoder or llama_decoder)(loaded.model)
-        with on_device(decoder.device):
-            runtime = ModelRuntime(decoder, config, with_adapters)
-        constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.stop_ids[0])
-        return ReadyModel(
-            runtime=runtime,
-            profile=llama_profile(loaded, constraints),
-            vocab_size=decoder.shape.vocab_size,
-            num_image_positions=0,
-            adapter_shape=decoder.adapter_shape,
-            memory_plan=runtime.memory_plan,
+    def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
+        config = loaded.config
+        return TextModelDecoder(loaded.model, decoder_shape(config), adapter_shape(config))
+
+    def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
+        """A start id opens contexts only if the tokenizer puts it there: some models have one and never see it."""
+        config, tokenizer = loaded.config, loaded.tokenizer
+        return ModelProfile(
+            name=loaded.name,
+            tokenizer=tokenizer,
+            bos=config.bos_id if tokenizer.start_id == config.bos_id else None,
+            stop_ids=config.stop_ids,
         )
-
-
-def llama_decoder(model: LlamaModel) -> TextModelDecoder:
-    return TextModelDecoder(model, decoder_shape(model.config), adapter_shape(model.config))
-
-
-def llama_profile(loaded: LoadedLlama, constraints: ConstraintCompiler | None = None) -> ModelProfile:
-    """A start id opens contexts only if the tokenizer puts it there: some models have one and are not used to it."""
-    config, tokenizer = loaded.config, loaded.tokenizer
-    return ModelProfile(
-        name=loaded.name,
-        tokenizer=tokenizer,
-        bos=config.bos_id if tokenizer.start_id == config.bos_id else None,
-        stop_ids=config.stop_ids,
-        constraints=constraints,
-    )

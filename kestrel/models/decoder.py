@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kestrel.adapters import AdapterShape
 from kestrel.errors import ConfigError
-from kestrel.kernels.fp8_linear import WIDTH_MULTIPLE
+from kestrel.kernels.fp8 import WIDTH_MULTIPLE
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend

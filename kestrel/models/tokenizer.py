@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.errors import CheckpointError, RequestError, shown
 
+BLANK = "Ġ"
+"""How byte-level vocabularies write the blank before a word."""
 LONG_TEXT = 1024
 """Characters or ids from which a batch of one is taken: alone, a text holds the interpreter while it is worked on."""
 

@@ -251,7 +251,7 @@ def triton_ops() -> Ops:
 
 def tuned_triton_ops(gpu: str, capability: tuple[int, int]) -> Ops:
     from kestrel.kernels.triton import ops  # noqa: PLC0415 - as above
-    from kestrel.kernels.triton.crop_attention_choice import fastest_attend_crops  # noqa: PLC0415
+    from kestrel.kernels.triton.vision import fastest_attend_crops  # noqa: PLC0415
     from kestrel.kernels.tuning import load_table  # noqa: PLC0415
 
     return ops.triton_ops(load_table(gpu, capability), fastest_attend_crops(capability))

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.grammar import Carries
-from kestrel.kernels.best_ids import allowed_scores
 from kestrel.kernels.ops import Ops
-from kestrel.kernels.row_inputs import RowInputs
-from kestrel.kernels.row_tables import COORD, SIZE
+from kestrel.kernels.row_tables import COORD, SIZE, RowInputs
+from kestrel.kernels.sampling import allowed_scores
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import DecodeRow, StepPlan

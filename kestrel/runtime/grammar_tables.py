@@ -1,4 +1,4 @@
-"""Grammars as device tables, for `kestrel.kernels.best_ids` and `kestrel.kernels.commit_ids`.
+"""Grammars as device tables, for `kestrel.kernels.sampling` and `kestrel.kernels.commit_ids`.
 
 All grammars seen so far share one table; a row's state is an index into it. Ids are stored as short padded lists per
 state, so the tables stay small however large the vocabulary is.

@@ -20,8 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kestrel.kernels.paged_attention import attend_padded, attend_segment, causal_mask
-from kestrel.kernels.shared_prefix import attend_joined, attend_shared, join_keys
+from kestrel.kernels.paged_attention import (
+    attend_joined,
+    attend_padded,
+    attend_segment,
+    attend_shared,
+    causal_mask,
+    join_keys,
+)
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.device import upload
 from kestrel.runtime.rows import RowTable

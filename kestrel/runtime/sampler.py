@@ -12,10 +12,9 @@ from torch import Tensor
 
 from kestrel.errors import NumericalError
 from kestrel.grammar import Carries
-from kestrel.kernels.best_ids import mask, rank
 from kestrel.kernels.commit_ids import commit_ids
-from kestrel.kernels.draw_ids import draw_ids
 from kestrel.kernels.row_tables import COORD, GOING_ON, NO_REGIONS, NOT_FINITE, SIZE, STOPPED, TEXT, RegionHeads
+from kestrel.kernels.sampling import draw_ids, mask, rank
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.contract import RowOutput, StepOutput

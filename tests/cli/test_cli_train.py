@@ -23,9 +23,9 @@ from kestrel.cli.train import TrainingReport
 from kestrel.moondream.config import MoeConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.train.loop import StepReport
+from kestrel.train.model import initialise, save_folder, tiny_config
 from kestrel.train.run import TinyRun
-from kestrel.train.saving import save_folder
-from kestrel.train.tiny import build_tokenizer, initialise, tiny_config
+from kestrel.train.tiny import build_tokenizer
 from tests.sprites import known_textures, sprite_atlas
 
 from .conftest import Kestrel

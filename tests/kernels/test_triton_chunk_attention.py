@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.chunk_attention import attend_chunks as plain
-from kestrel.kernels.triton.chunk_attention import Tuning, attend_chunks
+from kestrel.kernels.paged_attention import attend_chunks as plain
+from kestrel.kernels.triton.paged_attention import ChunksTuning, attend_chunks
 
-BLOCKS = {"more keys": Tuning(16, 32), "more queries": Tuning(32, 16), "chosen": None}
+BLOCKS = {"more keys": ChunksTuning(16, 32), "more queries": ChunksTuning(32, 16), "chosen": None}
 PICTURE, TEXT = 1, 0
 CASES = {
     "one query": (1, 1, 64, 16, [(0, 1, TEXT)]),
@@ -180,7 +180,7 @@ def test_what_describes_the_chunks_may_be_narrow(device: str) -> None:
 def test_more_room_than_the_longest_chunk_needs_changes_nothing(device: str) -> None:
     given = chunks("odd sizes, an empty chunk", device)
     roomy = replace(given, max_count=3 * given.max_count)
-    for version in (plain, partial(attend_chunks, tuning=Tuning(16, 16))):
+    for version in (plain, partial(attend_chunks, tuning=ChunksTuning(16, 16))):
         got, expected = version(*roomy.arguments()), version(*given.arguments())
         torch.testing.assert_close(got[given.owned()], expected[given.owned()], rtol=1e-6, atol=1e-6)
 
@@ -201,4 +201,4 @@ def test_a_captured_launch_serves_other_chunks() -> None:
 
 @pytest.mark.parametrize("max_count", [1, 20, 64, 730, 4096])
 def test_blocks_of_full_precision_are_small(max_count: int) -> None:
-    assert Tuning.of(max_count, head_dim=64, bytes_per_number=4).block_queries <= 32
+    assert ChunksTuning.of(max_count, head_dim=64, bytes_per_number=4).block_queries <= 32

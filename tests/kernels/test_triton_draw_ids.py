@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.best_ids import chosen
-from kestrel.kernels.draw_ids import draw_ids as plain_draw_ids
 from kestrel.kernels.row_tables import DrawingRows
-from kestrel.kernels.sampling import Truncation, exponentials, truncate
-from kestrel.kernels.triton.draw_ids import Tuning, draw_ids, exponential, uniform
+from kestrel.kernels.sampling import Truncation, chosen, exponentials, truncate
+from kestrel.kernels.sampling import draw_ids as plain_draw_ids
+from kestrel.kernels.triton.sampling import DrawTuning, draw_ids, exponential, uniform
 
-SMALL = Tuning(block_ids=32, num_warps=1, row_ids=64, row_warps=1)
+SMALL = DrawTuning(block_ids=32, num_warps=1, row_ids=64, row_warps=1)
 NARROW = 1e-5
 """Rounding may decide where shares or times are closer than this."""
 INF = float("inf")
@@ -79,7 +78,7 @@ def is_sure(scores_BV: Tensor, rows_B: Tensor, rows: DrawingRows) -> Tensor:
 
 
 def check(
-    scores_BV: Tensor, rows: DrawingRows, rows_B: Tensor | None = None, tuning: Tuning = SMALL, unsure: int = 0
+    scores_BV: Tensor, rows: DrawingRows, rows_B: Tensor | None = None, tuning: DrawTuning = SMALL, unsure: int = 0
 ) -> Tensor:
     """Both versions give the same, but for so many entries at most; gives the ids."""
     rows_B = torch.arange(len(scores_BV), device=scores_BV.device) if rows_B is None else rows_B
@@ -149,7 +148,7 @@ def test_blocks_of_any_size_and_vocabularies_that_fill_none_of_them(device: str)
     rows = drawing(4, device, top_k=30, top_p=0.9)
     for vocab in (1, 31, 64, 129):
         scores_BV = randn(4, vocab + 3, device=device, seed=vocab)[:, :vocab]
-        for tuning in (SMALL, Tuning(64, 1, 16, 1), Tuning(256, 1, 512, 1)):
+        for tuning in (SMALL, DrawTuning(64, 1, 16, 1), DrawTuning(256, 1, 512, 1)):
             check(scores_BV, rows, tuning=tuning)
 
 
@@ -226,4 +225,4 @@ def test_a_gpu_draws_ids_as_often_as_they_are_likely(how: dict[str, float]) -> N
 def test_full_vocabularies_of_many_rows(scale: float, cut: str) -> None:
     logits_BV = randn(64, 51201, device="cuda", scale=scale)
     for scores_BV in (logits_BV[:, :51200], logits_BV[:, :51200].bfloat16().float()):
-        check(scores_BV, drawing(64, "cuda", temperature=0.7, **CUTS[cut]), tuning=Tuning(), unsure=2)
+        check(scores_BV, drawing(64, "cuda", temperature=0.7, **CUTS[cut]), tuning=DrawTuning(), unsure=2)

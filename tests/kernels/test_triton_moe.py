@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.moe_mlp import moe_mlp as plain
 from kestrel.kernels.moe_mlp import moe_mlp_fp8, route_top_k
-from kestrel.kernels.triton.moe_grouped import Tuning, moe_grouped, moe_grouped_fp8
-from kestrel.kernels.triton.moe_grouping import group_pairs
-from kestrel.kernels.triton.moe_small import Tuning as SmallTuning
-from kestrel.kernels.triton.moe_small import moe_small
+from kestrel.kernels.triton.moe_grouped import Tuning, group_pairs, moe_grouped, moe_grouped_fp8
+from kestrel.kernels.triton.moe_mlp import Tuning as SmallTuning
+from kestrel.kernels.triton.moe_mlp import moe_small
 
 CASES = {
     "one token": (1, 32, 16, 8, 2),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kestrel.kernels.paged_attention import attend_rows as plain
-from kestrel.kernels.triton.paged_attention import Tuning, attend_rows
+from kestrel.kernels.triton.paged_attention import RowsTuning, attend_rows
 
-SPLITS = {"one split": Tuning(target_programs=1), "many splits": Tuning(block_keys=16, min_keys_per_split=16)}
+SPLITS = {"one split": RowsTuning(target_programs=1), "many splits": RowsTuning(block_keys=16, min_keys_per_split=16)}
 CASES = {
     "one head, one key": (1, 1, 64, 16, [1]),
     "full pages": (4, 4, 64, 16, [32, 64]),

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.grammar import END, Carries, Edge, Grammar, State
-from kestrel.kernels.best_ids import mask
 from kestrel.kernels.commit_ids import advance
+from kestrel.kernels.sampling import mask
 from kestrel.runtime import rows
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.grammar_tables import GrammarTables

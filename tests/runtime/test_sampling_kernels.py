@@ -8,10 +8,9 @@ import copy
 from dataclasses import replace
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.commit_ids import commit_ids
-from kestrel.kernels.triton.draw_ids import draw_ids
-from kestrel.kernels.triton.row_inputs import row_inputs
+from kestrel.kernels.triton.row_tables import row_inputs
+from kestrel.kernels.triton.sampling import best_ids, draw_ids
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
 from kestrel.runtime.decode import FixedDecode

@@ -25,10 +25,10 @@ from kestrel.adapters.formats import OWN_FORMAT
 from kestrel.errors import ConfigError, NumericalError
 from kestrel.layers.adapt import Adapt
 from kestrel.models.adapting import SingleAdapter
-from kestrel.moondream.model import MoondreamModel
 from kestrel.skills.base import RegionIds
 from kestrel.train.adapter.encoding import EmbeddedPictures, RowOrder, TrainingRow
 from kestrel.train.loop import adamw
+from kestrel.train.model import MoondreamModel
 from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
 from kestrel.train.packing import pack
 

@@ -19,9 +19,9 @@ from kestrel.train.adapter.encoding import RowOrder
 from kestrel.train.adapter.loop import Factors, LoopPlan
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import Trained, run_adapter
+from kestrel.train.model import merge_adapter
 from kestrel.train.objective import TaskTensors, hidden_states
 from kestrel.train.packing import pack
-from kestrel.train.saving import merge_adapter
 from tests.moondream.coarse import POSITIONS, coarse_folder
 
 from .data_folder import small_folder

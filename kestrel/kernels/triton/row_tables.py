@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.row_inputs import RowInputs
-from kestrel.kernels.row_tables import RowState
-from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.row_tables import RowInputs, RowState
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
 
 
 @dataclass(frozen=True, slots=True)

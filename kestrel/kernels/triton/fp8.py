@@ -10,21 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.fp8_rows import LARGEST_FP8, SMALLEST_SCALE
-from kestrel.kernels.triton.activations import gelu_tanh
-from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
-from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.fp8 import LARGEST_FP8, SMALLEST_SCALE
+from kestrel.kernels.triton.device_functions import RowTiles, gelu_tanh, load_tile, store_tile
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
 
 _LARGEST = tl.constexpr(LARGEST_FP8)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class RowTuning:
     num_warps: int = 4
 
     @classmethod
-    def of(cls, dim: int) -> Tuning:
+    def of(cls, dim: int) -> RowTuning:
         """About 32 numbers in a lane."""
         return cls(min(8, max(1, RowTiles.of(dim).main // 1024)))
 
@@ -66,17 +65,17 @@ def _quantise(
         store_tile(out_ptr, row * dim, rest, dim, x_rest * per_scale, REST_MASKED)
 
 
-def rows_to_fp8(x_TD: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
+def rows_to_fp8(x_TD: Tensor, tuning: RowTuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
     """(x_fp8 [T, D], scales [T, 1] fp32), as row-wise scaled products take them. Rows may lie apart."""
     return _launch(x_TD, False, tuning or _found("rows_to_fp8", x_TD, table))
 
 
-def gelu_to_fp8(x_TF: Tensor, tuning: Tuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
+def gelu_to_fp8(x_TF: Tensor, tuning: RowTuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:
     """(y_fp8 [T, F], scales [T, 1] fp32) of y = GELU_tanh(x). Rows may lie apart."""
     return _launch(x_TF, True, tuning or _found("gelu_to_fp8", x_TF, table))
 
 
-def _found(op: str, x_TD: Tensor, table: TuningTable) -> Tuning | None:
+def _found(op: str, x_TD: Tensor, table: TuningTable) -> RowTuning | None:
     num_rows, dim = x_TD.shape
     return table.find(op, num_rows, (dim,), x_TD.dtype)
 
@@ -88,7 +87,7 @@ def fp8_rows_like(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return y_TD, torch.empty(num_rows, 1, dtype=torch.float32, device=x_TD.device)
 
 
-def _launch(x_TD: Tensor, has_gelu: bool, tuning: Tuning | None) -> tuple[Tensor, Tensor]:
+def _launch(x_TD: Tensor, has_gelu: bool, tuning: RowTuning | None) -> tuple[Tensor, Tensor]:
     num_rows, dim = x_TD.shape
     assert x_TD.stride(1) == 1
     out_TD, scale_T1 = fp8_rows_like(x_TD)
@@ -97,6 +96,6 @@ def _launch(x_TD: Tensor, has_gelu: bool, tuning: Tuning | None) -> tuple[Tensor
         _quantise[(num_rows,)](
             x_TD, out_TD, scale_T1, dim, x_TD.stride(0),
             MAIN=tiles.main, REST=tiles.rest, REST_MASKED=tiles.is_rest_masked, HAS_GELU=has_gelu,
-            num_warps=(tuning or Tuning.of(dim)).num_warps,
+            num_warps=(tuning or RowTuning.of(dim)).num_warps,
         )  # fmt: skip
     return out_TD, scale_T1

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.triton.dependent_launch import dependent, wait_for_inputs
-from kestrel.kernels.triton.fp8_rows import fp8_rows_like, store_fp8_scale
-from kestrel.kernels.triton.row_tiles import RowTiles, load_tile, store_tile
-from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.triton.device_functions import RowTiles, load_tile, store_tile
+from kestrel.kernels.triton.fp8 import fp8_rows_like, store_fp8_scale
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 
 MANY_ROWS = 1024
 
