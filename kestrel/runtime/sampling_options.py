@@ -17,7 +17,8 @@ from kestrel.kernels.row_tables import EndingTensors
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.device import upload, upload_tensor
 from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from kestrel.sampling_params import SamplingParams
+from kestrel.settings import MAX_STOP_TOKEN_IDS
 
 
 @dataclass(frozen=True, slots=True)
