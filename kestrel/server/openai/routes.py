@@ -109,6 +109,7 @@ EMBEDDING_REQUEST = body(
         "model": _COMMON["model"],
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
+        "adapter": SETTINGS["adapter"].schema,
         "priority": COMMON_FIELDS["priority"],
         "user": _COMMON["user"],
     },
