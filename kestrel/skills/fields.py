@@ -13,9 +13,7 @@ from typing import Any
 
 from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.sampling_params import SamplingParams
-from kestrel.settings import OTHER_BOUND, SETTINGS, Check, any_text, boolean, is_number, text
-
-__all__ = ["any_text", "boolean", "is_number", "text"]
+from kestrel.settings import OTHER_BOUND, SETTINGS, Check
 
 DrawSeed = Callable[[], int]
 
