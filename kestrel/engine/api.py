@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -163,9 +163,10 @@ class InferenceEngine(SkillCalls):
         """Whether a request has had its first step, or is over; False while it waits for one."""
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
 
-    def is_taken(self, request_id: str) -> bool:
-        """Whether a request has this id, be it one that was cancelled and whose last step still runs."""
-        return request_id in self._streams
+    @property
+    def taken_ids(self) -> Container[str]:
+        """Of requests, also of those that were cancelled and whose last step still runs."""
+        return self._streams.keys()
 
     def require_room(self, num_coming: int = 0) -> None:
         """Raises QueueFull when the queue is full, with so many requests on their way here."""

@@ -24,13 +24,12 @@ from kestrel.request import (
     TokenConsumer,
     TokenLogprobs,
 )
+from kestrel.settings import ROUTING, boolean
 from kestrel.skills.base import Prompt, SkillRequest, SkillSpec
 from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.states import compact_json
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
 
-MAX_NAME_LENGTH = 256
-MAX_PRIORITY = 1_000_000
 MAX_CHARACTERS_PER_POSITION = 64
 """No tokenizer packs more text into one token; longer texts are refused before they are tokenised."""
 LONG_TEXT = 4096
@@ -61,15 +60,11 @@ def take_route(fields: dict[str, Any]) -> Route:
     client = fields.pop("client", None)
     priority, read_along = fields.pop("priority", None), fields.pop("read_along", None)
     for name, value in (("request_id", request_id), ("tenant", tenant), ("client", client)):
-        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_LENGTH):
-            raise RequestError(name, f"must be a string of 1 to {MAX_NAME_LENGTH} characters (got {shown(value)})")
-    priority = 0 if priority is None else priority
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise RequestError(
-            "priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY} (got {shown(priority)})"
-        )
-    if read_along is not None and not isinstance(read_along, bool):
-        raise RequestError("read_along", f"must be True or False (got {shown(read_along)})")
+        if value is not None:
+            ROUTING["request_id"].kind(name, value)
+    if read_along is not None:
+        boolean("read_along", read_along)
+    priority = 0 if priority is None else ROUTING["priority"].kind("priority", priority)
     return Route(request_id, priority, tenant, client, read_along)
 
 

@@ -16,7 +16,8 @@ from kestrel.kernels.sampling import Penalties, forbid_ends, penalise
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.device import upload, upload_tensor
 from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from kestrel.sampling_params import SamplingParams
+from kestrel.settings import MAX_STOP_TOKEN_IDS
 
 
 @dataclass(frozen=True, slots=True)

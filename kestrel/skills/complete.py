@@ -9,11 +9,12 @@ from typing import Any
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.request import PromptOutputs, PromptReport, SkillOutput, TokenLogprobs
-from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams
+from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SETTINGS, any_text, boolean, some_token_ids, tokens_or_none
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
+from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.skills.logprobs import ShownTokens, prompt_logprobs
 from kestrel.skills.states import TextState
@@ -34,9 +35,9 @@ _FIELDS = FieldTable(
         "prompt": _raw_prompt,
         "response_format": response_format,
         "echo": boolean,
-        "prompt_logprobs": integer(0, MAX_LOGPROBS),
+        "prompt_logprobs": SETTINGS["logprobs"].kind,
     },
-    setting_checks={"max_tokens": integer(0, MAX_TOKENS)},
+    setting_checks={"max_tokens": tokens_or_none},
 )
 
 

@@ -9,9 +9,9 @@ from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
 from kestrel.request import Constraint
 from kestrel.sampling_params import SamplingParams
+from kestrel.settings import is_number
 from kestrel.skills.base import ModelProfile, Prompt, Template
 from kestrel.skills.decode_rules import require_choices
-from kestrel.skills.fields import is_number
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, text_tokens
 
 SpatialRef: TypeAlias = tuple[float, ...]

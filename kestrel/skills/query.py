@@ -8,10 +8,11 @@ from typing import Any
 
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError
+from kestrel.settings import boolean, text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
 from kestrel.skills.decode_rules import answer_rules, reasoning_rules
-from kestrel.skills.fields import FieldTable, boolean, text
+from kestrel.skills.fields import FieldTable
 from kestrel.skills.layout import (
     SpatialRef,
     block,

@@ -89,7 +89,7 @@ async def test_pictures_in_any_form_give_one_answer(make_coarse_engine: MakeEngi
         ({"question": ""}, "question"),
         ({"question": "x", "settings": {"temperatur": 1}}, "temperatur"),
         ({"question": "x", "temperature": -1}, "temperature"),
-        ({"question": "x", "top_p": 0}, "top_p"),
+        ({"question": "x", "top_p": -0.01}, "top_p"),
         ({"question": "x", "max_new_tokens": 0}, "max_new_tokens"),
         ({"question": "x", "colour": "red"}, "colour"),
         ({"question": "x", "image": b"not a picture"}, "image"),

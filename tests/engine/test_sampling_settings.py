@@ -78,6 +78,19 @@ async def test_the_same_seed_gives_the_same_text_in_any_company(engine: Inferenc
     assert other.text != alone.text
 
 
+async def test_settings_at_their_lowest_values_run(engine: InferenceEngine) -> None:
+    async def caption(**settings: Any) -> str:
+        return (await engine.caption(SCENE, "normal", max_tokens=12, **settings)).text
+
+    warm = {"temperature": 2.0, "top_p": 1.0}
+    assert await caption(temperature=2.0, top_p=0) == await caption(temperature=0)
+    assert await caption(**warm, seed=3, top_k=-1) == await caption(**warm, seed=3, top_k=0)
+    lowest, highest = -(2**63), 2**63 - 1
+    texts = [await caption(**warm, seed=seed) for seed in (lowest, -1, highest, 0, lowest)]
+    assert texts[0] == texts[-1]
+    assert len(set(texts)) == 4
+
+
 async def test_ends_can_be_put_off_and_ignored(engine: InferenceEngine) -> None:
     short = await engine.query(SCENE, QUESTION, reasoning=False, settings=GREEDY)
     assert short.metrics.output_tokens < 10

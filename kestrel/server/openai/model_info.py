@@ -13,11 +13,11 @@ from kestrel.errors import RequestError, shown
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
 from kestrel.server.native import adapter_in, take_model
-from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
+from kestrel.server.openai.parameters import Refusal, given, refuse
 from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
+from kestrel.settings import any_text, boolean, token_ids
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.fields import any_text, token_ids
 
 OWNER = "kestrel"
 REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}
@@ -77,7 +77,7 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("prompt", "is required: give some text")
     text = any_text("prompt", body["prompt"])
     require_readable(len(text), engine.max_model_length)
-    bos = engine.profile.bos if take_flag(body, "add_special_tokens", default=True) else None
+    bos = engine.profile.bos if boolean("add_special_tokens", body.get("add_special_tokens", True)) else None
     opening = [] if bos is None else [bos]
 
     def answer() -> Response:
