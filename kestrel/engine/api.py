@@ -196,8 +196,8 @@ class InferenceEngine(SkillCalls):
         route = take_route(fields)
         skill = self.skills.get(skill_name)
         size = size_of(fields, self.vocab_size, self.max_model_length)
-        request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
         require_readable(size.num_characters, self.max_model_length)
+        request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
         stream = self._open_stream(route, skill_name)
         self._unsent.add(stream)
         try:

@@ -36,7 +36,7 @@ from kestrel.errors import (
     cut,
     shown,
 )
-from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
+from kestrel.images.base64_text import base64_start, decode_base64, require_decodable
 from kestrel.images.encoded import FORMATS
 from kestrel.threads import Threads
 
@@ -164,11 +164,16 @@ async def _picture(data: bytes, max_bytes: int, threads: Threads) -> bytes:
         return data
     if not data.isascii():
         return data  # neither; the engine says what it is
-    payload = base64_payload(data.decode("ascii"), "IMAGE")
-    require_decodable(payload, max_bytes, "IMAGE")
-    if len(payload) < LARGE_TEXT:
-        return decode_base64(payload, "IMAGE")
-    return await threads.run(decode_base64, payload, "IMAGE")
+    if len(data) < LARGE_TEXT:
+        return _decoded(data, max_bytes)
+    return await threads.run(_decoded, data, max_bytes)
+
+
+def _decoded(data: bytes, max_bytes: int) -> bytes:
+    text = data.decode("ascii")
+    start = base64_start(text, "IMAGE")
+    require_decodable(text, max_bytes, "IMAGE", start)
+    return decode_base64(text, "IMAGE", start)
 
 
 # ---------------------------------------------------------------------- what comes out

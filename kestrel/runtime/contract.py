@@ -29,9 +29,9 @@ class RuntimeLimits:
     num_adapter_slots: int = 0
     """Adapters that can be in use at the same time."""
     streaming_prefill_tokens: int = 0
-    """Prefill positions of a step while someone reads an answer along; 0: as at other times."""
+    """Prefill positions of a step while an answer is streamed; 0: as at other times."""
     paces_pictures: bool = False
-    """Pictures take seconds: they come in slices at all times, and in half of the time while someone reads along."""
+    """Pictures take seconds: they are encoded in slices at all times, in at most a third of the time while streaming."""
     launch_waits: bool = True
     """Of a runtime with none in flight: a step has its results when it is launched. False: it runs beside the host."""
 

@@ -69,10 +69,9 @@ class ServerConfig:
     )
     max_body_bytes: int = setting(32 * 2**20, "Largest request body in bytes.")
     max_body_values: int = setting(
-        2**20,
-        "Most numbers in a body of more than 256 KiB; an escape in a text counts as 1, a text as 3, a key as 10, "
-        "a list or object as 16. Bodies of more than 1 MiB may have 16 bytes for each, besides long stretches of "
-        "text without a quotation mark.",
+        2**19,
+        "Most numbers in a large body; a text counts as 4, a key as 14, a list as 12, an object as 8, an escape in "
+        "a text as a half, and so do 4 bytes besides long stretches of text without a quotation mark.",
     )
     max_logprobs: int = setting(
         2**20,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections import Counter
@@ -18,23 +19,30 @@ from kestrel.server.records import header_of
 from kestrel.server.state import state_of
 
 LARGE_BODY_BYTES = 2**18
-"""Bodies from here on are counted before they are parsed, and parsed off the event loop."""
-WEIGHTS = ((b",", 1), (b'"', 1), (b"\\", 1), (b":", 8), (b"[", 16), (b"{", 16))
-"""What the signs of JSON cost to parse, in numbers of a list; the parser holds the interpreter meanwhile."""
+"""Bodies from here on are counted before they are parsed, and parsed in pieces off the event loop."""
+MANY_SIGNS = 2**10
+"""So are smaller ones with more texts, lists or objects than this."""
+WEIGHTS = ((b",", 1.0), (b'"', 2.0), (b"\\", 0.5), (b":", 10.0), (b"[", 12.0), (b"{", 8.0))
+"""What the signs of JSON cost to parse, in numbers of a list: about 20 ns each at 2.5 GHz. No shape costs more than 1.6
+times what it weighs (tests/server/test_large_bodies.py)."""
+BYTES_PER_VALUE = 8
+"""Bytes that cost as much as a number: the digits of numbers, the characters of texts, blanks."""
 SLICE_BYTES = 2**20
-"""What is counted at a time; in between other threads get their turn."""
-NAMED_BYTES = 2**22
-"""Of larger bodies a key that is given twice is not named: looking for it holds the interpreter."""
+"""What is counted in one call; in between other threads get the GIL."""
+NAMED_BYTES = 2**18
+"""Of larger bodies, without their long texts, a key that is given twice is not named: one call would look for it."""
 PIECE_BYTES = 2**20
-"""Of a long text, parsed in one go."""
+"""Of a long text, parsed in one call."""
 RUN_BYTES = 2**10
 """A stretch of a text that holds a block of this size, and no quotation mark, is parsed apart."""
 SEARCH_BYTES = 2**16
-"""Looked through in one go for a place without escapes."""
-BYTES_PER_VALUE = 16
-"""Of what is not parsed apart, where a body is parsed in pieces."""
-NO_ESCAPE = re.compile(rb"[^\\]{12}")
-"""As long as the longest escape, a pair of surrogates: behind it none is open."""
+"""Looked through in one call for a place between escapes."""
+MAX_WIDE_CHARACTERS = 2**22
+"""Of a text with characters beyond ASCII. One of them can make every character four bytes wide, copied in one call."""
+SLICE_ENTRIES = 2**13
+"""Of a list, whose types are looked at in one call."""
+NO_OPEN_ESCAPE = re.compile(rb"[^\\]{12}|[^\\](?=\\(?!u[dD][c-fC-F]))")
+"""Behind it no escape is open: as long as the longest, a pair of surrogates; or right before one begins."""
 FEW = 64
 _NUMBERS = frozenset({int, float})
 
@@ -53,7 +61,7 @@ async def read_object(request: Request) -> dict[str, object]:
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
     state = state_of(request)
-    if sum(map(len, chunks)) > LARGE_BODY_BYTES:
+    if sum(map(len, chunks)) > LARGE_BODY_BYTES or _has_many_signs(chunks):
         value = await state.body_threads.run(_parse_large, chunks, state.config.max_body_values)
     else:
         value = parse_json(b"".join(chunks))
@@ -62,23 +70,41 @@ async def read_object(request: Request) -> dict[str, object]:
     return value
 
 
+def _has_many_signs(chunks: list[bytes]) -> bool:
+    """Leaps from one to the next: a picture has none of them."""
+    for sign in (b'"', b"[", b"{"):
+        num_found = 0
+        for chunk in chunks:
+            at = chunk.find(sign)
+            while at >= 0:
+                num_found += 1
+                if num_found > MANY_SIGNS:
+                    return True
+                at = chunk.find(sign, at + 1)
+    return False
+
+
 def _parse_large(chunks: list[bytes], max_values: int) -> object:
     body = b"".join(chunks)
-    require_few_values(body, max_values)
-    return parse_in_pieces(body, max_values) if len(body) > PIECE_BYTES else parse_json(body)
+    return parse_in_pieces(body, max_values, cost_of(body, max_values))
 
 
-def require_few_values(body: bytes, max_values: int) -> None:
-    """Refuse a body that would be slow to parse. Signs within texts count too: telling them apart is parsing."""
-    cost = 0
+def cost_of(body: bytes, max_values: float = math.inf) -> float:
+    """What its signs cost to parse, in numbers. Those within texts count too: telling them apart is parsing."""
+    cost = 0.0
     for at in range(0, len(body), SLICE_BYTES):
         cost += sum(weight * body.count(sign, at, at + SLICE_BYTES) for sign, weight in WEIGHTS)
-        if cost > max_values:
-            raise RequestError(
-                "body",
-                f"holds more than {max_values} numbers, or texts, keys, lists and objects that count as several "
-                "(max_body_values); send less in one request",
-            )
+        _require_few(cost, max_values)
+    return cost
+
+
+def _require_few(cost: float, max_values: float) -> None:
+    if cost > max_values:
+        raise RequestError(
+            "body",
+            f"costs as much to parse as more than {max_values} numbers (max_body_values); texts, keys, lists and "
+            "objects count as several, and so do many bytes besides long texts; send less in one request",
+        )
 
 
 def parse_json(body: bytes, has_marks: bool = False) -> object:
@@ -98,18 +124,13 @@ def parse_json(body: bytes, has_marks: bool = False) -> object:
 # ---------------------------------------------------------------------- long texts
 
 
-def parse_in_pieces(body: bytes, max_values: int) -> object:
-    """As `parse_json`. The parser holds the GIL while it reads a text, 100 ms for one of 32 MB: long texts are cut out,
-    parsed a megabyte at a time, and put back."""
+def parse_in_pieces(body: bytes, max_values: int, cost: float = 0.0) -> object:
+    """As `parse_json`, in calls that hold the GIL for some 10 ms each: long texts are cut out, parsed a megabyte at a
+    time, and put back. What is left goes to one call, so it is refused when it costs more than `max_values`; `cost` is
+    that of its signs."""
     nonce = secrets.token_hex(8)
     parts, runs = _cut_runs(body, nonce)
-    size = sum(map(len, parts))
-    if size > max_values * BYTES_PER_VALUE:
-        raise RequestError(
-            "body",
-            f"has {size} bytes besides long stretches of text without a quotation mark, more than {BYTES_PER_VALUE} "
-            f"for each of {max_values} values (max_body_values); send less in one request",
-        )
+    _require_few(cost + sum(map(len, parts)) / BYTES_PER_VALUE, max_values)
     value = parse_json(b"".join(parts), has_marks=bool(runs))
     return value if not runs else _put_back(value, nonce, [_text_of(body, start, end) for start, end in runs])
 
@@ -154,19 +175,39 @@ def _text_of(body: bytes, start: int, end: int) -> str:
     while end - cuts[-1] > PIECE_BYTES:
         cuts.append(_next_cut(body, cuts[-1] + PIECE_BYTES, end))
     try:
-        return "".join(orjson.loads(b'"%s"' % body[first:last]) for first, last in pairwise([*cuts, end]))
+        return _joined([orjson.loads(b'"%s"' % body[first:last]) for first, last in pairwise([*cuts, end])])
     except orjson.JSONDecodeError as error:
         raise RequestError("body", f"is not JSON: {error.msg}") from None
 
 
 def _next_cut(body: bytes, at: int, end: int) -> int:
-    while (found := NO_ESCAPE.search(body, at, min(at + SEARCH_BYTES, end))) is None and at + SEARCH_BYTES < end:
+    while (found := NO_OPEN_ESCAPE.search(body, at, min(at + SEARCH_BYTES, end))) is None and at + SEARCH_BYTES < end:
         at += SEARCH_BYTES // 2
     cut = end if found is None else found.end()
     for _ in range(3):  # a character has three such bytes at most; more of them are refused wherever they are cut
         if cut < end and body[cut] & 0xC0 == 0x80:
             cut += 1
     return cut
+
+
+def _joined(pieces: list[str]) -> str:
+    num_characters = sum(map(len, pieces))
+    if num_characters > MAX_WIDE_CHARACTERS and not all(map(str.isascii, pieces)):
+        raise RequestError(
+            "body",
+            f"has a text of {num_characters} characters that are not all ASCII, more than {MAX_WIDE_CHARACTERS}; "
+            "shorten it (a picture in base64 may be longer)",
+        )
+    text, held, num_held = "", [], 0
+    for (
+        piece
+    ) in pieces:  # it grows in place; one `join` would hold the GIL for the page faults of it all, 20 ms for 30 MB
+        held.append(piece)
+        num_held += len(piece)
+        if num_held >= PIECE_BYTES:
+            text += "".join(held)
+            held, num_held = [], 0
+    return text + "".join(held) if held else text
 
 
 def _put_back(value: Any, nonce: str, texts: list[str]) -> object:
@@ -178,13 +219,13 @@ def _put_back(value: Any, nonce: str, texts: list[str]) -> object:
         for other in others:
             number, _, rest = other.partition(";")
             pieces += [texts[int(number)], rest]
-        return "".join(pieces) if others else text
+        return _joined(pieces) if others else text
 
     outermost = [value]
     pending: list[Any] = [outermost]
     while pending:
         one = pending.pop()
-        if isinstance(one, list) and _NUMBERS.issuperset(map(type, one)):
+        if isinstance(one, list) and _are_numbers(one):
             continue
         for key, entry in one.items() if isinstance(one, dict) else enumerate(one):
             if isinstance(entry, str):
@@ -214,9 +255,15 @@ def _num_colons(value: object) -> int:
             num_colons += len(one)
             pending += one
             pending += one.values()
-        elif isinstance(one, list) and not _NUMBERS.issuperset(map(type, one)):
+        elif isinstance(one, list) and not _are_numbers(one):
             pending += one
     return num_colons
+
+
+def _are_numbers(entries: list[Any]) -> bool:
+    if len(entries) <= SLICE_ENTRIES:
+        return _NUMBERS.issuperset(map(type, entries))
+    return all(_are_numbers(entries[at : at + SLICE_ENTRIES]) for at in range(0, len(entries), SLICE_ENTRIES))
 
 
 def _num_escaped_colons(body: bytes) -> int:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import httpx
 
 from kestrel.errors import ConfigError, RequestError, shown
-from kestrel.images.base64_text import base64_payload, decode_base64, require_decodable
+from kestrel.images.base64_text import base64_start, decode_base64, require_decodable
 from kestrel.threads import Threads
 
 LARGE_TEXT = 2**20
@@ -68,9 +68,9 @@ async def image_bytes(
 
 
 def _decoded(value: str, max_bytes: int, field: str) -> bytes:
-    payload = base64_payload(value, field)
-    require_decodable(payload, max_bytes, field)
-    return decode_base64(payload, field)
+    start = base64_start(value, field)
+    require_decodable(value, max_bytes, field, start)
+    return decode_base64(value, field, start)
 
 
 # ---------------------------------------------------------------------- pictures by URL

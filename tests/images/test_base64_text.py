@@ -10,7 +10,8 @@ import re
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.images.base64_text import decode_base64
+from kestrel.images import base64_text
+from kestrel.images.base64_text import base64_start, decode_base64
 
 ALPHABET = "ABwxyz09+/=-_ \n\té\x00"
 
@@ -31,7 +32,11 @@ def spoilt(rng: random.Random) -> str:
     return text
 
 
-def test_it_reads_and_refuses_what_the_standard_library_does() -> None:
+@pytest.mark.parametrize("slice_digits", [8, 2**20])
+def test_it_reads_and_refuses_what_the_standard_library_does(
+    monkeypatch: pytest.MonkeyPatch, slice_digits: int
+) -> None:
+    monkeypatch.setattr(base64_text, "SLICE_DIGITS", slice_digits)
     rng = random.Random(0)
     num_refused = 0
     for _ in range(20_000):
@@ -44,3 +49,12 @@ def test_it_reads_and_refuses_what_the_standard_library_does() -> None:
         with pytest.raises(RequestError):
             decode_base64(text, "image_url")
     assert 2_000 < num_refused < 18_000
+
+
+@pytest.mark.parametrize("head", ["", "data:image/png;base64,"])
+def test_a_picture_of_several_slices_is_decoded_from_where_it_begins(head: str) -> None:
+    data = random.Random(0).randbytes(3_000_001)
+    digits = base64.b64encode(data).decode()
+    for text in (digits, "\n".join(digits[at : at + 76] for at in range(0, len(digits), 76))):
+        whole = head + text
+        assert decode_base64(whole, "image_url", base64_start(whole, "image_url")) == data
