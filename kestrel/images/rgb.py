@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,6 +106,8 @@ class Canvas:
     stored: Image.Image | np.ndarray
     """A Pillow image of any mode whose pixels are loaded, or [height, width, 3] uint8."""
     turn: Turn = UPRIGHT
+    rest: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
+    """Called before each part is made, so that a thread can leave the processor to others for a while."""
 
     @property
     def mode(self) -> str:
@@ -144,6 +146,7 @@ class Canvas:
 
     def _part(self, top: int, bottom: int, left: int, right: int) -> Image.Image:
         """Of `mode`; not to be written to."""
+        self.rest()
         is_whole = (bottom - top, right - left) == (self.height, self.width)
         if self.turn.flip_rows:
             top, bottom = self.height - bottom, self.height - top

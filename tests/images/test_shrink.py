@@ -86,6 +86,15 @@ def test_grey_pictures_are_resized_as_one_channel(mode: str, monkeypatch: pytest
     assert modes == {"L"}
 
 
+@pytest.mark.usefixtures("small_parts")
+def test_a_thread_may_rest_before_every_part() -> None:
+    opened = find_or_open(pattern(500, 700, 8), ROOMY)
+    assert not isinstance(opened, (RgbImage, ShrunkImage))
+    rests: list[None] = []
+    decode_opened(opened, form=FORM, rest=lambda: rests.append(None))
+    assert len(rests) >= 500 * 700 / (rgb.PART_BYTES / 4)
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
 @pytest.mark.usefixtures("small_parts")
