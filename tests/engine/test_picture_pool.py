@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from kestrel import threads
 from kestrel.config import RuntimeConfig
-from kestrel.engine import pools
+from kestrel.engine import api, pools
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled, RequestError
 from kestrel.images import decode, rgb
@@ -20,6 +21,8 @@ from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams
+from kestrel.runtime.fake import FakeRuntime
+from tests.engine.fake_engine import fake_engine, fake_limits
 
 FORM = PictureForm(TilingParams(crop_size=378, patch_size=14, overlap_margin=4, max_crops=12))
 LARGE = np.zeros((30, 40, 3), np.uint8)
@@ -187,3 +190,25 @@ def test_work_done_while_nobody_waited_is_not_made_up_for(clock: Clock) -> None:
     is_needed = True
     pace.rest()
     assert clock.rested_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("paces_pictures", [True, False])
+async def test_the_engine_tells_when_a_model_computes_on_this_processor(
+    paces_pictures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Callable[[], bool]] = []
+
+    class Pool(PicturePool):
+        def __init__(self, config: RuntimeConfig, form: PictureForm | None, is_computing: Callable[[], bool]) -> None:
+            super().__init__(config, form, is_computing)
+            told.append(is_computing)
+
+    monkeypatch.setattr(api, "PicturePool", Pool)
+    limits = fake_limits(steps_in_flight=0, paces_pictures=paces_pictures)
+    async with fake_engine(FakeRuntime(limits, vocab_size=320)) as engine:
+        [is_computing] = told
+        stream = await engine.query(None, "What?", stream=True, settings={"max_tokens": 300})
+        seen = {is_computing() async for _ in stream}
+        assert (True in seen) == paces_pictures
+        while is_computing():
+            await asyncio.sleep(0.001)
