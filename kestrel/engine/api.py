@@ -57,7 +57,7 @@ class InferenceEngine(SkillCalls):
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
-        self._pictures = PicturePool(config, ready.picture_form)
+        self._pictures = PicturePool(config, ready.picture_form, self._computes_here)
         self._formats = FormatThreads(ready.profile.constraints)
         self._list_threads = Threads("lists", 2)
         self.text_threads = Threads("text", 2)
@@ -111,6 +111,10 @@ class InferenceEngine(SkillCalls):
         engine = cls(config, ready, skills or default_registry(), asyncio.get_running_loop(), api_key)
         engine._worker.start()
         return engine
+
+    def _computes_here(self) -> bool:
+        """Whether the model is at work on this machine's processor."""
+        return self._ready.runtime.limits.paces_pictures and self._worker.busy_since_s is not None
 
     # ------------------------------------------------------------------ what is loaded and how it is doing
 
