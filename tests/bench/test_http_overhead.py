@@ -73,6 +73,7 @@ def test_cpu_seconds_are_those_of_the_process_and_of_those_it_started() -> None:
     assert math.isnan(cpu_seconds_of(process.pid))
 
 
+@pytest.mark.exhaustive
 def test_all_sides_run_and_compute_something() -> None:
     found = measure([0], rounds=1, starts=1)[0]
     figures = found.figures(ONE)

@@ -15,6 +15,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import RequestCancelled
 from kestrel.evals.scoring import AnswerResult, CaptionResult, CountResult, DetectResult, ThinkingResult
+from tests.exhaustive import sweep
 
 from .held_out import Asked, asked_about, scored
 
@@ -60,7 +61,7 @@ def assert_all_pages_came_back(running: InferenceEngine) -> None:
     assert running._cache.num_free_pages == running._cache.num_pages
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@sweep("dtype", ["float32", "bfloat16"], always=["float32"])
 async def test_counts_names_and_boxes_are_right_in_a_crowd_and_alone(dtype: str) -> None:
     """The crowd asks about many pictures at once. Alone, another tenant asks: it shares nothing with the crowd."""
     num_scenes, num_alone = (8, 3) if dtype == "float32" else (5, 1)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.exhaustive import sweep
 from tests.server.conftest import SCENE_URL, data_url, encoded
 from tests.server.long_request import long_query
 from tests.server.programs import Program
@@ -64,15 +65,16 @@ def stream_times(url: str, has_begun: threading.Event, is_over: threading.Event)
     return times
 
 
-def test_a_stream_goes_on_while_a_hundred_megapixels_are_asked_about(
-    program: Program, ask: Callable[[str], httpx.Response]
+@sweep("megapixels", [25, 100], always=[25])
+def test_a_stream_goes_on_while_a_large_picture_is_asked_about(
+    program: Program, ask: Callable[[str], httpx.Response], megapixels: int
 ) -> None:
     has_begun, is_over = threading.Event(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         streaming = pool.submit(stream_times, program.url(), has_begun, is_over)
         assert has_begun.wait(60)
         began = time.monotonic()
-        answer = ask(blank_png((65_535, 1520)))
+        answer = ask(blank_png((65_535, megapixels * 1_000_000 // 65_535)))
         ended = time.monotonic()
         is_over.set()
         times = [began, *(each for each in streaming.result() if began < each < ended), ended]

@@ -22,7 +22,6 @@ from tests.server.test_draining import END_ID
 
 NUM_CLIENTS = 16
 NUM_TOKENS = 24
-"""Two cores and nothing else to do take about 3 s; a busy machine may take ten times that."""
 
 
 async def ask_until_the_end(url: str, client: int, outcomes: Counter[str], program: Program) -> None:

@@ -21,6 +21,7 @@ from kestrel.train.adapter.run import Trained, run_adapter
 from kestrel.train.objective import TaskTensors, hidden_states
 from kestrel.train.packing import pack
 from kestrel.train.saving import merge_adapter
+from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS, coarse_folder
 
 from .data_folder import small_folder
@@ -37,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_folder(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_the_loss_falls_and_the_file_has_the_loss_that_was_told(family: str, data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", family, steps=16, val_every=8)
     done, report = run(chosen)
@@ -85,7 +86,7 @@ def test_gradients_reach_every_factor_and_nothing_of_the_base(family: str, data:
         assert torch.equal(value, on_disk[f"model.{name}"].float()), name
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_gradients_are_those_of_the_loss(family: str, data: Path, tmp_path: Path) -> None:
     """By finite differences in double precision, so small that no token changes its experts."""
     chosen = options(data, tmp_path / "a.safetensors", family, targets="qkv,fc2")
@@ -116,7 +117,7 @@ def test_gradients_are_those_of_the_loss(family: str, data: Path, tmp_path: Path
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=2e-2)
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_an_adapter_that_was_merged_gives_the_same_stream(family: str, data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", family, steps=2)
     run(chosen)
@@ -159,7 +160,7 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return chosen, *run(chosen)
 
 
-@pytest.mark.parametrize("stop_after", [1, 3])
+@sweep("stop_after", [1, 3], always=[3])
 def test_a_run_that_was_stopped_and_resumed_is_an_uninterrupted_one_bit_by_bit(
     stop_after: int, uninterrupted: tuple[AdapterRun, Trained, QuietReport], tmp_path: Path
 ) -> None:
