@@ -75,12 +75,16 @@ def test_a_second_signal_ends_it_at_once(program: Program) -> None:
             events.read()
 
 
-def test_sigterm_while_loading_ends_it_with_0(program: Program) -> None:
-    program.wait_for("memory: KV cache")
-    assert program.end() == 0
-    assert "draining: 0 requests" in program.log
-    assert "startup complete" not in program.log
-    assert "Traceback" not in program.log
+def test_sigterm_while_loading_ends_it_with_0(tmp_path: Path) -> None:
+    program = Program(tmp_path / "log", never_warm=True)
+    try:
+        program.wait_for("memory: KV cache")
+        assert program.end() == 0
+        assert "draining: 0 requests" in program.log
+        assert "startup complete" not in program.log
+        assert "Traceback" not in program.log
+    finally:
+        program.kill()
 
 
 def test_a_body_that_is_on_its_way_at_a_drain_is_refused(program: Program) -> None:
