@@ -189,7 +189,7 @@ def test_the_least_recently_used_format_is_forgotten() -> None:
     for one in formats:
         compiled.start(one)
     assert compiled.num_kept == 2
-    assert list(compiled._kept) == [ResponseFormat("regex", "a"), ResponseFormat("regex", "c")]
+    assert [compiled.is_kept(ResponseFormat("regex", pattern)) for pattern in "abc"] == [True, False, True]
 
 
 def test_answers_to_one_format_do_not_disturb_each_other() -> None:
@@ -237,9 +237,10 @@ def test_what_is_kept_is_bounded_by_its_memory_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compiled, "_trials", SimpleNamespace(run=lambda wanted: 10 * len(wanted.text)))
     for pattern in ("a", "b", "c", "a"):
         compiled.start(ResponseFormat("regex", pattern))
-    assert [one.text for one in compiled._kept] == ["c", "a"]
+    assert [compiled.is_kept(ResponseFormat("regex", pattern)) for pattern in "abc"] == [True, False, True]
     compiled.start(ResponseFormat("regex", "more than all"))
-    assert [one.text for one in compiled._kept] == ["more than all"]
+    assert compiled.is_kept(ResponseFormat("regex", "more than all"))
+    assert compiled.num_kept == 1
 
 
 def test_an_answer_that_takes_too_much_computing_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_random_traffic(
     room = {"page_size": page_size, "num_pages": pool // page_size, "max_seq_length": 80}
     if limits["paces_pictures"]:
         limits = {**limits, "steps_in_flight": 0}
-    scheduler, _ = make(vocab_size=VOCAB, prefix_cache=prefix_cache, **room, **limits)
+    scheduler, runtime = make(vocab_size=VOCAB, prefix_cache=prefix_cache, **room, **limits)
     traffic = Traffic(scheduler)
     for action in script:
         if not limits["launch_waits"]:  # the worker's order: what is due, then whoever came meanwhile
@@ -121,7 +121,7 @@ def test_random_traffic(
     for name, (items, max_new, adapter) in traffic.expected.items():
         if traffic.final[name].finish_reason is FinishReason.CANCELLED:
             continue
-        left = scheduler._limits.max_positions - sum(getattr(i, "num_positions", 1) for i in items)
+        left = runtime.limits.max_positions - sum(getattr(i, "num_positions", 1) for i in items)
         assert tokens_of(traffic.final[name]) == by_hand(items, min(max_new, left), VOCAB, adapter), name
     assert scheduler._cache.num_leases == scheduler._slots.num_leases == 0
     assert scheduler.num_running == scheduler.num_waiting == 0
