@@ -34,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("hypothesispytest"):
         import hypothesis  # noqa: PLC0415 - a machine for the GPU tests alone may lack it
 
-        hypothesis.settings.register_profile("kestrel", deadline=None)  # how long an example takes is the machine's
+        # How long an example takes is the machine's.
+        too_slow = hypothesis.HealthCheck.too_slow
+        hypothesis.settings.register_profile("kestrel", deadline=None, suppress_health_check=[too_slow])
         hypothesis.settings.load_profile("kestrel")
     # Where this is set, each program that a test starts would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
 from kestrel.request import FinishReason, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem
+from tests.exhaustive import given_examples
 from tests.scheduler.harness import by_hand, context_items, make, request, run, tokens_of
 
 VOCAB = 40
@@ -85,8 +85,9 @@ class Traffic:
         self.scheduler.check_integrity()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+@given_examples(
+    50,
+    150,
     script=st.lists(actions, min_size=1, max_size=40),
     page_size=st.sampled_from([1, 3, 8]),
     pool=st.integers(60, 160),
