@@ -6,12 +6,14 @@ import csv
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kestrel.bench.embedded import EngineFigures, Took, made_picture, measure_engine_apart, rows
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "embedded.csv"
 
 
+@pytest.mark.exhaustive
 def test_an_engine_of_its_own_process_loads_answers_and_stays_small() -> None:
     figures = measure_engine_apart(num_queries=1, size=(320, 240))
     assert figures.load.seconds > 0

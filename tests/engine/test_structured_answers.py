@@ -23,6 +23,7 @@ from kestrel.errors import CapacityError, EngineStopped, QueueFull, RequestCance
 from tests.constraints.json_walks import SCHEMAS, assert_valid
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
+from tests.exhaustive import sweep
 from tests.scene import SCENE
 
 PICTURE = GOLDENS / "image_small.png"
@@ -33,7 +34,7 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_every_schema_is_kept_by_random_weights(
     family: str, temperature: float, make_coarse_engine: MakeEngine
