@@ -73,6 +73,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_folder_becomes_a_model_that_answers(kestrel: Kestrel, tmp_path: Path, atlas_file: Path) -> None:
     folder = tmp_path / "new" / "tiny"
     flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "1", *SHORT, *ONE_TASK)
@@ -184,6 +185,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.exhaustive
 @needs_proc
 def test_workers_never_import_torch_and_end_with_a_killed_program(
     tmp_path: Path, atlas_file: Path, small_folder: Path

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from kestrel.server.config import ServerConfig
+from tests.exhaustive import sweep
 from tests.server.conftest import RunningServer, data_url, encoded, runtime_config, start_server
 from tests.server.leftovers import holdings, resident_bytes
 from tests.server.sockets import JSON, POST_QUERY, eventually
@@ -165,7 +166,8 @@ def test_an_odd_picture_is_answered_or_refused(sturdy: RunningServer, name: str)
     assert response.status_code in ((200, 400) if name == "a bomb in a comment" else (200,)), response.text
 
 
-def test_bodies_of_50_mb_are_refused_and_not_kept(sturdy: RunningServer) -> None:
+@sweep("times", [1, 3], always=[1])
+def test_bodies_of_50_mb_are_refused_and_not_kept(sturdy: RunningServer, times: int) -> None:
     """What the client itself allocates stays with the process, so growth counts from the second time on."""
 
     def send() -> None:
@@ -178,7 +180,7 @@ def test_bodies_of_50_mb_are_refused_and_not_kept(sturdy: RunningServer) -> None
 
     send()
     memory_before = resident_bytes()
-    for _ in range(3):
+    for _ in range(times):
         send()
     assert resident_bytes() - memory_before < GROWTH_BYTES
 

@@ -33,7 +33,12 @@ VERSIONS = [
         None, id="current", marks=pytest.mark.skipif(find_spec("openai") is None, reason="openai is not installed")
     ),
     pytest.param(
-        OLD, id="1.x", marks=pytest.mark.skipif(not OLD.is_dir(), reason=f"openai 1.x is not installed; {HINT}")
+        OLD,
+        id="1.x",
+        marks=[
+            pytest.mark.exhaustive,
+            pytest.mark.skipif(not OLD.is_dir(), reason=f"openai 1.x is not installed; {HINT}"),
+        ],
     ),
 ]
 

@@ -81,6 +81,7 @@ def test_a_request_leaves_nothing_for_the_garbage_collector(server: RunningServe
     assert left == []
 
 
+@pytest.mark.exhaustive
 @ON_LINUX
 async def test_mixed_traffic_is_answered_and_measured(server: RunningServer) -> None:
     said: list[str] = []

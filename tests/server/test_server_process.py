@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 
 from kestrel.bench.http_load.client import BROKEN, Connection, Target
 from tests.server.long_request import long_query
@@ -79,6 +80,7 @@ def test_sigterm_in_a_crowd_loses_no_accepted_request(tmp_path: Path) -> None:
     assert "Traceback" not in program.log
 
 
+@pytest.mark.exhaustive
 def test_after_a_sudden_end_it_comes_back_on_its_port(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
