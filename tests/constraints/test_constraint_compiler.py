@@ -267,17 +267,17 @@ def test_asking_whether_a_format_is_kept_does_not_wait_for_the_vocabulary() -> N
 
     def slowly() -> str:
         is_reading.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return tokenizer().to_json()
 
     compiled = ConstraintCompiler(slowly, EOS, are_tried=False)
     reading = threading.Thread(target=compiled.prepare)
     reading.start()
     try:
-        assert is_reading.wait(20)
+        assert is_reading.wait(60)
         asking = threading.Thread(target=compiled.is_kept, args=(ResponseFormat("regex", "a"),))
         asking.start()
-        asking.join(5)
+        asking.join(50)
         assert not asking.is_alive()
     finally:
         may_go_on.set()

@@ -138,7 +138,7 @@ def test_closing_ends_a_trial_and_tells_who_waits_for_it() -> None:
     assert eventually(lambda: bool(children(pid)))
     [trial] = children(pid)
     trials.close()
-    waiting.join(20)
+    waiting.join(60)
     assert errors
     assert eventually(lambda: has_ended(pid) and has_ended(trial))
     trials.close()

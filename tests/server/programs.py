@@ -95,7 +95,7 @@ class Program:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def kill(self) -> None:
         self.process.kill()

@@ -221,7 +221,7 @@ TALK: dict[str, tuple[bytes, tuple[bytes, ...]]] = {
 def connect(server: RunningServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    connection.settimeout(20)
+    connection.settimeout(60)
     return connection
 
 

@@ -47,7 +47,7 @@ def visitor(strict: RunningServer) -> Iterator[httpx.Client]:
 def connect(server: RunningServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    connection.settimeout(10)
+    connection.settimeout(60)
     return connection
 
 
