@@ -45,7 +45,7 @@ class SlowDecoding:
             self.num_running += 1
             self.most_running = max(self.most_running, self.num_running)
         if opened.is_large:
-            assert self.go.wait(30)
+            assert self.go.wait(60)
         with self._lock:
             self.num_running -= 1
         return RgbImage.from_pixels(opened.load().pixels())

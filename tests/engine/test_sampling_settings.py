@@ -40,7 +40,7 @@ async def test_stop_strings_cut_captions_where_str_find_does(engine: InferenceEn
         expected = whole[: whole.find(stop)] if stop in whole else whole
         assert "".join(chunks) == result.text == result.output["caption"] == expected
         assert stop not in whole or result.finish_reason == "stop"
-    assert engine._scheduler.num_running == 0
+    assert engine.snapshot().num_running == 0
 
 
 async def test_streamed_logprobs_are_those_of_the_result(engine: InferenceEngine) -> None:

@@ -136,6 +136,7 @@ print("wgmma.mma_async" in made.asm["ptx"], len(made.asm["cubin"]) > 0)
 
 
 @pytest.mark.skipif(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6), reason="needs Triton 3.6")
+@pytest.mark.exhaustive
 def test_it_compiles_for_hopper_on_any_machine() -> None:
     """In a process of its own, since the interpreter that other tests run kernels in is chosen at the import."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

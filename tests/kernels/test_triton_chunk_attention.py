@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kestrel.kernels.paged_attention import attend_chunks as plain
 from kestrel.kernels.triton.paged_attention import ChunksTuning, attend_chunks
+from tests.exhaustive import sweep
 
 BLOCKS = {"more keys": ChunksTuning(16, 32), "more queries": ChunksTuning(32, 16), "chosen": None}
 PICTURE, TEXT = 1, 0
@@ -115,10 +116,11 @@ def test_the_plain_version_does_what_its_contract_says(case: str) -> None:
 # The blocks that are chosen have the sizes of both others in another pairing: a few cases are enough for them.
 CHOSEN = ("one query", "odd sizes, an empty chunk", "groups of seven, odd head", "pictures and prompts", "no chunks")
 WAYS = [(case, blocks) for case in CASES for blocks in BLOCKS if blocks != "chosen" or case in CHOSEN]
+PAIRS = [("odd sizes, an empty chunk", "more keys"), ("groups of two", "more queries")]
 
 
 @devices
-@pytest.mark.parametrize(("case", "blocks"), WAYS)
+@sweep(("case", "blocks"), WAYS, always=[way for way in WAYS if way[1] == "chosen" or way in PAIRS])
 def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: str, device: str) -> None:
     given = chunks(case, device)
     got = attend_chunks(*given.arguments(), tuning=BLOCKS[blocks])[given.owned()]
@@ -126,7 +128,7 @@ def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: 
 
 
 @devices
-@pytest.mark.parametrize("case", ["full blocks", "groups of two", "pictures and prompts", "a prompt"])
+@sweep("case", ["full blocks", "groups of two", "pictures and prompts", "a prompt"], always=["groups of two"])
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(case: str, device: str) -> None:
     """In the blocks chosen for it."""
     given = chunks(case, device, HALF[device])

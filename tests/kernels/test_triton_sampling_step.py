@@ -28,6 +28,7 @@ from kestrel.kernels.sampling import chosen, rank
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.row_tables import row_inputs
 from kestrel.kernels.triton.sampling import BestTuning, best_ids
+from tests.exhaustive import sweep
 from tests.kernels.random_rules import RandomRules, Rules, columns
 
 NUM_ROWS = 12
@@ -48,7 +49,7 @@ def best(
 
 @devices
 @pytest.mark.parametrize("has_endings", [False, True])
-@pytest.mark.parametrize("vocab", [13, 64, 101])
+@sweep("vocab", [13, 64, 101], always=[64, 101])
 def test_the_best_id_is_that_of_the_plain_version(vocab: int, has_endings: bool, device: str) -> None:
     for seed in range(2):
         make = RandomRules(vocab, device, seed)

@@ -16,6 +16,7 @@ import torch
 
 from kestrel.moondream.model import MoondreamModel
 from kestrel.runtime import cpu_products
+from tests.exhaustive import sweep
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.forced import compare_engine, compare_with_golden, text_cases
 from tests.runtime.paged import paged
@@ -53,7 +54,7 @@ def test_bf16_stays_close(family: str, device: str) -> None:
 
 
 @pytest.mark.skipif(not cpu_products.has_fast_bfloat16(), reason="this processor has none: the test above is this one")
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_bf16_stays_close_on_a_processor_without_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "has_fast_bfloat16", lambda: False)
     check_close(family, deepcopy(golden(family).model).to(torch.bfloat16), "in wide products")
