@@ -29,7 +29,7 @@ from kestrel.models.family import LoadedModel
 from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
 from kestrel.runtime.device import choose_device, choose_dtype
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import text_tokens
 
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.sampling_params import SamplingParams
-from kestrel.settings import SETTINGS, integer
+from kestrel.settings import SETTINGS, SamplingParams, integer
 from kestrel.tokens import ContextItem, Token, num_positions
 
 _POSITION = integer(0, 2**31 - 1)

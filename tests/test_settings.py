@@ -15,12 +15,11 @@ from starlette.testclient import TestClient
 from kestrel.cli.app import run
 from kestrel.engine import InferenceEngine
 from kestrel.errors import RequestError
-from kestrel.sampling_params import SamplingParams
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.schemas import TINY_PICTURE
 from kestrel.server.state import app_state
-from kestrel.settings import MAX_SEED, MAX_TOKENS, ROUTING, SETTINGS, Schema, Setting
+from kestrel.settings import MAX_SEED, MAX_TOKENS, ROUTING, SETTINGS, SamplingParams, Schema, Setting
 from tests.engine.fake_engine import fake_engine
 from tests.scene import SCENE
 

@@ -18,8 +18,8 @@ from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.images.rgb import RgbImage
 from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
+from kestrel.skills.builtin import SpatialRef, spatial_refs
 from kestrel.skills.fields import FieldTable
-from kestrel.skills.layout import SpatialRef, spatial_refs
 
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 

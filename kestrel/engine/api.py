@@ -22,9 +22,8 @@ from kestrel.adapters.sources import AdapterListing, configured_sources, given_k
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
-from kestrel.engine.intake import Route, generation_request, require_readable, size_of, take_route
+from kestrel.engine.intake import QueueRoom, Route, generation_request, require_readable, size_of, take_route
 from kestrel.engine.pools import FormatThreads, PicturePool
-from kestrel.engine.queue_room import QueueRoom
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineResult, EngineStream

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kestrel.adapters import AdaptedMatrix, AdapterShape
 from kestrel.layers.attention import Attention, Rope
-from kestrel.layers.blocks import SequentialBlock
-from kestrel.layers.decoder import TextDecoder
+from kestrel.layers.decoder import SequentialBlock, TextDecoder
 from kestrel.layers.mlp import GatedMlp
 from kestrel.layers.norm import RmsNorm
 from kestrel.llama.config import LlamaConfig

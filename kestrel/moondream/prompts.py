@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kestrel.errors import RequestError
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.skills.base import ConstraintSource, Message, ModelProfile, RegionIds, Tokenizer
-from kestrel.skills.layout import block, opening, template_of
+from kestrel.skills.builtin import block, opening, template_of
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
 

@@ -20,12 +20,12 @@ from kestrel.errors import ConfigError
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel, DecoderShape, KvScale
 from kestrel.runtime.adapter_slots import AdapterSlots
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.memory import (
     MemoryPlan,
     WorkingMemory,

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from kestrel.grammar import Grammar
 from kestrel.request import FinishReason, PromptOutputs, ScoredToken, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, Token
 
 

@@ -20,13 +20,12 @@ from kestrel.kernels.row_tables import COORD, SIZE, RowInputs
 from kestrel.kernels.sampling import allowed_scores
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.attention import PagedKVCache, RowAttention
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.device import upload
 from kestrel.runtime.graph_pool import GraphPool, Replayable
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.sampler import Sampled, region_heads, wanted_values
-from kestrel.runtime.step_attention import RowAttention
 
 
 @dataclass(frozen=True, slots=True)

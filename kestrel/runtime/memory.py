@@ -22,11 +22,10 @@ from kestrel.errors import ConfigError
 from kestrel.images.rgb import RgbImage
 from kestrel.layers.attention import Heads
 from kestrel.models.contract import DecoderModel, DecoderShape
+from kestrel.runtime.attention import PagedKVCache, bytes_per_page, stored_and_attended
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
 from kestrel.runtime.pictures import MAX_NUMBERS
 from kestrel.runtime.process.pictures import MAX_BYTES
-from kestrel.runtime.step_attention import stored_and_attended
 
 ROOM = 2**29
 """For pictures on their way to the encoder, adapters, sampling, and buffers of steps."""

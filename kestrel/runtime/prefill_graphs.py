@@ -17,12 +17,11 @@ from torch import Tensor
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.attention import ChunkAttention, ChunkNumbers, PagedKVCache, StoredChunks, long_and_short
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.device import upload
 from kestrel.runtime.graph_pool import GraphPool, Replayable
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.step_attention import ChunkAttention, ChunkNumbers, StoredChunks, long_and_short
 
 FINE, COARSE = 64, 128
 FINE_UP_TO = 1024

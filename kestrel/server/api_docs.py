@@ -11,9 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from kestrel.sampling_params import SamplingParams
 from kestrel.server.http import create_app
-from kestrel.settings import ROUTING, SETTINGS, Setting
+from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 
 Schema = Mapping[str, Any]
 MANY = 8

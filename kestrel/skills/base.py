@@ -24,7 +24,7 @@ from kestrel.request import (
     TokenConstraint,
     TokenLogprobs,
 )
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 
 

@@ -10,10 +10,17 @@ from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.settings import any_text, boolean, text
 from kestrel.skills.base import ChatFormat, Message, ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
+from kestrel.skills.builtin import (
+    BuiltinSkill,
+    SampledRequest,
+    answer_constraint,
+    check_pictures,
+    laid_out,
+    not_supported,
+    opens_reasoning,
+)
 from kestrel.skills.decode_rules import answer_rules, reasoning_rules
 from kestrel.skills.fields import FieldTable
-from kestrel.skills.layout import check_pictures, laid_out, not_supported, opens_reasoning
 from kestrel.skills.states import ReasoningState, TextState
 from kestrel.tokens import ImageSpan
 

@@ -9,13 +9,11 @@ from typing import Any
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.request import PromptOutputs, PromptReport, SkillOutput, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
-from kestrel.settings import SETTINGS, any_text, boolean, some_token_ids, tokens_or_none
+from kestrel.settings import SETTINGS, SamplingParams, any_text, boolean, some_token_ids, tokens_or_none
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint, check_pictures, laid_out, opening
 from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import FieldTable, Values
-from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.skills.logprobs import ShownTokens, prompt_logprobs
 from kestrel.skills.states import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Carries, Edge, Grammar, State, ends, free_text
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile, RegionIds
 
 

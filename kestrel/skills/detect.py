@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kestrel.grammar import Grammar
 from kestrel.request import SkillOutput, StreamDelta
-from kestrel.sampling_params import SamplingParams
-from kestrel.settings import text
+from kestrel.settings import SamplingParams, text
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.builtin import ObjectRequest, ObjectSkill
 from kestrel.skills.decode_rules import detect_rules

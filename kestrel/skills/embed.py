@@ -9,13 +9,11 @@ from typing import Any
 
 from kestrel.errors import NumericalError, RequestError
 from kestrel.request import FinishReason, PromptOutputs, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
-from kestrel.settings import some_token_ids, text
+from kestrel.settings import SamplingParams, some_token_ids, text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest, check_pictures, laid_out, opening
 from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import FieldTable, Values
-from kestrel.skills.layout import check_pictures, laid_out, opening
 from kestrel.tokens import ImageSpan, Token, text_tokens
 
 _FIELDS = FieldTable("embed", {"text": text, "token_ids": some_token_ids})

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kestrel.errors import RequestError, did_you_mean, shown
-from kestrel.sampling_params import SamplingParams
-from kestrel.settings import OTHER_BOUND, SETTINGS, Check
+from kestrel.settings import OTHER_BOUND, SETTINGS, Check, SamplingParams
 
 DrawSeed = Callable[[], int]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from kestrel.adapters import Adapter, AdapterTarget
 from kestrel.errors import CheckpointError
-from kestrel.layers.blocks import ParallelBlock
+from kestrel.layers.decoder import ParallelBlock
 from kestrel.layers.mlp import Moe
 from kestrel.models.adapting import merged_delta
 from kestrel.models.checkpoint_files import INDEX_NAME

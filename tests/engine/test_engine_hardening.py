@@ -21,7 +21,7 @@ from kestrel.models.tokenizer import TextTokenizer
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime import rows
 from kestrel.runtime.fake import FakeRuntime
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills import SkillRegistry, default_skills
 from kestrel.skills.base import ModelProfile, Prompt, SkillRequest, SkillSpec, SkillState
 from kestrel.tokens import CoordToken, ImageSpan, TextToken, Token

@@ -17,7 +17,7 @@ import triton
 from kestrel.kernels.triton import vision
 from kestrel.kernels.triton.vision import attend_crops_on_hopper, fastest_attend_crops
 from kestrel.kernels.vision import attend_crops as plain
-from kestrel.runtime.cpu_products import computing
+from kestrel.runtime.device import computing
 
 BF16 = torch.bfloat16
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == vision.HOPPER

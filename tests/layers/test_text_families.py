@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import PLAIN
 from kestrel.layers.attention import Attention, Heads, Rope
-from kestrel.layers.blocks import SequentialBlock
-from kestrel.layers.decoder import TextDecoder
+from kestrel.layers.decoder import SequentialBlock, TextDecoder
 from kestrel.layers.mlp import GatedMlp
 from kestrel.layers.norm import RmsNorm
 

@@ -24,10 +24,9 @@ from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B
 from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
 from kestrel.moondream.model import MoondreamModel, check_quantisable
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.attention import ChunkAttention, PagedKVCache, StoredChunks
 from kestrel.runtime.bring_up import cache_scales
 from kestrel.runtime.contract import AdapterLoad, PageCopy
-from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.step_attention import ChunkAttention, StoredChunks
 from tests.exhaustive import sweep
 from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, fake_fp8_weights, rounded
 from tests.moondream.goldens import FAMILIES, golden, golden_adapter

@@ -13,7 +13,7 @@ from kestrel.kernels.rotary import apply_rope, tau_position
 from kestrel.layers.attention import Attention, Heads, Rope, Step
 from kestrel.moondream.config import MoeConfig, TextConfig
 from kestrel.moondream.text import TextModel
-from kestrel.runtime.cpu_products import computing
+from kestrel.runtime.device import computing
 
 from .goldens import FAMILIES, golden, tensors
 from .naive_generator import NO_BLOCK, DenseAttention

@@ -18,13 +18,13 @@ from kestrel.models.contract import DecoderModel
 from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision
 from kestrel.moondream.model import MoondreamModel
 from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, StreamUpdate
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, Token
 from tests.moondream.seen_crops import encoded_once
 from tests.scheduler.harness import Recorder, run, tokens_of

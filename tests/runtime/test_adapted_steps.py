@@ -9,10 +9,10 @@ from kestrel.kernels.ops import PLAIN
 from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import SlotAdapt
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from tests.exhaustive import sweep

@@ -11,8 +11,8 @@ from kestrel.kernels.commit_ids import advance
 from kestrel.kernels.sampling import mask
 from kestrel.runtime import rows
 from kestrel.runtime.contract import RowStart
-from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.sampling_params import SamplingParams
+from kestrel.runtime.rows import GrammarTables
+from kestrel.settings import SamplingParams
 from tests.exhaustive import given_examples
 
 VOCAB = 12

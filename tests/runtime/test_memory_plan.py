@@ -9,7 +9,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
-from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
+from kestrel.runtime.attention import PagedKVCache, bytes_per_page
 from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs, picture_bytes, plan_pages
 from tests.runtime.paged import usual_limits
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kestrel.runtime.contract import POSITIONS_PER_CROP
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS, coarse

@@ -11,9 +11,9 @@ import torch
 from kestrel.grammar import END, Edge, Grammar, State, free_text
 from kestrel.request import FinishReason
 from kestrel.runtime.contract import RowStart
-from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.runtime.rows import GrammarTables
 from kestrel.runtime.sampling_options import EndingTable, PenaltyTable
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse

@@ -21,8 +21,8 @@ from kestrel.request import (
 )
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.fake import FakeRuntime, adapter_number, item_value
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token
 
 EOS = 0

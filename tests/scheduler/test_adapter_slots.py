@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.errors import RequestError
 from kestrel.request import AdapterUse
-from kestrel.scheduler.adapter_slots import SlotPool
+from kestrel.scheduler.admission import SlotPool
 from kestrel.scheduler.queues import PATIENCE_S
 from tests.scheduler.harness import by_hand, make, request, run, text, tokens_of
 

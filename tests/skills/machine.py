@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kestrel.grammar import END, Carries, Grammar, State
 from kestrel.request import FinishReason, SkillOutput, StreamDelta
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import RegionIds, SkillState
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.grammar import END, Carries, Grammar
 from kestrel.request import FinishReason
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile, Template
 from kestrel.skills.decode_rules import (
     answer_rules,

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.sampling_params import SamplingParams
-from kestrel.settings import SETTINGS, boolean, text
+from kestrel.settings import SETTINGS, SamplingParams, boolean, text
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile
+from kestrel.skills.builtin import spatial_refs
 from kestrel.skills.fields import FieldTable, random_seed
-from kestrel.skills.layout import spatial_refs
 
 TABLE = FieldTable("query", {"question": text, "reasoning": boolean, "spatial_refs": spatial_refs})
 OBJECTS = FieldTable("point", {"object": text}, bound="max_objects", other_names={"max_points": "max_objects"})

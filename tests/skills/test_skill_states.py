@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kestrel.request import FinishReason, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.complete import CompleteState
 from kestrel.skills.detect import DetectState

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.skills.base import Tokenizer
-from kestrel.skills.text_stream import StoppingTextStream, TextStream
+from kestrel.skills.states import StoppingTextStream, TextStream
 from tests.cpu_time import least_cpu_s
 
 from .model_profiles import golden_tokenizer

@@ -11,7 +11,7 @@ from kestrel.errors import RequestError
 from kestrel.server.state import ServerState
 from kestrel.settings import MAX_LOGPROBS
 from kestrel.skills.base import Tokenizer
-from kestrel.skills.text_stream import TextStream
+from kestrel.skills.states import TextStream
 from kestrel.threads import Pace
 
 Entry = Mapping[str, Any]

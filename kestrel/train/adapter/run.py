@@ -14,8 +14,7 @@ from kestrel.errors import ConfigError
 from kestrel.families import find_family, load, resolve
 from kestrel.images.encoded import ImageLimits
 from kestrel.models.family import LoadedModel
-from kestrel.runtime.cpu_products import fast_dtype
-from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.runtime.device import choose_device, choose_dtype, fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
 from kestrel.train.adapter.encoding import EmbeddedPictures, SampleEncoder, TrainingRow
 from kestrel.train.adapter.loop import (
