@@ -29,7 +29,7 @@ from kestrel.models.family import LoadedModel
 from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
 from kestrel.runtime.device import choose_device, choose_dtype
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import text_tokens
 
 
@@ -44,7 +44,7 @@ class Decoding:
         self._in_flight: deque[Any] = deque()
         page_size = ready.runtime.limits.page_size
         pages_per_row = -(-(context + max_new_tokens) // page_size)
-        grammar = free_text(ready.profile.ids.eos)
+        grammar = free_text(ready.profile.end_id)
         sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         ids = np.random.default_rng(0).integers(ready.vocab_size // 2, ready.vocab_size, (num_rows, context))
         for row in self._rows:

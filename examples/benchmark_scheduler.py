@@ -67,7 +67,7 @@ async def run(args: argparse.Namespace, config: RuntimeConfig, images: Sequence[
     prompts = [f"{PROMPTS[i % len(PROMPTS)]} ({i + 1})" for i in range(args.num_prompts)]
     pictures = [images[i % len(images)] if images else None for i in range(args.num_prompts)]
     async with await InferenceEngine.create(config) as engine:
-        ends = [] if args.stop_early else [engine.profile.ids.eos]
+        ends = [] if args.stop_early else [engine.profile.end_id]
         settings = {"max_tokens": args.max_new_tokens, "temperature": 0, "suppressed_ids": ends}
         for number in range(1, args.rounds + 1):
             start_s = time.monotonic()

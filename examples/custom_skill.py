@@ -18,10 +18,10 @@ from kestrel.engine import InferenceEngine
 from kestrel.errors import KestrelError, RequestError
 from kestrel.grammar import Edge, Grammar, State
 from kestrel.request import FinishReason, SkillOutput, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills import SkillRegistry, SkillSpec, SkillState, default_skills
 from kestrel.skills.base import ModelProfile, Prompt, SkillRequest
-from kestrel.skills.layout import block, opening, template_of
+from kestrel.skills.builtin import block, opening, template_of
 from kestrel.tokens import ImageSpan, TextToken, Token
 
 

@@ -19,167 +19,123 @@ KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa", "flashinfer")
 
 
-def _doc(text: str, **extra: Any) -> dict[str, Any]:
-    return {"help": text, **extra}
+def setting(default: Any, text: str, *, is_shown: bool = True, **extra: Any) -> Any:
+    """A field of a configuration, with its help and whatever else its flag is made from. `is_shown`: in its repr."""
+    return field(default=default, repr=is_shown, metadata={"help": text, **extra})
+
+
+def required(text: str, **extra: Any) -> Any:
+    """One that has to be given."""
+    return field(metadata={"help": text, **extra})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """How one engine runs one model. Every field is also a CLI flag."""
 
-    model: str | None = field(
-        default=None, metadata=_doc("Registered model name; fetched from the hub unless model_path is given.")
+    model: str | None = setting(None, "Registered model name; fetched from the hub unless model_path is given.")
+    revision: str | None = setting(
+        None,
+        "Commit, tag or branch of the named model's weights on the hub. Default: the commit that `kestrel models` "
+        "shows.",
     )
-    revision: str | None = field(
-        default=None,
-        metadata=_doc(
-            "Commit, tag or branch of the named model's weights on the hub. Default: the commit that `kestrel models` "
-            "shows."
-        ),
+    model_path: str | os.PathLike[str] | None = setting(
+        None, "A model folder, or a single weights file.", flags=("--model-path", "--weights")
     )
-    model_path: str | os.PathLike[str] | None = field(
-        default=None, metadata=_doc("A model folder, or a single weights file.", flags=("--model-path", "--weights"))
+    weights_path: str | os.PathLike[str] | None = setting(None, "Another name for model_path.", flags=())
+    tokenizer_path: str | os.PathLike[str] | None = setting(None, "tokenizer.json to use with a single weights file.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
+    dtype: Any = setting("auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
+    quantization: str = setting(
+        "none",
+        "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
+        "float8 needs a GPU of compute capability 8.9.",
     )
-    weights_path: str | os.PathLike[str] | None = field(
-        default=None, metadata=_doc("Another name for model_path.", flags=())
+    kv_cache_dtype: str = setting(
+        "auto", "Numbers of the KV cache: auto (the model's dtype), bf16, or fp8 (half the memory; GPU only)."
     )
-    tokenizer_path: str | os.PathLike[str] | None = field(
-        default=None, metadata=_doc("tokenizer.json to use with a single weights file.")
+    attention_backend: str = setting(
+        "auto",
+        "auto, triton or sdpa. auto: Triton kernels on a GPU that can run them, else torch's own attention (sdpa), "
+        "which runs without fused operations and CUDA graphs. flashinfer is not available yet.",
     )
-    device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
-    dtype: Any = field(
-        default="auto", metadata=_doc("auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
+    max_batch_size: int = setting(16, "Sequences that run at the same time.")
+    max_seq_length: int | None = setting(
+        None, "Longest prompt plus answer in tokens. Default: the model's own context."
     )
-    quantization: str = field(
-        default="none",
-        metadata=_doc(
-            "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
-            "float8 needs a GPU of compute capability 8.9."
-        ),
+    page_size: int = setting(16, "Positions per KV cache page.")
+    kv_cache_pages: int | None = setting(None, "Pages in the KV cache. Default: planned from free memory.")
+    kv_cache_memory_fraction: float | None = setting(
+        None,
+        "Share of the memory left by weights and steps that a planned KV cache may take. Default: 0.8 on a GPU, "
+        "0.25 on a CPU.",
     )
-    kv_cache_dtype: str = field(
-        default="auto",
-        metadata=_doc("Numbers of the KV cache: auto (the model's dtype), bf16, or fp8 (half the memory; GPU only)."),
+    refiner_path: str | os.PathLike[str] | None = setting(
+        None, "Weights of the segmentation refiner; without them segment returns the model's own outline."
     )
-    attention_backend: str = field(
-        default="auto",
-        metadata=_doc(
-            "auto, triton or sdpa. auto: Triton kernels on a GPU that can run them, else torch's own attention (sdpa), "
-            "which runs without fused operations and CUDA graphs. flashinfer is not available yet."
-        ),
+    adapter_dir: str | os.PathLike[str] | None = setting(
+        None, "A folder of adapters; files may come, change and go while the engine runs."
     )
-    max_batch_size: int = field(default=16, metadata=_doc("Sequences that run at the same time."))
-    max_seq_length: int | None = field(
-        default=None, metadata=_doc("Longest prompt plus answer in tokens. Default: the model's own context.")
+    adapter_url_template: str | None = setting(
+        None, "Where to download adapters from, such as https://example.org/adapters/{id}.safetensors."
     )
-    page_size: int = field(default=16, metadata=_doc("Positions per KV cache page."))
-    kv_cache_pages: int | None = field(
-        default=None, metadata=_doc("Pages in the KV cache. Default: planned from free memory.")
+    adapter_cache_dir: str | os.PathLike[str] | None = setting(
+        None, "Where downloaded adapters are kept. Default: kestrel/adapters in the user's cache folder."
     )
-    kv_cache_memory_fraction: float | None = field(
-        default=None,
-        metadata=_doc(
-            "Share of the memory left by weights and steps that a planned KV cache may take. Default: 0.8 on a GPU, "
-            "0.25 on a CPU."
-        ),
+    adapter_cache_bytes: int = setting(
+        20 * 2**30,
+        "Downloaded adapters kept on disk, in bytes, those being downloaded included; the least recently used make "
+        "way.",
     )
-    refiner_path: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=_doc("Weights of the segmentation refiner; without them segment returns the model's own outline."),
+    max_adapters: int = setting(4, "Adapters that are on the device at the same time.")
+    max_adapter_rank: int = setting(64, "Largest rank of an adapter; its memory is set aside.")
+    adapter_memory_bytes: int = setting(2 * 2**30, "Loaded adapters kept in the memory of the host, in bytes.")
+    enable_prefix_cache: bool = setting(True, "Reuse the KV of repeated images, prompts and earlier answers.")
+    max_prefill_tokens: int | None = setting(
+        None,
+        "Prompt positions one step may hold, so that running streams keep moving. Default: 2048, and 4096 on a GPU "
+        "with 16 rows or more.",
     )
-    adapter_dir: str | os.PathLike[str] | None = field(
-        default=None, metadata=_doc("A folder of adapters; files may come, change and go while the engine runs.")
+    streaming_prefill_tokens: int | None = setting(
+        None,
+        "Prompt positions one step may hold while an answer is streamed; pictures are then encoded in slices, so "
+        "that tokens come evenly, and on a CPU at all times. 0: whole pictures, and no other pace than "
+        "max_prefill_tokens. Default: 768 on a GPU, 256 on a CPU.",
     )
-    adapter_url_template: str | None = field(
-        default=None,
-        metadata=_doc("Where to download adapters from, such as https://example.org/adapters/{id}.safetensors."),
+    vision_batch_crops: int | None = setting(
+        None,
+        "Crops of pictures that are encoded together. Default: 72 on a GPU, fewer on one with little memory, 16 on "
+        "a CPU.",
     )
-    adapter_cache_dir: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=_doc("Where downloaded adapters are kept. Default: kestrel/adapters in the user's cache folder."),
+    max_queue_size: int = setting(1024, "Requests beyond `max_batch_size` before new ones are refused.")
+    max_queue_tokens: int | None = setting(
+        None, "Prompt tokens of waiting requests before new ones are refused. Default: no limit."
     )
-    adapter_cache_bytes: int = field(
-        default=20 * 2**30,
-        metadata=_doc(
-            "Downloaded adapters kept on disk, in bytes, those being downloaded included; the least recently used make "
-            "way."
-        ),
+    priority_ageing_s: float = setting(5.0, "Seconds of waiting that weigh as much as one priority level.")
+    enable_cuda_graphs: bool = setting(
+        True, "Capture steps as CUDA graphs, the usual ones at the start; without effect on a CPU."
     )
-    max_adapters: int = field(default=4, metadata=_doc("Adapters that are on the device at the same time."))
-    max_adapter_rank: int = field(default=64, metadata=_doc("Largest rank of an adapter; its memory is set aside."))
-    adapter_memory_bytes: int = field(
-        default=2 * 2**30, metadata=_doc("Loaded adapters kept in the memory of the host, in bytes.")
+    compile: bool = setting(False, "Compile the model with torch.compile (not available yet: refused when set).")
+    honour_exif_orientation: bool = setting(
+        True, "Turn pictures upright by their EXIF tag. The reference implementation ignores the tag."
     )
-    enable_prefix_cache: bool = field(
-        default=True, metadata=_doc("Reuse the KV of repeated images, prompts and earlier answers.")
+    max_image_pixels: int = setting(100_000_000, "Largest picture in pixels, read from its header before decoding.")
+    max_image_bytes: int = setting(64 * 2**20, "Largest encoded picture in bytes.")
+    max_pending_image_bytes: int = setting(
+        4 * 2**30, "Pictures of unanswered requests, in bytes as they are kept, before new ones are refused."
     )
-    max_prefill_tokens: int | None = field(
-        default=None,
-        metadata=_doc(
-            "Prompt positions one step may hold, so that running streams keep moving. Default: 2048, and 4096 on a GPU "
-            "with 16 rows or more."
-        ),
+    image_work_bytes: int = setting(
+        2 * 2**30,
+        "Memory for decoding and resizing pictures, in bytes, reckoned from their headers: a picture waits until "
+        "there is room for it.",
     )
-    streaming_prefill_tokens: int | None = field(
-        default=None,
-        metadata=_doc(
-            "Prompt positions one step may hold while an answer is streamed; pictures are then encoded in slices, so "
-            "that tokens come evenly, and on a CPU at all times. 0: whole pictures, and no other pace than "
-            "max_prefill_tokens. Default: 768 on a GPU, 256 on a CPU."
-        ),
+    recent_image_bytes: int = setting(
+        64 * 2**20, "Memory for decoded picture files, in bytes, so that a file sent again is not decoded again."
     )
-    vision_batch_crops: int | None = field(
-        default=None,
-        metadata=_doc(
-            "Crops of pictures that are encoded together. Default: 72 on a GPU, fewer on one with little memory, 16 on "
-            "a CPU."
-        ),
-    )
-    max_queue_size: int = field(
-        default=1024, metadata=_doc("Requests beyond `max_batch_size` before new ones are refused.")
-    )
-    max_queue_tokens: int | None = field(
-        default=None, metadata=_doc("Prompt tokens of waiting requests before new ones are refused. Default: no limit.")
-    )
-    priority_ageing_s: float = field(
-        default=5.0, metadata=_doc("Seconds of waiting that weigh as much as one priority level.")
-    )
-    enable_cuda_graphs: bool = field(
-        default=True,
-        metadata=_doc("Capture steps as CUDA graphs, the usual ones at the start; without effect on a CPU."),
-    )
-    compile: bool = field(
-        default=False, metadata=_doc("Compile the model with torch.compile (not available yet: refused when set).")
-    )
-    honour_exif_orientation: bool = field(
-        default=True,
-        metadata=_doc("Turn pictures upright by their EXIF tag. The reference implementation ignores the tag."),
-    )
-    max_image_pixels: int = field(
-        default=100_000_000, metadata=_doc("Largest picture in pixels, read from its header before decoding.")
-    )
-    max_image_bytes: int = field(default=64 * 2**20, metadata=_doc("Largest encoded picture in bytes."))
-    max_pending_image_bytes: int = field(
-        default=4 * 2**30,
-        metadata=_doc("Pictures of unanswered requests, in bytes as they are kept, before new ones are refused."),
-    )
-    image_work_bytes: int = field(
-        default=2 * 2**30,
-        metadata=_doc(
-            "Memory for decoding and resizing pictures, in bytes, reckoned from their headers: a picture waits until "
-            "there is room for it."
-        ),
-    )
-    recent_image_bytes: int = field(
-        default=64 * 2**20,
-        metadata=_doc("Memory for decoded picture files, in bytes, so that a file sent again is not decoded again."),
-    )
-    image_threads: int | None = field(
-        default=None,
-        metadata=_doc(
-            "Threads that decode pictures; those above 16.8 megapixels have a few of their own. Default: half as many "
-            "as cores, from 2 to 8."
-        ),
+    image_threads: int | None = setting(
+        None,
+        "Threads that decode pictures; those above 16.8 megapixels have a few of their own. Default: half as many "
+        "as cores, from 2 to 8.",
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
+from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.hub import fetch_file, fetch_weights, resolved, settled
@@ -25,7 +26,7 @@ from kestrel.runtime.bring_up import Abilities, choose_fast_path
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.runtime.memory import naming_memory_knobs
 
-FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(),)
+FAMILIES: tuple[ModelFamily, ...] = (MoondreamFamily(), LlamaFamily())
 
 
 def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False) -> ReadyModel:
@@ -133,16 +134,26 @@ def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> Loca
         return LocatedModel(spec.name, spec.family, spec.config, weights, find_tokenizer(weights, tokenizer))
     family = next((family for family in FAMILIES if family.owns(config)), None)
     if family is None:
-        raise CheckpointError(f"{weights.parent / 'config.json'} describes no known family of models")
+        kind = config.get("model_type")
+        raise CheckpointError(
+            f"{weights.parent / 'config.json'} describes no known family of models"
+            f"{'' if kind is None else f' (model_type {shown(kind)})'}; known are: "
+            f"{', '.join(family.name for family in FAMILIES)}"
+        )
     if spec is not None:
-        _require_same_shape(weights.parent, config, spec)
+        _require_same_shape(weights.parent, config, family, spec)
     name = weights.parent.resolve().name if spec is None else spec.name
     return LocatedModel(name, family.name, config, weights, find_tokenizer(weights, tokenizer))
 
 
-def _require_same_shape(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> None:
+def _require_same_shape(folder: Path, config: Mapping[str, Any], family: ModelFamily, spec: ModelSpec) -> None:
     """A name given together with a folder must be the name of what is in it."""
-    for section in ("text", "vision"):
+    if family.name != spec.family:
+        raise CheckpointError(
+            f"{folder / 'config.json'} describes a model of the family {family.name}, and {spec.name} is of the family "
+            f"{spec.family}; leave model out, or name the model that is in the folder"
+        )
+    for section in family.shape_sections:
         expected = spec.config.get(section, {})
         for key, value in config.get(section, {}).items():
             if expected.get(key) != value:
@@ -172,3 +183,29 @@ def _recognised(weights: Path) -> ModelSpec:
             f"pass model= (one of {known}), or add a config.json"
         )
     return find_model(name)
+
+
+# ---------------------------------------------------------------------- random weights, for measurements
+
+
+def random_names() -> tuple[str, ...]:
+    return tuple(name for family in FAMILIES for name in family.random_names)
+
+
+def random_model(
+    name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str] = ()
+) -> LoadedModel[nn.Module, object]:
+    """One of `random_names` in memory. Its tokenizer may have an id for each of `pieces`."""
+    return _random_family(name).random(name, device, dtype, pieces)
+
+
+def write_random_model(name: str, folder: Path, pieces: Iterable[str] = ()) -> None:
+    """The same as a model folder."""
+    _random_family(name).write_random(name, folder, pieces)
+
+
+def _random_family(name: str) -> ModelFamily:
+    family = next((family for family in FAMILIES if name in family.random_names), None)
+    if family is None:
+        raise ConfigError("random", f"{shown(name)} is not a random model; use one of: {', '.join(random_names())}")
+    return family

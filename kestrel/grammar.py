@@ -13,7 +13,7 @@ The machine is advanced on the device, inside the sampling step. `Grammar.advanc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -124,10 +124,15 @@ class Grammar:
         return (sampled_id if edge.emit is None else edge.emit), edge.goto
 
 
-def free_text(eos_id: int, *, name: str = "text", suppressed_after_first: tuple[int, ...] = ()) -> Grammar:
-    """Any text until `eos_id`; some ids are forbidden from the second token on."""
+def ends(stop_ids: Iterable[int]) -> tuple[tuple[int, Edge], ...]:
+    """Edges of a state that each of these ids finishes."""
+    return tuple((token_id, Edge(END)) for token_id in stop_ids)
+
+
+def free_text(*stop_ids: int, name: str = "text", suppressed_after_first: tuple[int, ...] = ()) -> Grammar:
+    """Any text until one of `stop_ids`; some ids are forbidden from the second token on."""
+    stop = ends(stop_ids)
     if not suppressed_after_first:
-        return Grammar(name, (State("text", Edge(0), ((eos_id, Edge(END)),)),))
-    stop = ((eos_id, Edge(END)),)
+        return Grammar(name, (State("text", Edge(0), stop),))
     first = State("first", Edge(1), stop)
     return Grammar(name, (first, State("text", Edge(1), stop, suppressed=suppressed_after_first)))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
+from kestrel.constraints.compiler import ConstraintCompiler
+from kestrel.errors import ConfigError
 from kestrel.images.shrink import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.locate import LocatedModel
+from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.contract import Runtime
+from kestrel.runtime.device import on_device
 from kestrel.runtime.memory import MemoryPlan
 from kestrel.skills.base import ModelProfile
 
@@ -45,30 +50,41 @@ class ReadyModel:
     """The runtime is in another process."""
 
 
-class ModelFamily(Protocol):
-    """A room that knows how to build its models."""
+class ModelFamily(ABC):
+    """A room that knows how to build its models. Stateless: one object of it is its entry in the table."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    models: tuple[ModelSpec, ...] = ()
+    """The published ones that have a short name."""
+    shape_sections: tuple[str, ...] = ()
+    """Sections of config.json that tell `models` apart."""
+    random_names: tuple[str, ...] = ()
+    """Models that can be made with random weights, for measurements of speed."""
 
-    @property
-    def models(self) -> tuple[ModelSpec, ...]: ...
-
+    @abstractmethod
     def owns(self, config: Mapping[str, Any]) -> bool:
         """Whether a config.json describes a model of this family."""
-        ...
+
+    @abstractmethod
+    def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
+        """What an adapter of the model with this config.json must fit."""
+
+    @abstractmethod
+    def load(
+        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+    ) -> LoadedModel[Any, Any]: ...
+
+    @abstractmethod
+    def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
+        """A model in memory behind the runtime's contract, without a runtime."""
+
+    @abstractmethod
+    def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
+        """What it is and can do, without constraints."""
 
     def recognise(self, checkpoint: Checkpoint) -> str | None:
         """The registered name whose weights these look like, by names and shapes."""
-        ...
-
-    def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
-        """What an adapter of the model with this config.json must fit."""
-        ...
-
-    def load(
-        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
-    ) -> LoadedModel[nn.Module, object]: ...
+        return None
 
     def make_ready(
         self,
@@ -78,4 +94,28 @@ class ModelFamily(Protocol):
         make_decoder: MakeDecoder | None = None,
     ) -> ReadyModel:
         """A runtime around a model in memory. Several may share the model, each with a KV cache of its own."""
-        ...
+        decoder = self.decoder(loaded) if make_decoder is None else make_decoder(loaded.model)
+        if config.refiner_file is not None and decoder.regions is None:
+            raise ConfigError("refiner_path", f"{loaded.name} draws no outlines that could be refined; leave it out")
+        with on_device(decoder.device):
+            runtime = ModelRuntime(decoder, config, with_adapters, loaded.kv_scales)
+        profile = self.profile(loaded)
+        return ReadyModel(
+            runtime=runtime,
+            profile=replace(profile, constraints=ConstraintCompiler(loaded.tokenizer.to_json, profile.end_id)),
+            vocab_size=decoder.shape.vocab_size,
+            num_image_positions=decoder.shape.num_image_positions,
+            adapter_shape=decoder.adapter_shape,
+            memory_plan=runtime.memory_plan,
+            picture_form=None if decoder.vision is None else decoder.vision.picture_form(None),
+        )
+
+    def random(
+        self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]
+    ) -> LoadedModel[Any, Any]:
+        """One of `random_names` in memory. Its tokenizer may have an id for each of `pieces`."""
+        raise NotImplementedError(f"{self.name} has no random models")
+
+    def write_random(self, name: str, folder: Path, pieces: Iterable[str]) -> None:
+        """The same as a model folder."""
+        raise NotImplementedError(f"{self.name} has no random models")

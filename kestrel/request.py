@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 from kestrel.errors import RequestError
 from kestrel.grammar import Grammar
-from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams, require_within
+from kestrel.settings import SETTINGS, SamplingParams, integer
 from kestrel.tokens import ContextItem, Token, num_positions
+
+_POSITION = integer(0, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,10 @@ class PromptOutputs:
     def __post_init__(self) -> None:
         if self.logprobs is None and self.pool_from is None:
             raise RequestError("prompt_outputs", "asks for nothing; set logprobs or pool_from, or leave it out")
-        for name, value, most in (
-            ("prompt_logprobs", self.logprobs, MAX_LOGPROBS),
-            ("pool_from", self.pool_from, 2**31 - 1),
-        ):
-            if value is not None:
-                require_within(name, value, 0, most)
+        if self.logprobs is not None:
+            SETTINGS["logprobs"].kind("prompt_logprobs", self.logprobs)
+        if self.pool_from is not None:
+            _POSITION("pool_from", self.pool_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +233,9 @@ class GenerationRequest:
             )
 
 
-def require_free_id(request_id: str, taken: Container[str]) -> None:
+def require_free_id(request_id: str, *taken: Container[str]) -> None:
     """Refuse an id that another unanswered request has."""
-    if request_id in taken:
+    if any(request_id in ids for ids in taken):
         raise RequestError("request_id", f"{request_id!r} is in use; give each running request its own")
 
 

@@ -37,13 +37,16 @@ class Pace:
     a step. So such work rests as often and as long as it computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_needed: Callable[[], bool] = lambda: True) -> None:
+        """`is_needed`: whether somebody gains by a rest now."""
+        self._is_needed = is_needed
         self._since_s = time.perf_counter()
 
     def rest(self) -> None:
         worked_s = time.perf_counter() - self._since_s
         if worked_s > STRETCH_S:
-            time.sleep(worked_s)
+            if self._is_needed():
+                time.sleep(worked_s)
             self._since_s = time.perf_counter()
 
 

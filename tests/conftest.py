@@ -1,4 +1,5 @@
-"""For all tests: threads of workers side by side and of programs they start, garbage, and which files come first."""
+"""For all tests: which cases run, threads of workers side by side and of programs they start, garbage, and which files
+come first."""
 
 from __future__ import annotations
 
@@ -25,11 +26,17 @@ TOGETHER = {
 """Files that one worker runs, by what it starts for them."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="run all cases of sweeps, and long random runs")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("hypothesispytest"):
         import hypothesis  # noqa: PLC0415 - a machine for the GPU tests alone may lack it
 
-        hypothesis.settings.register_profile("kestrel", deadline=None)  # how long an example takes is the machine's
+        # How long an example takes is the machine's.
+        too_slow = hypothesis.HealthCheck.too_slow
+        hypothesis.settings.register_profile("kestrel", deadline=None, suppress_health_check=[too_slow])
         hypothesis.settings.load_profile("kestrel")
     # Where this is set, each program that a test starts would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -55,5 +62,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))

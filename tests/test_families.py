@@ -57,27 +57,18 @@ def hollow_weights(folder: Path, name: str) -> Path:
     return path
 
 
-def test_the_table_has_the_four_published_models() -> None:
-    specs = {spec.name: spec for spec in families.registered_models()}
-    assert list(specs) == ["moondream2", "moondream-0.5b", "moondream3-preview", "moondream3.1-9B-A2B"]
-    for spec in specs.values():
+def test_every_registered_model_has_the_size_it_says() -> None:
+    for spec in families.registered_models():
         model = build_on_meta(MoondreamConfig.from_dict(spec.config))
         assert sum(parameter.numel() for parameter in model.parameters()) == spec.num_parameters
         assert spec.licence
         assert spec.description
 
 
-def test_sources_are_pinned_as_published_and_share_the_starmie_tokenizer() -> None:
-    sources = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
-    assert {name: source.weights for name, source in sources.items()} == {
-        "moondream2": HubFile("vikhyatk/moondream2", "9a7d4024050840e001defacec2b00727e89149e6", "model.safetensors"),
-        "moondream3-preview": HubFile(
-            "moondream/moondream3-preview", "5112966d1a723413b1c9a1e8bea272b72e647b35", "model.safetensors.index.json"
-        ),
-        "moondream3.1-9B-A2B": HubFile("moondream/moondream3.1-9B-A2B", "main", "model.safetensors"),
-    }
-    starmie = HubFile("moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json")
-    assert {source.tokenizer for source in sources.values()} == {starmie}
+def test_all_that_can_be_fetched_have_the_starmie_tokenizer() -> None:
+    """The one beside the weights of Moondream 2 is stale."""
+    sources = [spec.source for spec in families.registered_models() if spec.source is not None]
+    assert {source.tokenizer.repo for source in sources} == {"moondream/starmie-v1"}
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

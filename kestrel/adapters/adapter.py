@@ -15,12 +15,10 @@ from torch import Tensor
 
 from kestrel.errors import RequestError, shown
 
-Matrix = Literal["qkv", "proj", "fc1", "fc2"]
 Side = Literal["a", "b"]
 AdapterFormat = Literal["torch-variant", "hosted-finetune", "kestrel-adapter"]
 ProjInput = Literal["attention", "block_norm"]
 
-MATRICES: tuple[Matrix, ...] = get_args(Matrix)
 SIDES: tuple[Side, ...] = get_args(Side)
 PROJ_INPUTS: tuple[ProjInput, ...] = get_args(ProjInput)
 
@@ -29,7 +27,7 @@ class AdapterTarget(NamedTuple):
     """One adapted matrix of the text model."""
 
     layer: int
-    matrix: Matrix
+    matrix: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,13 +62,25 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix that adapters may name."""
+
+    rows: int
+    columns: int
+    place: str
+    """The matrix of the model's layers that it is, or is a part of: parts lie one above the other."""
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
 class ExpertShape:
     """The layers of experts of a base model: all from `start_layer` on."""
 
     start_layer: int
     num_experts: int
     experts_per_token: int
-    expert_inner_dim: int
+    matrices: Mapping[str, AdaptedMatrix]
+    """Those that each expert has, by name."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,17 @@ class AdapterShape:
     """The sizes of a base model's text layers, as far as an adapter must fit them."""
 
     num_layers: int
-    dim: int
-    qkv_dim: int
-    """Rows of the joint query, key and value projection."""
-    ff_dim: int
-    """Inner size of the dense feed-forward layers."""
+    matrices: Mapping[str, AdaptedMatrix]
+    """Of a dense layer, by name."""
     moe: ExpertShape | None = None
+
+    @property
+    def places(self) -> Mapping[str, tuple[str, ...]]:
+        """The matrices of the model's layers, and by which names adapters know them or their parts."""
+        names: dict[str, tuple[str, ...]] = {}
+        for name, matrix in self.matrices.items():
+            names[matrix.place] = (*names.get(matrix.place, ()), name)
+        return names
 
     @property
     def num_dense_layers(self) -> int:
@@ -91,29 +106,27 @@ class AdapterShape:
 
     def experts_of(self, target: AdapterTarget) -> ExpertShape | None:
         """The experts behind a target, None where it is a single matrix."""
-        return self.moe if target.matrix in ("fc1", "fc2") and target.layer >= self.num_dense_layers else None
+        is_sparse = self.moe is not None and target.layer >= self.num_dense_layers
+        return self.moe if is_sparse and self.moe is not None and target.matrix in self.moe.matrices else None
 
     def tensor_shape(self, target: AdapterTarget, side: Side, rank: int) -> tuple[int, ...]:
         """What one factor must measure at a rank (the rank of the whole adapter, not of one expert)."""
-        rows, columns = self._matrix_size(target)
         experts = self.experts_of(target)
+        matrix = (self if experts is None else experts).matrices[target.matrix]
+        rows, columns = matrix.rows, matrix.columns
         own_rank = rank if experts is None else rank // experts.experts_per_token
         factor = (own_rank, columns) if side == "a" else (rows, own_rank)
         return factor if experts is None else (experts.num_experts, *factor)
 
-    def _matrix_size(self, target: AdapterTarget) -> tuple[int, int]:
-        """Rows and columns of the adapted matrix; an expert's fc1 makes its gate as well."""
-        experts = self.experts_of(target)
-        fc1_rows, fc2_columns = (
-            (self.ff_dim, self.ff_dim) if experts is None else (2 * experts.expert_inner_dim, experts.expert_inner_dim)
-        )
-        sizes = {
-            "qkv": (self.qkv_dim, self.dim),
-            "proj": (self.dim, self.dim),
-            "fc1": (fc1_rows, self.dim),
-            "fc2": (self.dim, fc2_columns),
-        }
-        return sizes[target.matrix]
+    def place_shape(self, layer: int, place: str, side: Side, rank: int) -> tuple[int, ...]:
+        """The same for one of the model's own matrices, which holds the factors of its parts at this rank each."""
+        names = self.places[place]
+        first = AdapterTarget(layer, names[0])
+        if self.experts_of(first) is not None:
+            return self.tensor_shape(first, side, rank)
+        if side == "a":
+            return rank * len(names), self.matrices[names[0]].columns
+        return sum(self.matrices[name].rows for name in names), rank * len(names)
 
 
 MAX_NAME_LENGTH = 64

@@ -15,14 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kestrel.adapters.adapter import (
-    MATRICES,
     PROJ_INPUTS,
     SIDES,
     Adapter,
     AdapterFormat,
     AdapterShape,
     AdapterTarget,
-    Matrix,
     ProjInput,
     Side,
 )
@@ -111,7 +109,7 @@ OWN_FORMAT: AdapterFormat = "kestrel-adapter"
 OWN_VERSION = "1"
 HOSTED_PREFIXES = ("text_lora.", "_text.")
 
-_VARIANT_MATRICES: Mapping[Matrix, str] = {
+VARIANT_MATRICES: Mapping[str, str] = {
     "qkv": "mixer.Wqkv",
     "proj": "mixer.out_proj",
     "fc1": "mlp.fc1",
@@ -119,8 +117,9 @@ _VARIANT_MATRICES: Mapping[Matrix, str] = {
 }
 _VARIANT_MARK = ".parametrizations.weight.0."
 _HOSTED_NAME = re.compile(r"(dense|moe)\.\d+\.(up|down)_[ab]")
-_HOSTED_MATRICES: Mapping[Matrix, str] = {"fc1": "up", "fc2": "down"}
+HOSTED_MATRICES: Mapping[str, str] = {"fc1": "up", "fc2": "down"}
 _METADATA_PREFIX = "metadata."
+_MATRIX = re.compile("[a-z][a-z0-9_]{0,31}")
 
 _Number = TypeVar("_Number", int, float)
 
@@ -156,7 +155,7 @@ def variant_roles(shape: AdapterShape) -> Roles:
             AdapterTarget(layer, matrix), side
         )
         for layer in range(shape.num_layers)
-        for matrix, module in _VARIANT_MATRICES.items()
+        for matrix, module in VARIANT_MATRICES.items()
         for side in SIDES
     }
 
@@ -168,7 +167,7 @@ def hosted_roles(shape: AdapterShape) -> Roles:
     return {
         f"{kind}.{part}_{side}": TensorRole(AdapterTarget(layer, matrix), side)
         for layer, kind in enumerate(kinds)
-        for matrix, part in _HOSTED_MATRICES.items()
+        for matrix, part in HOSTED_MATRICES.items()
         for side in SIDES
     }
 
@@ -246,7 +245,7 @@ def _parse_targets(text: str) -> list[AdapterTarget]:
     targets: list[AdapterTarget] = []
     for word in text.split(" "):
         layer, _, matrix = word.partition(".")
-        target = AdapterTarget(int(layer), matrix) if layer.isdecimal() and matrix in MATRICES else None
+        target = AdapterTarget(int(layer), matrix) if layer.isdecimal() and _MATRIX.fullmatch(matrix) else None
         if target is None or target in targets:
             raise ValueError(f"header field targets has {word!r}, expected words such as 0.qkv or 3.fc1, each once")
         targets.append(target)

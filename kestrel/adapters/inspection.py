@@ -10,27 +10,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kestrel.adapters.adapter import AdapterFormat, Matrix, Side
+from kestrel.adapters.adapter import AdapterFormat, Side
 from kestrel.adapters.formats import OWN_FORMAT, AdapterFile, format_of, parse_header, without_hosted_prefix
 from kestrel.adapters.loading import value_flaw
 from kestrel.errors import CheckpointError
 
-_MATRIX_NAMES: Mapping[str, Matrix] = {
+_MATRIX_NAMES: Mapping[str, str] = {
     "mixer.Wqkv": "qkv",
     "mixer.out_proj": "proj",
     "mlp.fc1": "fc1",
     "mlp.fc2": "fc2",
     "up": "fc1",
     "down": "fc2",
-    "qkv": "qkv",
-    "proj": "proj",
-    "fc1": "fc1",
-    "fc2": "fc2",
 }
+"""Our own name of each, where a format has another."""
+_OWN_NAME = re.compile(r"layers\.(\d+)\.([a-z][a-z0-9_]*)\.([ab])")
 _NAMES = (
     re.compile(r"text_model\.transformer\.h\.(\d+)\.(.+)\.parametrizations\.weight\.0\.([AB])"),
     re.compile(r"((?:dense|moe)\.\d+)\.(up|down)_([ab])"),
-    re.compile(r"layers\.(\d+)\.(qkv|proj|fc1|fc2)\.([ab])"),
+    _OWN_NAME,
 )
 
 
@@ -40,11 +38,11 @@ class AdapterSummary:
     rank: int | None
     """None where only a base model could tell: of a fine-tune whose layers all have experts."""
     num_layers: int
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[str, ...]
     dtypes: tuple[str, ...]
     num_tensors: int
     num_values: int
-    delta_norms: Mapping[Matrix, float]
+    delta_norms: Mapping[str, float]
     """Frobenius norm of all deltas of one kind of matrix together, scale included."""
     alpha: float | None = None
     base_model: str | None = None
@@ -80,16 +78,18 @@ def summarise(file: AdapterFile) -> AdapterSummary:
     )
 
 
-def _places(file: AdapterFile) -> Iterator[tuple[str, Matrix, Side, Tensor]]:
+def _places(file: AdapterFile) -> Iterator[tuple[str, str, Side, Tensor]]:
     """Layer, matrix, side and tensor of each name that means something; a name under two prefixes counts once."""
     seen: set[str] = set()
     for name, tensor in file.tensors.items():
         bare = without_hosted_prefix(name)
         found = next((match for pattern in _NAMES if (match := pattern.fullmatch(bare))), None)
-        if found is None or bare in seen or found[2] not in _MATRIX_NAMES:
+        if found is None or bare in seen:
             continue
-        seen.add(bare)
-        yield found[1], _MATRIX_NAMES[found[2]], "a" if found[3] in "aA" else "b", tensor
+        matrix = found[2] if found.re is _OWN_NAME else _MATRIX_NAMES.get(found[2])
+        if matrix is not None:
+            seen.add(bare)
+            yield found[1], matrix, "a" if found[3] in "aA" else "b", tensor
 
 
 def _dense_rank(file: AdapterFile) -> int | None:
@@ -98,11 +98,11 @@ def _dense_rank(file: AdapterFile) -> int | None:
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _delta_norms(places: list[tuple[str, Matrix, Side, Tensor]], scale: float) -> dict[Matrix, float]:
-    tensors: dict[tuple[str, Matrix, Side], Tensor] = {
+def _delta_norms(places: list[tuple[str, str, Side, Tensor]], scale: float) -> dict[str, float]:
+    tensors: dict[tuple[str, str, Side], Tensor] = {
         (layer, matrix, side): tensor for layer, matrix, side, tensor in places if not value_flaw(tensor)
     }
-    squares: dict[Matrix, float] = {}
+    squares: dict[str, float] = {}
     for (layer, matrix, side), a in tensors.items():
         b = tensors.get((layer, matrix, "b"))
         if side == "a" and b is not None and a.ndim == b.ndim and a.ndim in (2, 3) and a.shape[-2] == b.shape[-1]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRankPair
 from kestrel.adapters.formats import (
+    HOSTED_MATRICES,
     OWN_FORMAT,
+    VARIANT_MATRICES,
     AdapterFile,
     Roles,
     TensorRole,
@@ -60,6 +62,7 @@ def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
             f"{file.path} adapts layers {outside}, but the base model has {shape.num_layers} layers; "
             f"use the adapter with the model it was made for ({header.base_model or 'not named in the file'})"
         )
+    _require_matrices(file.path, {target.matrix for target in header.targets}, shape)
     pairs = _checked_pairs(file.path, file.tensors, own_roles(header.targets), shape, header.rank)
     return Adapter(
         format=OWN_FORMAT,
@@ -78,6 +81,7 @@ def _load_variant(file: AdapterFile, shape: AdapterShape) -> Adapter:
             f"{file.path} is a torch variant, which adapts dense layers only, but the base model has layers of experts "
             f"from layer {shape.num_dense_layers} on; use it with the model it was made for"
         )
+    _require_matrices(file.path, VARIANT_MATRICES, shape)
     roles = variant_roles(shape)
     rank = _common_rank(file.path, file.tensors, roles, shape)
     pairs = _checked_pairs(file.path, file.tensors, roles, shape, rank)
@@ -92,9 +96,19 @@ def _load_hosted(file: AdapterFile, shape: AdapterShape) -> Adapter:
         twin = tensors.setdefault(bare_name, tensor)
         if twin is not tensor and not _same_values(twin, tensor):
             raise CheckpointError(f"{file.path} holds {bare_name} under two prefixes, but not the same finite values")
+    _require_matrices(file.path, HOSTED_MATRICES, shape)
     roles = hosted_roles(shape)
     rank = _common_rank(file.path, tensors, roles, shape)
     return Adapter("hosted-finetune", rank, _checked_pairs(file.path, tensors, roles, shape, rank), metadata=file.texts)
+
+
+def _require_matrices(path: Path, names: Collection[str], shape: AdapterShape) -> None:
+    unknown = sorted(set(names) - shape.matrices.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{path} adapts the matrices {', '.join(unknown)}, which the base model does not have (it has "
+            f"{', '.join(shape.matrices)}); use the adapter with the model it was made for"
+        )
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:

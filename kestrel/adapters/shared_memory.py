@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kestrel.adapters.adapter import SIDES, Adapter, AdapterFormat, AdapterTarget, LowRankPair, Matrix, ProjInput, Side
+from kestrel.adapters.adapter import SIDES, Adapter, AdapterFormat, AdapterTarget, LowRankPair, ProjInput, Side
 
 MIN_BLOCK_BYTES = 2**20
 MAX_BLOCKS = 32
@@ -69,7 +69,7 @@ class TensorPlace:
     """One tensor in a block; each begins at the next multiple of 64 bytes."""
 
     layer: int
-    matrix: Matrix
+    matrix: str
     side: Side
     dtype: str
     shape: tuple[int, ...]

@@ -22,8 +22,7 @@ from kestrel.bench.engine import load_model
 from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import ready_from
-from kestrel.moondream.random_models import RANDOM_NAMES
+from kestrel.families import random_names, ready_from
 from kestrel.runtime.device import choose_device, choose_dtype
 
 ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -85,7 +84,7 @@ def common_length(a: str, b: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("--random", choices=RANDOM_NAMES)
+    parser.add_argument("--random", choices=random_names())
     parser.add_argument("--weights")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--pictures", type=int, default=20)

@@ -25,8 +25,7 @@ from kestrel.bench.results import append_row, command_parser, environment, machi
 from kestrel.bench.workloads import QUESTION
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import ready_from
-from kestrel.moondream.random_models import RANDOM_NAMES
+from kestrel.families import random_names, ready_from
 
 CLIENTS_PER_ROW = 1.5
 SHARE_THAT_LEAVES = 0.05
@@ -140,7 +139,7 @@ async def endure(config: RuntimeConfig, ready: Any, minutes: float, device: torc
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("--random", choices=RANDOM_NAMES, required=True)
+    parser.add_argument("--random", choices=random_names(), required=True)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=10.0)
     args = parser.parse_args(argv)

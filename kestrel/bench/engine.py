@@ -24,20 +24,18 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair, save_adapter
-from kestrel.adapters.adapter import MATRICES, Side
+from kestrel.adapters.adapter import Side
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.results import environment, machine_load
 from kestrel.bench.workloads import Ask, Load, Material, find_mode, find_workload, flood, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
-from kestrel.families import load, ready_from, resolve
+from kestrel.families import load, random_model, ready_from, resolve
 from kestrel.models.family import LoadedModel, Progress
-from kestrel.moondream.random_models import random_moondream
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPlan, StepT
 from kestrel.runtime.device import choose_device, choose_dtype
-from kestrel.skills.base import SpecialIds
 from kestrel.tokens import ImageSpan
 
 REQUESTS_BY_BATCH = {1: 64, 4: 128, 16: 256, 64: 384}
@@ -75,7 +73,7 @@ def load_model(config: RuntimeConfig, random: str | None, progress: Progress | N
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     if random is not None:
-        return random_moondream(random, device, dtype, question_pieces())
+        return random_model(random, device, dtype, question_pieces())
     return load(resolve(config), device, dtype, progress)
 
 
@@ -141,8 +139,8 @@ class EngineBench:
 
     async def _load(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Load:
         async with InferenceEngine.start(config, model.ready) as engine:
-            await self._fill_slots(engine, model.ready.profile.ids)
-            return await find_mode(case.mode)(engine, self._asks(case, model.ready.profile.ids))
+            await self._fill_slots(engine, model.ready.profile.stop_ids)
+            return await find_mode(case.mode)(engine, self._asks(case, model.ready.profile.stop_ids))
 
     async def _run_case(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Row:
         before = model.runtime.num_vision_passes
@@ -166,15 +164,15 @@ class EngineBench:
             "adapter_rank": 0 if self._adapters is None else self._adapters.rank,
         }
 
-    async def _fill_slots(self, engine: InferenceEngine, ids: SpecialIds) -> None:
+    async def _fill_slots(self, engine: InferenceEngine, end_ids: tuple[int, ...]) -> None:
         if self._adapters is not None:
-            asks = find_workload("text").asks(Material([], 1, ids), self._adapters.count)
+            asks = find_workload("text").asks(Material([], 1, end_ids), self._adapters.count)
             await flood(engine, self._adapters.taken_in_turn(asks))
 
-    def _asks(self, case: Case, ids: SpecialIds) -> list[Ask]:
+    def _asks(self, case: Case, end_ids: tuple[int, ...]) -> list[Ask]:
         workload = find_workload(case.workload)
         pictures = chart_pictures(workload.pictures_for(case.requests), self._picture_folder)
-        asks = workload.asks(Material(pictures, case.tokens, ids), case.requests)
+        asks = workload.asks(Material(pictures, case.tokens, end_ids), case.requests)
         return asks if self._adapters is None else self._adapters.taken_in_turn(asks)
 
 
@@ -306,7 +304,7 @@ def random_adapter(shape: AdapterShape, rank: int, seed: int) -> Adapter:
             0, SPREAD, generator=dice
         )
 
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES]
+    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in shape.matrices]
     pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
     return Adapter("kestrel-adapter", rank, pairs)
 

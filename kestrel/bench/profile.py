@@ -16,7 +16,6 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
-from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
@@ -26,15 +25,12 @@ from kestrel.bench.engine import WrappedRuntime
 from kestrel.bench.workloads import Material, find_workload
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import ready_from
+from kestrel.families import find_family, ready_from
 from kestrel.images.decode import decode_image
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
-from kestrel.images.tiling import TilingPlan
-from kestrel.models.contract import EncodeCrops, PreparedImage
+from kestrel.models.contract import DecoderModel
 from kestrel.models.family import LoadedModel
-from kestrel.moondream.decoder import MoondreamDecoder
-from kestrel.moondream.model import MoondreamModel
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import Runtime, StepPlan, StepT
 from kestrel.runtime.device import choose_device
@@ -98,7 +94,8 @@ class ProfilePlan:
 async def measure_profile(loaded: LoadedModel[Any, Any], config: RuntimeConfig, plan: ProfilePlan) -> Profile:
     clock = _clock_for(choose_device(config))
     config = replace(config, streaming_prefill_tokens=0)  # one request at a time: pictures as a whole
-    ready = ready_from(loaded, config, make_decoder=_timed_decoder(clock))
+    decoder = find_family(loaded.family).decoder(loaded)
+    ready = ready_from(loaded, config, make_decoder=lambda _: _timed(decoder, clock))
     # Without a form, the model resizes every picture itself: where it is timed.
     ready = replace(ready, runtime=TimedRuntime(ready.runtime, clock), picture_form=None)
     pictures = chart_pictures(plan.warm_up + plan.requests, plan.picture_folder)
@@ -121,13 +118,13 @@ class _Asking:
     ) -> None:
         self._engine = engine
         self._clock = clock
-        self._ids = ready.profile.ids
+        self._end_ids = ready.profile.stop_ids
         self._tokens = tokens
         self._limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
 
     async def profile(self, picture: bytes) -> ProfiledRequest:
         self._clock.take()
-        ask = find_workload("chart9").ask(Material([picture], self._tokens, self._ids), 0)
+        ask = find_workload("chart9").ask(Material([picture], self._tokens, self._end_ids), 0)
         began_s = time.perf_counter()
         image = await asyncio.to_thread(self._decode, picture)
         result = await self._engine.run(ask.skill, **{**ask.fields, "image": image})
@@ -237,24 +234,24 @@ def _clock_for(device: torch.device) -> HostClock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-class TimedDecoder(MoondreamDecoder):
-    """Tells apart what a picture goes through."""
+PICTURE_PHASES = {"upload_image": UPLOAD, "cut_patches": RESIZE, "embed_images": VISION}
+"""Methods of a decoder's vision part, where it has them, that tell apart what a picture goes through."""
 
-    def __init__(self, model: MoondreamModel, clock: HostClock) -> None:
-        super().__init__(model)
-        self._clock = clock
 
-    def upload_image(self, image: RgbImage) -> Tensor:
-        with self._clock.on_device(UPLOAD):
-            return super().upload_image(image)
+def _timed(decoder: DecoderModel, clock: HostClock) -> DecoderModel:
+    """The decoder itself, which from now on times what a picture goes through."""
 
-    def cut_patches(self, pixels_HWC: Tensor, plan: TilingPlan) -> Tensor:
-        with self._clock.on_device(RESIZE):
-            return super().cut_patches(pixels_HWC, plan)
+    def timed(phase: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_timed(*arguments: Any, **named: Any) -> Any:
+            with clock.on_device(phase):
+                return run(*arguments, **named)
 
-    def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
-        with self._clock.on_device(VISION):
-            return super().embed_images(images, encode_crops)
+        return run_timed
+
+    for name, phase in PICTURE_PHASES.items():
+        if hasattr(decoder.vision, name):
+            setattr(decoder.vision, name, timed(phase, getattr(decoder.vision, name)))
+    return decoder
 
 
 class TimedRuntime(WrappedRuntime[StepT]):
@@ -267,10 +264,6 @@ class TimedRuntime(WrappedRuntime[StepT]):
     def launch(self, plan: StepPlan) -> StepT:
         with self._clock.on_device(PREFILL if plan.prefill else DECODE):
             return super().launch(plan)
-
-
-def _timed_decoder(clock: HostClock) -> Callable[[MoondreamModel], MoondreamDecoder]:
-    return lambda model: TimedDecoder(model, clock)
 
 
 def own_seconds(spans: Sequence[Span]) -> dict[str, float]:

@@ -20,8 +20,8 @@ from kestrel.grammar import free_text
 from kestrel.request import FinishReason, GenerationRequest, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ImageSpan, TextToken, Token
 
 NEVER_SAMPLED = 10**9

@@ -23,8 +23,8 @@ from kestrel.bench.results import append_row, command_parser, environment, machi
 from kestrel.bench.workloads import Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.families import random_names, write_random_model
 from kestrel.models.locate import CONFIG_NAME
-from kestrel.moondream.random_models import RANDOM_NAMES, random_parts, write_random_folder
 
 TOKENS = 3
 FIGURES = ("process_s", "create_s", "first_answer_s", "start_s")
@@ -37,7 +37,7 @@ async def first_answer(config: RuntimeConfig, began_s: float) -> dict[str, float
     picture = draw_chart(0)
     async with await InferenceEngine.create(config) as engine:
         created_s = time.time()
-        ask = find_workload("chart9").ask(Material([picture], TOKENS, engine.profile.ids), 0)
+        ask = find_workload("chart9").ask(Material([picture], TOKENS, engine.profile.stop_ids), 0)
         await engine.run(ask.skill, **ask.fields)
         answered_s = time.time()
     times = (running_s - began_s, created_s - running_s, answered_s - created_s, answered_s - began_s)
@@ -59,14 +59,13 @@ def measure(weights: Path, device: str, rounds: int) -> dict[str, float]:
 
 def write_weights(name: str, folder: Path) -> None:
     if not (folder / CONFIG_NAME).exists():
-        config, tokenizer = random_parts(name, question_pieces())
-        write_random_folder(folder, config, 0, tokenizer.to_str())
+        write_random_model(name, folder, question_pieces())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__)
     parser.add_argument("--weights", type=Path, help="a model folder")
-    parser.add_argument("--random", choices=RANDOM_NAMES, help="write random weights into --folder and start those")
+    parser.add_argument("--random", choices=random_names(), help="write random weights into --folder and start those")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=3)

@@ -21,8 +21,7 @@ from kestrel.bench.results import append_row, command_parser, environment, machi
 from kestrel.bench.workloads import QUESTION, Answered, Ask, answer, percentiles
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import ready_from
-from kestrel.moondream.random_models import RANDOM_NAMES
+from kestrel.families import random_names, ready_from
 
 SETTINGS = ("max_prefill_tokens", "streaming_prefill_tokens")
 LONG_PROMPT_WORDS = 1000
@@ -83,7 +82,7 @@ async def measure(engine: InferenceEngine, tokens: int) -> dict[str, float | int
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("--random", choices=RANDOM_NAMES, required=True)
+    parser.add_argument("--random", choices=random_names(), required=True)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=400)
     for name in SETTINGS:

@@ -21,9 +21,8 @@ import numpy as np
 
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
-from kestrel.moondream.random_models import BLANK
+from kestrel.models.tokenizer import BLANK
 from kestrel.request import RequestMetrics
-from kestrel.skills.base import SpecialIds
 
 QUESTION = "What is the highest value shown by the bars in the left chart here?"
 
@@ -44,7 +43,8 @@ class Material:
 
     pictures: Sequence[bytes]
     tokens: int
-    ids: SpecialIds
+    end_ids: tuple[int, ...]
+    """Of the model."""
 
     @property
     def text_settings(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _mixed(material: Material, index: int) -> Ask:
 
 def _objects(material: Material, picture: bytes, skill: str, tokens_per_object: int) -> Ask:
     count = max(1, material.tokens // tokens_per_object)
-    settings = {"max_objects": count, "suppressed_ids": [material.ids.eos]}
+    settings = {"max_objects": count, "suppressed_ids": list(material.end_ids)}
     return Ask(skill, {"image": picture, "object": "bar", "settings": settings}, count * tokens_per_object)
 
 

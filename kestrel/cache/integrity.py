@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kestrel.cache.nodes import RadixNode, RadixRoot, count_positions, pages_for
+from kestrel.cache.radix import RadixNode, RadixRoot, count_positions, pages_for
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 
@@ -17,8 +17,9 @@ from kestrel.engine.pools import PicturePool
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.images.rgb import RgbImage
 from kestrel.moondream.random_models import RANDOM_NAMES
+from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
+from kestrel.skills.builtin import SpatialRef, spatial_refs
 from kestrel.skills.fields import FieldTable
-from kestrel.skills.layout import SpatialRef, spatial_refs
 
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -55,35 +56,51 @@ def flag(text: str, default: Any = None, **extra: Any) -> Any:
     return field(default=default, metadata={"help": text, **extra})
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings:
     """How tokens are chosen. What is not given is left to the model's own defaults."""
 
-    temperature: float | None = flag("0 takes the most likely token each time; at most 2.")
-    top_p: float | None = flag("Keep the likely tokens that reach this probability.")
-    top_k: int | None = flag("Keep this many likely tokens; 0 keeps all.")
-    min_p: float | None = flag("Drop tokens less likely than this share of the most likely one.")
-    seed: int | None = flag("Same seed, same request: same answer.")
-    logprobs: int | None = flag("Add log-probabilities of each token and its K most likely rivals.", metavar="K")
-    adapter: str | None = flag("Adapter to answer with, such as the name of a file in --adapter-dir.", metavar="ID")
+    bound: ClassVar[str]
 
     def given(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def _with_settings(group: type[SettingsT]) -> type[SettingsT]:
+    """A dataclass with a field for each setting that has a flag. The bound that does not count is known, but hidden:
+    its refusal says which one counts."""
+    for setting in SETTINGS.values():
+        if setting.has_flag:
+            group.__annotations__[setting.name] = _TYPES[setting.kind.schema["type"]] | None
+            names = tuple(f"--{name.replace('_', '-')}" for name in setting.names)
+            is_hidden = setting.name == OTHER_BOUND[group.bound]
+            setattr(group, setting.name, flag(_help(setting), flags=names, hidden=is_hidden))
+    return dataclass(frozen=True, kw_only=True)(group)
+
+
+_TYPES = {"integer": int, "number": float, "string": str}
+
+
+def _help(setting: Setting) -> str:
+    schema = setting.kind.schema
+    text = setting.meaning.replace("`", "")
+    return f"{text} From {schema['minimum']:g} to {schema['maximum']:g}." if schema["type"] == "number" else text
+
+
+@_with_settings
 class TextSettings(Settings):
     """Settings of a skill that is bounded by tokens."""
 
-    max_new_tokens: int | None = flag("Longest answer in tokens; thinking has a budget of the same size.")
+    bound = "max_tokens"
 
 
-@dataclass(frozen=True, kw_only=True)
+@_with_settings
 class ObjectSettings(Settings):
     """Settings of a skill that is bounded by objects."""
 
-    max_objects: int | None = flag("Most objects to find.")
-    max_new_tokens: int | None = flag("Refused, with a hint to the bound that counts.", hidden=True)
+    bound = "max_objects"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +130,10 @@ class TextOutputOptions(OutputOptions):
 
 def check_settings(skill: str, settings: Settings, output: OutputOptions) -> None:
     """Refuse what can be refused before a model is loaded."""
-    bound = "max_objects" if isinstance(settings, ObjectSettings) else "max_tokens"
-    values = FieldTable(skill, {}, bound=bound).read({"settings": settings.given()})
+    given = settings.given()
+    values = FieldTable(skill, {}, bound=settings.bound).read({"settings": given})
     values.sampling(temperature=0.0, top_p=1.0, max_new_tokens=1)
-    if settings.logprobs is not None and not output.as_json:
+    if "logprobs" in given and not output.as_json:
         raise RequestError("--logprobs", "is shown in JSON only; add --json")
     if isinstance(output, TextOutputOptions) and output.save is not None:
         raise RequestError(

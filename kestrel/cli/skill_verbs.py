@@ -172,10 +172,11 @@ def _run_skill(call: _SkillCall) -> None:
 
 def _check_adapter(call: _SkillCall) -> None:
     """Before a model is loaded: without a source of adapters there is none to be found."""
-    if call.settings.adapter is not None and not has_adapter_source(call.config, given_key()):
+    adapter = call.settings.given().get("adapter")
+    if adapter is not None and not has_adapter_source(call.config, given_key()):
         raise RequestError(
             "adapter",
-            f"'{AdapterId.parse(call.settings.adapter)}' has nowhere to come from; add --adapter-dir or "
+            f"'{AdapterId.parse(adapter)}' has nowhere to come from; add --adapter-dir or "
             f"--adapter-url-template, or set {API_KEY_VARIABLE}",
         )
 
@@ -193,7 +194,7 @@ async def _answer(call: _SkillCall) -> None:
         result = await stream.result()
         printer.result(result)
     _save(call, picture, result)
-    note_limit(result, "--max-objects" if isinstance(call.settings, ObjectSettings) else "--max-new-tokens")
+    note_limit(result, f"--{call.settings.bound.replace('_', '-')}")
     note_metrics(result.metrics)
 
 

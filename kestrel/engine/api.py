@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,9 +22,8 @@ from kestrel.adapters.sources import AdapterListing, configured_sources, given_k
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
-from kestrel.engine.intake import Route, generation_request, require_readable, size_of, take_route
+from kestrel.engine.intake import QueueRoom, Route, generation_request, require_readable, size_of, take_route
 from kestrel.engine.pools import FormatThreads, PicturePool
-from kestrel.engine.queue_room import QueueRoom
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineResult, EngineStream
@@ -57,7 +56,7 @@ class InferenceEngine(SkillCalls):
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
         self._unsent: set[EngineStream] = set()
-        self._pictures = PicturePool(config, ready.picture_form)
+        self._pictures = PicturePool(config, ready.picture_form, self._computes_here)
         self._formats = FormatThreads(ready.profile.constraints)
         self._list_threads = Threads("lists", 2)
         self.text_threads = Threads("text", 2)
@@ -112,6 +111,10 @@ class InferenceEngine(SkillCalls):
         engine._worker.start()
         return engine
 
+    def _computes_here(self) -> bool:
+        """Whether the model is at work on this machine's processor."""
+        return self._ready.runtime.limits.paces_pictures and self._worker.busy_since_s is not None
+
     # ------------------------------------------------------------------ what is loaded and how it is doing
 
     @property
@@ -163,9 +166,10 @@ class InferenceEngine(SkillCalls):
         """Whether a request has had its first step, or is over; False while it waits for one."""
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
 
-    def is_taken(self, request_id: str) -> bool:
-        """Whether a request has this id, be it one that was cancelled and whose last step still runs."""
-        return request_id in self._streams
+    @property
+    def taken_ids(self) -> Container[str]:
+        """Of requests, also of those that were cancelled and whose last step still runs."""
+        return self._streams.keys()
 
     def require_room(self, num_coming: int = 0) -> None:
         """Raises QueueFull when the queue is full, with so many requests on their way here."""
@@ -374,6 +378,7 @@ WARM_UP_FIELDS = {
     "point": {"object": "thing", "max_objects": 1},
     "detect": {"object": "thing", "max_objects": 1},
     "segment": {"object": "thing", "max_tokens": 8},
+    "complete": {"prompt": "What is this?", "max_tokens": 2},
 }
 
 
@@ -382,7 +387,7 @@ async def warm_up(engine: InferenceEngine) -> float:
     itself ready; the seconds it took."""
     began_s = time.monotonic()
     await engine.prepare_formats()
-    known = {name.split(".")[0] for name in engine.profile.templates}
+    known = {name.split(".")[0] for name in engine.profile.templates} or {"complete"}
     picture = _warm_up_picture() if engine.profile.has_vision else None
     for skill, fields in WARM_UP_FIELDS.items():
         if skill in known and skill in engine.skills:

@@ -1,6 +1,7 @@
 """Slow work for requests in thread pools, so that neither the event loop nor the worker waits for it.
 
-Pictures: small ones never wait behind large ones, which have threads of their own. What decoding takes is reckoned from
+Pictures: small ones never wait behind large ones, which have threads of their own and rest half of the time while a
+model computes on the same processor. What decoding takes is reckoned from
 a picture's header and counted before it begins. What is kept of a picture afterwards is what the model needs of it.
 
 Answer formats: a few threads compile, each behind a trial that bounds its time. One more serves the formats that are
@@ -24,7 +25,7 @@ from kestrel.images.decode import OpenedImage, RecentPictures, decode_opened, fi
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.shrink import Picture, PictureForm
 from kestrel.skills.base import ConstraintSource
-from kestrel.threads import Threads
+from kestrel.threads import Pace, Threads
 
 T = TypeVar("T")
 TOO_LATE = "the engine was shut down before the request was read"
@@ -71,14 +72,21 @@ class WorkRoom:
 class PicturePool:
     """Decodes pictures, and keeps account of the memory that pictures of unanswered requests take."""
 
-    def __init__(self, config: RuntimeConfig, form: PictureForm | None = None) -> None:
-        """`form`: what the model takes of a picture; all pixels where it is not given."""
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        form: PictureForm | None = None,
+        is_computing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`form`: what the model takes of a picture; all pixels where it is not given. While `is_computing`, the model
+        needs the processor, and large pictures take half of one core's time."""
         self._limits = ImageLimits(
             max_pixels=config.max_image_pixels,
             max_bytes=config.max_image_bytes,
             honour_exif=config.honour_exif_orientation,
         )
         self._form = form
+        self._is_computing = is_computing
         self._max_pending_bytes = config.max_pending_image_bytes
         self._recent = RecentPictures(config.recent_image_bytes)
         self._room = WorkRoom(config.image_work_bytes)
@@ -137,7 +145,7 @@ class PicturePool:
     def _decode_in_turn(self, opened: OpenedImage, require_wanted: Callable[[], None]) -> Picture:
         with self._room.waited_for(opened.work_bytes):
             require_wanted()
-            return decode_opened(opened, self._recent, self._form)
+            return decode_opened(opened, self._recent, self._form, Pace(self._is_computing).rest)
 
     def release(self, request_id: str) -> None:
         for image in self._held.pop(request_id, ()):

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -85,13 +85,19 @@ def find_or_open(source: Any, limits: ImageLimits, recent: RecentPictures | None
 
 
 def decode_opened(
-    opened: OpenedImage, recent: RecentPictures | None = None, form: PictureForm | None = None
+    opened: OpenedImage,
+    recent: RecentPictures | None = None,
+    form: PictureForm | None = None,
+    rest: Callable[[], object] = lambda: None,
 ) -> Picture:
-    """The pixels, or, of a picture that a model does not take as it is, what the model needs of them."""
+    """The pixels, or, of a picture that a model does not take as it is, what the model needs of them.
+
+    `rest` is called again and again while a large picture is reduced.
+    """
 
     def decode() -> Picture:
         with reading("picture"):
-            canvas = opened.load()
+            canvas = replace(opened.load(), rest=rest)
             if form is not None and not form.takes_as_it_is(opened.height, opened.width):
                 return form.shrink(canvas, opened.digest or canvas.digest())
             if opened.given is not None:

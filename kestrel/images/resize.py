@@ -19,7 +19,7 @@ import torch
 from kestrel.images.shrink import columns_first
 
 Resample: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The contract of `kestrel.kernels.resample`."""
+"""The contract of `kestrel.kernels.vision`."""
 
 _LOBES = 3.0
 _WEIGHT_BITS = 22

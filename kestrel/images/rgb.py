@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,8 +76,10 @@ def _digest(kind: str, parts: Iterable[bytes | memoryview]) -> str:
 
 # ---------------------------------------------------------------------- as a decoder left them
 
-PART_PIXELS = 2**22
-"""Converted at a time: 16 MB of RGB. In smaller parts, working out the weights of long lines takes longer."""
+PART_BYTES = 2**24
+"""Converted at a time. In smaller parts, working out the weights of long lines takes longer."""
+GREY_MODES = ("1", "L", "LA", "La")
+"""Of Pillow, beside those of 16 bits. One channel is resized instead of three equal ones."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,19 @@ class Canvas:
     stored: Image.Image | np.ndarray
     """A Pillow image of any mode whose pixels are loaded, or [height, width, 3] uint8."""
     turn: Turn = UPRIGHT
+    rest: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
+    """Called before each part is made, so that a thread can leave the processor to others for a while."""
+
+    @property
+    def mode(self) -> str:
+        """Of parts: "L" for grey pictures, "RGB" for others."""
+        stored = self.stored
+        is_grey = not isinstance(stored, np.ndarray) and (stored.mode in GREY_MODES or stored.mode.startswith("I;16"))
+        return "L" if is_grey else "RGB"
+
+    @property
+    def part_pixels(self) -> int:
+        return PART_BYTES if self.mode == "L" else PART_BYTES // 4
 
     @property
     def height(self) -> int:
@@ -130,7 +145,8 @@ class Canvas:
         return self._part(0, self.height, left, right)
 
     def _part(self, top: int, bottom: int, left: int, right: int) -> Image.Image:
-        """RGB; not to be written to."""
+        """Of `mode`; not to be written to."""
+        self.rest()
         is_whole = (bottom - top, right - left) == (self.height, self.width)
         if self.turn.flip_rows:
             top, bottom = self.height - bottom, self.height - top
@@ -141,20 +157,20 @@ class Canvas:
         stored = self.stored
         if isinstance(stored, np.ndarray):
             return Image.fromarray(np.ascontiguousarray(self.turn(stored[top:bottom, left:right])))
-        part = rgb_image(stored if is_whole else stored.crop((left, top, right, bottom)))
+        part = stored if is_whole else stored.crop((left, top, right, bottom))
+        part = grey_image(part) if self.mode == "L" else rgb_image(part)
         return part if self.turn == UPRIGHT else Image.fromarray(np.ascontiguousarray(self.turn(np.asarray(part))))
 
     def digest(self) -> str:
         """Of the shape and the RGB bytes."""
-        parts = (self.rows(top, bottom).tobytes() for top, bottom in spans(self.height, self.width))
+        parts = (rgb_image(self.rows(*span)).tobytes() for span in self.spans(self.height, self.width))
         return _digest(f"rgb8:{self.height}x{self.width}:", parts)
 
-
-def spans(length: int, breadth: int) -> Iterator[tuple[int, int]]:
-    """Cuts `length` lines of `breadth` pixels into parts of about `PART_PIXELS`."""
-    step = max(1, PART_PIXELS // breadth)
-    for start in range(0, length, step):
-        yield start, min(length, start + step)
+    def spans(self, length: int, breadth: int) -> Iterator[tuple[int, int]]:
+        """Cuts `length` lines of `breadth` pixels into parts of about `part_pixels`."""
+        step = max(1, self.part_pixels // breadth)
+        for start in range(0, length, step):
+            yield start, min(length, start + step)
 
 
 def rgb_image(image: Image.Image) -> Image.Image:
@@ -162,10 +178,17 @@ def rgb_image(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        return grey_image(image).convert("RGB")
     if image.mode in ("I", "F"):
         kind = "32-bit integer" if image.mode == "I" else "floating point"
         raise RequestError("image", f"{kind} pixels have no fixed range; convert the picture to 8-bit RGB first")
     if image.mode in ("RGBa", "La"):
         image = image.convert("RGBA" if image.mode == "RGBa" else "LA")
     return image.convert("RGB")
+
+
+def grey_image(image: Image.Image) -> Image.Image:
+    """A Pillow image of one of `GREY_MODES`, or of 16 bits, as the channel that its RGB form has three times."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return (image.convert("LA") if image.mode == "La" else image).convert("L")

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from PIL import Image
 
-from kestrel.images.rgb import PART_PIXELS, Canvas, RgbImage, spans
+from kestrel.images.rgb import Canvas, RgbImage, rgb_image
 from kestrel.images.tiling import TilingParams, plan_tiling
 
 
@@ -75,7 +75,7 @@ def resize(
     """[out_height, out_width, 3] uint8, read-only."""
     if (canvas.height, canvas.width) == (out_height, out_width):
         resized = np.ascontiguousarray(canvas.pixels())
-    elif canvas.height * canvas.width <= PART_PIXELS:
+    elif canvas.height * canvas.width <= canvas.part_pixels:
         resized = _in_two_passes(canvas.rows(0, canvas.height), out_height, out_width, resample)
     else:
         resized = _in_parts(canvas, out_height, out_width, resample)
@@ -89,19 +89,19 @@ def _in_two_passes(image: Image.Image, out_height: int, out_width: int, resample
         if columns_first(image.height, image.width, out_height, out_width)
         else (out_width, image.height)
     )
-    return np.asarray(image.resize(first, resample).resize((out_width, out_height), resample))
+    return np.asarray(rgb_image(image.resize(first, resample).resize((out_width, out_height), resample)))
 
 
 def _in_parts(canvas: Canvas, out_height: int, out_width: int, resample: Image.Resampling) -> np.ndarray:
     if columns_first(canvas.height, canvas.width, out_height, out_width):
-        between = Image.new("RGB", (canvas.width, out_height))
-        for left, right in spans(canvas.width, canvas.height):
+        between = Image.new(canvas.mode, (canvas.width, out_height))
+        for left, right in canvas.spans(canvas.width, canvas.height):
             between.paste(canvas.columns(left, right).resize((right - left, out_height), resample), (left, 0))
     else:
-        between = Image.new("RGB", (out_width, canvas.height))
-        for top, bottom in spans(canvas.height, canvas.width):
+        between = Image.new(canvas.mode, (out_width, canvas.height))
+        for top, bottom in canvas.spans(canvas.height, canvas.width):
             between.paste(canvas.rows(top, bottom).resize((out_width, bottom - top), resample), (0, top))
-    return np.asarray(between.resize((out_width, out_height), resample))
+    return np.asarray(rgb_image(between.resize((out_width, out_height), resample)))
 
 
 def at_most(canvas: Canvas, side: int, digest: str) -> RgbImage:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kestrel.kernels.best_ids import can_end, chosen
 from kestrel.kernels.row_tables import (
     CARRIES_COORD,
     CARRIES_SIZE,
@@ -33,6 +32,7 @@ from kestrel.kernels.row_tables import (
     RegionHeads,
     RowState,
 )
+from kestrel.kernels.sampling import can_end, chosen
 
 
 @dataclass(frozen=True, slots=True)

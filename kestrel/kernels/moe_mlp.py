@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kestrel.kernels.fp8_rows import rows_to_fp8
+from kestrel.kernels.fp8 import rows_to_fp8
 from kestrel.kernels.low_rank import low_rank
 
 

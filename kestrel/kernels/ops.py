@@ -12,26 +12,26 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from kestrel.kernels.best_ids import best_ids
-from kestrel.kernels.chunk_attention import attend_chunks
 from kestrel.kernels.commit_ids import commit_ids
-from kestrel.kernels.crop_attention import attend_crops
-from kestrel.kernels.draw_ids import draw_ids
-from kestrel.kernels.fp8_linear import fp8_linear
-from kestrel.kernels.fp8_rows import gelu_to_fp8, rows_to_fp8
-from kestrel.kernels.gelu_linear import gelu_linear
-from kestrel.kernels.layer_norm import add_layer_norm, add_layer_norm_to_fp8, layer_norm, layer_norm_to_fp8
+from kestrel.kernels.fp8 import fp8_linear, gelu_to_fp8, rows_to_fp8
+from kestrel.kernels.linear import gelu_linear, silu_gate, silu_gate_to_fp8, small_linear
 from kestrel.kernels.low_rank import SlotTiles, add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k
-from kestrel.kernels.paged_attention import attend_rows
-from kestrel.kernels.patchify import patchify
-from kestrel.kernels.resample import resample
-from kestrel.kernels.rms_norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm, rms_norm_to_fp8
-from kestrel.kernels.rotate_and_store import rotate_and_store
-from kestrel.kernels.row_inputs import RowInputs, row_inputs
-from kestrel.kernels.silu_gate import silu_gate, silu_gate_to_fp8
-from kestrel.kernels.small_linear import small_linear
-from kestrel.kernels.tau import stacked_tau_factors
+from kestrel.kernels.norms import (
+    add_layer_norm,
+    add_layer_norm_to_fp8,
+    add_rms_norm,
+    add_rms_norm_to_fp8,
+    layer_norm,
+    layer_norm_to_fp8,
+    rms_norm,
+    rms_norm_to_fp8,
+)
+from kestrel.kernels.paged_attention import attend_chunks, attend_rows
+from kestrel.kernels.rotary import rotate_and_store, stacked_tau_factors
+from kestrel.kernels.row_tables import RowInputs, row_inputs
+from kestrel.kernels.sampling import best_ids, draw_ids
+from kestrel.kernels.vision import attend_crops, patchify, resample
 
 Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]

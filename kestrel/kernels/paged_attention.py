@@ -140,3 +140,158 @@ def _as_bytes(x: Tensor) -> Tensor:
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     """Queries are the last `num_queries` of `num_keys` positions; each sees itself and what came before."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+
+
+# ---------------------------------------------------------------------- chunks of queries
+# Attention of chunks of queries over keys and values that lie in pages: what a step of prefill does for all its rows.
+#
+# Contract. Chunk c owns the queries first[c] .. first[c] + count[c] - 1 of q_THD; query i of them stands at position
+# start[c] + i of its row. It sees the positions 0 .. start[c] + i, or, where `bidirectional` is 1 (a picture), all of 0
+# .. start[c] + count[c] - 1. Position p lies in slot pages[c, p // page_size] · page_size + p % page_size of k_cache
+# and v_cache, [num_slots, kv_heads, head_dim]; the chunk's own keys and values have been stored. What a chunk's pages
+# hold past its last position does not matter and may be no page at all.
+#
+#     out = softmax(q·kᵀ / sqrt(head_dim) + mask) · v
+#
+# heads is a multiple of kv_heads. Caches of float8 hold k / k_scale and v / v_scale. No chunk is longer than
+# `max_count`, which is known without asking the device, so that a captured graph can be replayed for other chunks.
+# Queries that belong to no chunk leave their row of the result as it is.
+
+
+def attend_chunks(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages_CP: Tensor,
+    first_C: Tensor,
+    count_C: Tensor,
+    start_C: Tensor,
+    bidirectional_C: Tensor,
+    page_size: int,
+    max_count: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """Queries of several chunks over their own pages. `out_THD` receives it."""
+    assert q_THD.ndim == 3
+    assert pages_CP.shape[0] == first_C.shape[0] == count_C.shape[0] == start_C.shape[0] == bidirectional_C.shape[0]
+    out_THD = torch.zeros_like(q_THD) if out_THD is None else out_THD
+    if pages_CP.shape[0] == 0 or max_count == 0:
+        return out_THD
+    slots_CK, stored_CK = _slots(pages_CP, start_C + count_C, page_size)
+    k_CKHD, v_CKHD = (
+        widened(cache, slots_CK, scale, q_THD.dtype).masked_fill(~stored_CK[:, :, None, None], 0.0)
+        for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+    )
+    queries_Q = torch.arange(max_count, device=q_THD.device)
+    # Past a chunk's end stands a row that is added behind the others and dropped again.
+    rows_CQ = torch.where(queries_Q < count_C[:, None], first_C[:, None] + queries_Q, q_THD.shape[0])
+    out_CHQD = F.scaled_dot_product_attention(
+        _with_one_more(q_THD)[rows_CQ].transpose(1, 2),
+        k_CKHD.transpose(1, 2),
+        v_CKHD.transpose(1, 2),
+        attn_mask=_visible(queries_Q, start_C, bidirectional_C, stored_CK)[:, None],
+        enable_gqa=q_THD.shape[1] != k_cache.shape[1],
+    )
+    result = _with_one_more(out_THD)
+    result[rows_CQ] = out_CHQD.transpose(1, 2)
+    return out_THD.copy_(result[:-1])
+
+
+def _slots(pages_CP: Tensor, num_keys_C: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Slots of all positions that the pages have room for, and whether the row has got so far; slot 0 where not."""
+    keys_1K = torch.arange(pages_CP.shape[1] * page_size, device=pages_CP.device)[None]
+    stored_CK = keys_1K < num_keys_C[:, None]
+    pages_CK = pages_CP.repeat_interleave(page_size, dim=1)
+    return torch.where(stored_CK, pages_CK * page_size + keys_1K % page_size, 0), stored_CK
+
+
+def _visible(queries_Q: Tensor, start_C: Tensor, bidirectional_C: Tensor, stored_CK: Tensor) -> Tensor:
+    """[C, Q, K], whether a query sees a position."""
+    keys_K = torch.arange(stored_CK.shape[1], device=stored_CK.device)
+    passed_CQK = keys_K <= (start_C[:, None] + queries_Q)[:, :, None]
+    return stored_CK[:, None] & (passed_CQK | (bidirectional_C != 0)[:, None, None])
+
+
+def _with_one_more(x_THD: Tensor) -> Tensor:
+    return F.pad(x_THD, (0, 0, 0, 0, 0, 1))
+
+
+# ---------------------------------------------------------------------- rows with a shared prefix
+# Attention of several rows that share the beginning of their contexts, such as questions about one picture.
+#
+# The same as `attend_padded` over all keys, but the shared ones are read once instead of
+# once a row, and multiplied with the queries of all rows together. On a CPU, where reading keys and values is most of a
+# decoding step, that is most of what a row costs.
+#
+#     scores = q·kᵀ / sqrt(head_dim), over the shared keys | over a row's own, masked;  out = softmax(scores) · v
+#
+# `attend_shared` multiplies each row's queries with its own keys alone. `attend_joined` takes the own keys of all rows
+# for one list and masks those of others: more to multiply, but in few operations, which is less where queries are few.
+# Everything in between is float32.
+
+
+def attend_shared(
+    q_NQHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    shared_slots_S: Tensor,
+    own_slots_NK: Tensor,
+    own_mask_NQK: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """[N, Q, heads, head_dim]. All queries see all shared keys; `own_mask_NQK` is true where one sees a key of its row.
+    G heads of keys, each for R heads of queries."""
+    n, q, h, d = q_NQHD.shape
+    g = k_cache.shape[1]
+    assert own_mask_NQK.shape == (n, q, own_slots_NK.shape[1])
+    k_SGd, v_SGd = (widened(c, shared_slots_S, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+    k_NKGd, v_NKGd = (widened(c, own_slots_NK, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+    queries_NQGRd = (q_NQHD.float() * d**-0.5).view(n, q, g, h // g, d)
+    queries_GMd = queries_NQGRd.permute(2, 0, 1, 3, 4).reshape(g, -1, d)
+    queries_NGPd = queries_NQGRd.permute(0, 2, 1, 3, 4).reshape(n, g, -1, d)
+    scores_GMS = torch.bmm(queries_GMd, k_SGd.permute(1, 2, 0))
+    scores_NGPK = torch.matmul(queries_NGPd, k_NKGd.permute(0, 2, 3, 1))
+    scores_NGQRK = scores_NGPK.view(n, g, q, h // g, -1).masked_fill(~own_mask_NQK[:, None, :, None], float("-inf"))
+    scores_GMK = scores_NGQRK.transpose(0, 1).reshape(g, n * q * (h // g), -1)
+    weights_GML = torch.cat((scores_GMS, scores_GMK), dim=2).softmax(dim=2)
+    weights_GMS, weights_GMK = weights_GML.split((len(shared_slots_S), own_slots_NK.shape[1]), dim=2)
+    weights_NGPK = weights_GMK.view(g, n, -1, weights_GMK.shape[2]).transpose(0, 1)
+    shared_GMd = torch.bmm(weights_GMS, v_SGd.transpose(0, 1))
+    out_NGPd = torch.matmul(weights_NGPK, v_NKGd.transpose(1, 2)) + shared_GMd.view(g, n, -1, d).transpose(0, 1)
+    return out_NGPd.view(n, g, q, h // g, d).transpose(1, 2).reshape(n, q, h, d).to(q_NQHD.dtype)
+
+
+def join_keys(shared_slots_S: Tensor, own_slots_NK: Tensor, own_mask_NQK: Tensor) -> tuple[Tensor, Tensor]:
+    """`slots_L` and `bias_ML` of `attend_joined`: L = S + N·K keys, M = N·Q queries."""
+    n, q, k = own_mask_NQK.shape
+    own_NN = torch.eye(n, dtype=torch.bool, device=own_mask_NQK.device)
+    sees_NQNK = own_NN[:, None, :, None] & own_mask_NQK[:, :, None]
+    bias_ML = torch.zeros(n * q, len(shared_slots_S) + n * k, device=own_mask_NQK.device)
+    bias_ML[:, len(shared_slots_S) :].masked_fill_(~sees_NQNK.view(n * q, n * k), float("-inf"))
+    return torch.cat((shared_slots_S, own_slots_NK.flatten())), bias_ML
+
+
+def attend_joined(
+    q_NQHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots_L: Tensor,
+    bias_ML: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> Tensor:
+    """[N, Q, heads, head_dim]. `bias_ML` is 0 where a query sees a key and -inf elsewhere."""
+    n, q, h, d = q_NQHD.shape
+    g = k_cache.shape[1]
+    assert bias_ML.shape == (n * q, len(slots_L))
+    k_LGd, v_LGd = (widened(c, slots_L, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
+    queries_MGRd = (q_NQHD.float() * d**-0.5).view(n * q, g, h // g, d)
+    # The many keys first and the few queries in one piece: the other way round takes up to four times as long.
+    queries_GdP = queries_MGRd.permute(1, 3, 0, 2).flatten(2).contiguous()
+    scores_GMRL = torch.bmm(k_LGd.transpose(0, 1), queries_GdP).unflatten(2, (n * q, h // g)).permute(0, 2, 3, 1)
+    weights_GPL = (scores_GMRL + bias_ML[:, None]).softmax(dim=3).flatten(1, 2)
+    out_GPd = torch.bmm(weights_GPL, v_LGd.transpose(0, 1))
+    return out_GPd.view(g, n, q, h // g, d).permute(1, 2, 0, 3, 4).reshape(n, q, h, d).to(q_NQHD.dtype)

@@ -27,21 +27,18 @@ import triton
 from kestrel import __version__
 from kestrel.errors import ConfigError, did_you_mean, shown
 from kestrel.kernels.triton import (
-    best_ids,
-    chunk_attention,
-    draw_ids,
-    fp8_rows,
-    layer_norm,
+    fp8,
+    linear,
     low_rank,
     moe_grouped,
-    moe_small,
+    moe_mlp,
+    norms,
     paged_attention,
-    rotate_and_store,
-    row_inputs,
-    small_linear,
-    tau,
+    rotary,
+    row_tables,
+    sampling,
 )
-from kestrel.kernels.triton.tuning_table import TunedSize, TuningTable, rows_range
+from kestrel.kernels.triton.launch import TunedSize, TuningTable, rows_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +55,30 @@ _HEADS = ("heads", "kv_heads", "head_dim")
 _EXPERTS = ("experts", "per_token", "inner_dim", "dim")
 
 TUNED_OPS = {
-    "layer_norm": TunedOp((layer_norm.Tuning,), _ROW),
-    "add_layer_norm": TunedOp((layer_norm.Tuning,), _ROW),
-    "layer_norm_to_fp8": TunedOp((layer_norm.Tuning,), _ROW),
-    "add_layer_norm_to_fp8": TunedOp((layer_norm.Tuning,), _ROW),
-    "rows_to_fp8": TunedOp((fp8_rows.Tuning,), _ROW),
-    "gelu_to_fp8": TunedOp((fp8_rows.Tuning,), _ROW),
-    "small_linear": TunedOp((small_linear.Tuning,), ("num_out", "num_in"), num_dtypes=2),
-    "rotate_and_store": TunedOp((rotate_and_store.Tuning,), _HEADS),
-    "attend_rows": TunedOp((paged_attention.Tuning,), _HEADS, num_dtypes=2),
-    "attend_chunks": TunedOp((chunk_attention.Tuning,), _HEADS, num_dtypes=2),
-    "tau_factors": TunedOp((tau.SumTuning, tau.DotTuning), ("num_out", "num_in")),
-    "moe_small": TunedOp((moe_small.Tuning,), _EXPERTS, num_dtypes=2),
+    "layer_norm": TunedOp((norms.Tuning,), _ROW),
+    "add_layer_norm": TunedOp((norms.Tuning,), _ROW),
+    "layer_norm_to_fp8": TunedOp((norms.Tuning,), _ROW),
+    "add_layer_norm_to_fp8": TunedOp((norms.Tuning,), _ROW),
+    "rms_norm": TunedOp((norms.Tuning,), _ROW),
+    "add_rms_norm": TunedOp((norms.Tuning,), _ROW),
+    "rms_norm_to_fp8": TunedOp((norms.Tuning,), _ROW),
+    "add_rms_norm_to_fp8": TunedOp((norms.Tuning,), _ROW),
+    "silu_gate": TunedOp((fp8.RowTuning,), ("width",)),
+    "silu_gate_to_fp8": TunedOp((fp8.RowTuning,), ("width",)),
+    "rows_to_fp8": TunedOp((fp8.RowTuning,), _ROW),
+    "gelu_to_fp8": TunedOp((fp8.RowTuning,), _ROW),
+    "small_linear": TunedOp((linear.Tuning,), ("num_out", "num_in"), num_dtypes=2),
+    "rotate_and_store": TunedOp((rotary.RotateTuning,), _HEADS),
+    "attend_rows": TunedOp((paged_attention.RowsTuning,), _HEADS, num_dtypes=2),
+    "attend_chunks": TunedOp((paged_attention.ChunksTuning,), _HEADS, num_dtypes=2),
+    "tau_factors": TunedOp((rotary.SumTuning, rotary.DotTuning), ("num_out", "num_in")),
+    "moe_small": TunedOp((moe_mlp.Tuning,), _EXPERTS, num_dtypes=2),
     "moe_grouped": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
     "moe_grouped_fp8": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
-    "best_ids": TunedOp((best_ids.Tuning,), ("vocab",)),
-    "draw_ids": TunedOp((draw_ids.Tuning,), ("vocab",)),
-    "row_inputs": TunedOp((row_inputs.Tuning,), ()),
+    "best_ids": TunedOp((sampling.BestTuning,), ("vocab",)),
+    "draw_ids": TunedOp((sampling.DrawTuning,), ("vocab",)),
+    "row_inputs": TunedOp((row_tables.Tuning,), ()),
+    "add_deltas": TunedOp((low_rank.Tuning,), ("rows_per_tile", "max_rank", "num_in", "num_out")),
     "add_input_deltas": TunedOp((low_rank.Tuning,), ("rows_per_tile", "max_rank", "dim", "qkv_dim", "ff_dim")),
     "add_output_deltas": TunedOp((low_rank.Tuning,), ("rows_per_tile", "max_rank", "dim", "ff_dim")),
 }

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.kernels.ops import PLAIN, Ops
-from kestrel.kernels.rope import apply_rope, rope_tables
-from kestrel.kernels.tau import scale_heads, tau_factors
+from kestrel.kernels.rotary import apply_rope, rope_tables, scale_heads, tau_factors
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.linear import Linear, Rows
 from kestrel.layers.norm import RmsNorm

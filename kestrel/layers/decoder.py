@@ -2,6 +2,10 @@
 
 There is no batch dimension: T counts positions of any number of sequences. Who attends to whom is the business of the
 `Attend` that a step brings, which also owns the stored keys and values.
+
+Blocks are parallel (Moondream) or sequential (everybody else). A block is given the residual stream and what is still
+to be added to it, and hands both on: its first norm makes the sum, in one operation, in the number format that its
+first matrix wants.
 """
 
 from __future__ import annotations
@@ -13,12 +17,139 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kestrel.kernels.ops import Ops
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.adapt import Adapt
-from kestrel.layers.attention import Attend, Rope, Step
-from kestrel.layers.blocks import ParallelBlock, SequentialBlock
-from kestrel.layers.linear import Linear, normal_parameter, use_ops
-from kestrel.layers.norm import Norm, Pending
+from kestrel.layers.attention import Attend, Attention, Rope, Step
+from kestrel.layers.linear import Fp8Rows, Linear, joined_columns, joined_rows, normal_parameter, use_ops
+from kestrel.layers.mlp import GatedMlp, Mlp, Moe
+from kestrel.layers.norm import LayerNorm, Norm, Pending
+
+
+class ParallelBlock(nn.Module):
+    """x + attention(y) + MLP(y), y = norm(x).
+
+    Both halves read the same norm and end in the same sum, so the matrices of a dense block can lie side by side
+    (`join`): one product makes [q | k | v | hidden], another takes [attention | hidden] back to the residual stream.
+    With a handful of positions both run as they are; with many, each half is a product of its own.
+    """
+
+    ops: Ops = PLAIN
+
+    def __init__(self, layer: int, norm: LayerNorm, attention: Attention, mlp: Mlp | Moe) -> None:
+        super().__init__()
+        self.layer = layer
+        self.ln, self.attn, self.mlp = norm, attention, mlp
+        self._joined: tuple[Linear, Linear] | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self.mlp, Moe)
+
+    def join(self) -> None:
+        """Puts matrices side by side, in the place of the block's own. Experts stay as they are."""
+        if self.attn.tau is not None:
+            self.attn.tau.join()
+        if isinstance(self.mlp, Mlp) and self._joined is None:
+            self._joined = (joined_rows(self.attn.qkv, self.mlp.fc1), joined_columns(self.attn.proj, self.mlp.fc2))
+
+    def to_fp8(self) -> None:
+        """The matrices of a dense block, or the experts alone."""
+        if isinstance(self.mlp, Moe):
+            self.mlp.to_fp8()
+            return
+        assert self._joined is not None, "to be joined first: scales are those of whole rows"
+        wide, back = self._joined
+        qkv, fc1, proj, fc2 = self.attn.qkv, self.mlp.fc1, self.attn.proj, self.mlp.fc2
+        wide.to_fp8()
+        back.to_fp8()
+        qkv.become_part(wide, rows=slice(qkv.out_features))
+        fc1.become_part(wide, rows=slice(qkv.out_features, None))
+        proj.become_part(back, columns=slice(proj.in_features))
+        fc2.become_part(back, columns=slice(proj.in_features, None))
+
+    def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
+        """(residual stream, what is still to be added to it): first before the block, then after it."""
+        adapt, is_dense = step.adapt, isinstance(self.mlp, Mlp)
+        fits_joined = len(x_TD) <= self.ops.max_small_rows and (adapt is None or adapt.is_base_T is not None)
+        if self._joined is not None and fits_joined:
+            return self._forward_joined(x_TD, pending, step, *self._joined)
+        to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(len(x_TD))
+        x_TD, y = self.ln.of_sum(x_TD, pending, to_fp8=to_fp8)
+        if adapt is None:
+            return x_TD, (self.attn(y, self.layer, step), self.mlp(y))
+        assert not isinstance(y, Fp8Rows)
+        run = self._adapted_dense if is_dense else self._adapted_moe
+        return x_TD, run(y, step, adapt)
+
+    def _forward_joined(
+        self, x_TD: Tensor, pending: Pending, step: Step, wide: Linear, back: Linear
+    ) -> tuple[Tensor, Pending]:
+        ops, adapt, qkv_dim, mixed_dim = self.ops, step.adapt, self.attn.qkv.out_features, self.attn.proj.in_features
+        x_TD, y_TD = self.ln.of_sum(x_TD, pending)
+        assert not isinstance(y_TD, Fp8Rows)
+        # An adapted position's activation must wait for its delta.
+        wide_TF = ops.small_linear(
+            y_TD, wide.weight, wide.bias, gelu_from=qkv_dim, scale_F=wide.scale_F,
+            gelu_rows_M=None if adapt is None else adapt.is_base_T,
+        )  # fmt: skip
+        if adapt is not None:
+            adapt.parallel_inputs(self.layer, y_TD, wide_TF[:, :qkv_dim], wide_TF[:, qkv_dim:], activates_base=False)
+        # What attention leaves goes where the values were, beside the hidden numbers of the MLP.
+        joined_TF = wide_TF[:, qkv_dim - mixed_dim :]
+        self.attn.mix(wide_TF[:, :qkv_dim], self.layer, step, joined_TF[:, :mixed_dim])
+        x_TD = ops.small_linear(joined_TF, back.weight, back.bias, residual_MF=x_TD, scale_F=back.scale_F)
+        if adapt is not None:
+            adapt.parallel_outputs(self.layer, x_TD, joined_TF[:, :mixed_dim], y_TD, joined_TF[:, mixed_dim:])
+        return x_TD, ()
+
+    def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
+        assert isinstance(self.mlp, Mlp)
+        rows = self.attn.qkv.rows(y_TD)
+        qkv_TF, hidden_TF = adapt.parallel_inputs(
+            self.layer, y_TD, self.attn.qkv(rows), self.mlp.fc1(rows), activates_base=True
+        )
+        mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
+        a_TD = adapt.parallel_outputs(self.layer, self.attn.proj(mixed_TD), mixed_TD, y_TD, hidden_TF)
+        return a_TD, self.mlp.fc2(hidden_TF)
+
+    def _adapted_moe(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
+        qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
+        mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
+        a_TD = adapt.proj(self.layer, mixed_TD, y_TD, self.attn.proj(mixed_TD))
+        return a_TD, self.mlp.adapted(y_TD, self.layer, adapt)
+
+
+class SequentialBlock(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, layer: int, attn_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | GatedMlp) -> None:
+        super().__init__()
+        self.layer = layer
+        self.ln1, self.attn, self.ln2, self.mlp = attn_norm, attention, mlp_norm, mlp
+
+    def join(self) -> None:
+        """Nothing: the halves follow each other."""
+
+    def to_fp8(self) -> None:
+        for linear in (self.attn.qkv, self.attn.proj, *(getattr(self.mlp, name) for name in self.mlp.matrices)):
+            linear.to_fp8()
+
+    def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
+        """(residual stream, what is still to be added to it): first before the block, then after it."""
+        adapt = step.adapt
+        to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(len(x_TD))
+        x_TD, y = self.ln1.of_sum(x_TD, pending, to_fp8=to_fp8)
+        if adapt is None:
+            x_TD, y = self.ln2.of_sum(x_TD, (self.attn(y, self.layer, step),), to_fp8=to_fp8)
+            return x_TD, (self.mlp(y),)
+        assert not isinstance(y, Fp8Rows)
+        mixed_TD = self.attn.mix(adapt.linear(self.layer, "qkv", y, self.attn.qkv(y)), self.layer, step)
+        x_TD, y = self.ln2.of_sum(x_TD, (adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD)),))
+        assert not isinstance(y, Fp8Rows)
+        return x_TD, (self.mlp.adapted(y, self.layer, adapt),)
+
+
+# ---------------------------------------------------------------------- the decoder
 
 
 class TextDecoder(nn.Module):
@@ -31,31 +162,49 @@ class TextDecoder(nn.Module):
         rope: Rope | None,
         *,
         head_bias: bool = False,
+        is_tied: bool = False,
     ) -> None:
+        """`is_tied`: the output head is the embedding."""
         super().__init__()
         self.wte = normal_parameter(vocab_size, dim, std=0.02)
         self.blocks = nn.ModuleList(blocks)
         self.post_ln = norm
         self.lm_head = Linear(dim, vocab_size, bias=head_bias)
         self.rope = rope
+        self._is_tied = is_tied
+        if is_tied:
+            self.lm_head.weight = self.wte
+        self.is_fused = False
+        self.quantization = "none"
 
     def reset_buffers(self, device: torch.device | str) -> None:
         """Computes what no checkpoint holds; needed after `load_state_dict(assign=True)` on a meta model."""
         if self.rope is not None:
             self.rope.reset_buffers(device)
+        if self._is_tied:
+            self.lm_head.weight = self.wte
 
     def fuse(self, ops: Ops) -> None:
-        """From now on run in few, wide operations of this bundle, on matrices that are joined where that helps."""
+        """From now on run in few, wide operations of this bundle, on matrices that are joined where that helps. A model
+        is fused once."""
+        if self.is_fused:
+            return
         use_ops(self, ops)
         for block in self._blocks():
             block.join()
             use_ops(block, ops)
+        self.is_fused = True
 
     def to_fp8(self, *, experts_only: bool = False) -> None:
         """From now on run on float8 matrices, which take the place of the blocks' own."""
         for block in self._blocks():
             if not experts_only or (isinstance(block, ParallelBlock) and block.has_experts):
                 block.to_fp8()
+        self.quantization = "fp8-experts" if experts_only else "fp8"
+
+    def matrix_sides(self) -> set[int]:
+        """Of the blocks' matrices."""
+        return {side for layer in self.blocks.modules() if isinstance(layer, Linear) for side in layer.weight.shape}
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.wte)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.ops import PLAIN, Ops
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel.adapters import AdapterShape
 from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import ShrunkImage
+from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend
@@ -27,10 +27,8 @@ class DecoderShape:
     hidden_dim: int
     vocab_size: int
     max_context: int
-    num_image_positions: int
+    num_image_positions: int = 0
     """Positions one picture takes; 0 for a text-only model."""
-    coord_id: int
-    size_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,72 @@ EncodeCrops: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 """Patches of pictures to the features of all their crops, which the next call may overwrite."""
 
 
+class VisionPart(Protocol):
+    """From pictures to embeddings."""
+
+    def picture_form(self, outline_side: int | None) -> PictureForm:
+        """What of a picture is handed to the runtime; `outline_side`: what a refiner of outlines needs beside it."""
+        ...
+
+    def prepare_image(self, image: RgbImage | ShrunkImage) -> PreparedImage:
+        """Cut into crops and patches, on the device."""
+        ...
+
+    def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
+        """[num_image_positions, hidden_dim] of each, all encoded together: `encode_crops` and `join_crops`, one after
+        the other; another `encode_crops` may be given, as another way to the same features."""
+        ...
+
+    def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
+        """Features of all crops in their order; the next call may overwrite them."""
+        ...
+
+    def new_crop_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
+        """Space for the patches and the features of so many crops."""
+        ...
+
+    def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The embeddings of pictures from the features of their crops."""
+        ...
+
+
+class RegionPart(Protocol):
+    """Coordinates and sizes that stand among the tokens."""
+
+    @property
+    def coord_id(self) -> int: ...
+
+    @property
+    def size_id(self) -> int: ...
+
+    def embed_coords(self, values_N: Tensor) -> Tensor: ...
+
+    def embed_sizes(self, values_N2: Tensor) -> Tensor: ...
+
+    def decode_coords(self, hidden_ND: Tensor) -> Tensor:
+        """The most likely coordinate per row, [N] in 0..1."""
+        ...
+
+    def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
+        """The most likely width and height per row, [N, 2] in 0..1."""
+        ...
+
+
 class DecoderModel(Protocol):
     """A decoder with typed inputs and outputs. Tensors are flat: T positions of any rows, one after another."""
 
     @property
     def shape(self) -> DecoderShape: ...
+
+    @property
+    def vision(self) -> VisionPart | None:
+        """None: it reads text only."""
+        ...
+
+    @property
+    def regions(self) -> RegionPart | None:
+        """None: its tokens are text."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -85,31 +144,6 @@ class DecoderModel(Protocol):
 
     def embed_text(self, ids_T: Tensor) -> Tensor: ...
 
-    def embed_coords(self, values_N: Tensor) -> Tensor: ...
-
-    def embed_sizes(self, values_N2: Tensor) -> Tensor: ...
-
-    def prepare_image(self, image: RgbImage | ShrunkImage) -> PreparedImage:
-        """Cut into crops and patches, on the device."""
-        ...
-
-    def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
-        """[num_image_positions, hidden_dim] of each, all encoded together: the two that follow, one after the
-        other; `encode_crops` may be another way to the same features."""
-        ...
-
-    def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
-        """Features of all crops in their order; the next call may overwrite them."""
-        ...
-
-    def new_crop_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
-        """Space for the patches and the features of so many crops."""
-        ...
-
-    def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """The embeddings of pictures from the features of their crops."""
-        ...
-
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
         """The last layer's residual stream, [T, hidden_dim]."""
         ...
@@ -119,14 +153,6 @@ class DecoderModel(Protocol):
         ...
 
     def logits(self, hidden_ND: Tensor) -> Tensor: ...
-
-    def decode_coords(self, hidden_ND: Tensor) -> Tensor:
-        """The most likely coordinate per row, [N] in 0..1."""
-        ...
-
-    def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
-        """The most likely width and height per row, [N, 2] in 0..1."""
-        ...
 
 
 class OutlineRefiner(Protocol):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import nn
 
+from kestrel.models.contract import KvScale
 from kestrel.models.hub import HubSource
 from kestrel.models.tokenizer import TextTokenizer
 
@@ -56,3 +57,5 @@ class LoadedModel(Generic[ModelT, ConfigT]):
     model: ModelT
     config: ConfigT
     tokenizer: TextTokenizer
+    kv_scales: Mapping[int, KvScale] = field(default_factory=dict)
+    """Scales for a float8 KV cache by layer, if the checkpoint has them. The loaded weights do not depend on them."""

@@ -28,9 +28,9 @@ class LocatedModel:
 
 
 def read_config(folder: Path) -> Mapping[str, Any] | None:
-    """The config.json of a folder; None when there is none, or when it gives no dimensions.
+    """The config.json of a folder; None when there is none, or when it says nothing.
 
-    Published folders say `"config": {}`: their dimensions are known by the name of the release only.
+    Published Moondreams say `"config": {}`: their dimensions are known by the name of the release only.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -41,9 +41,7 @@ def read_config(folder: Path) -> Mapping[str, Any] | None:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download or write it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download or write it again")
-    if "text" in content:
-        return content
-    nested = content.get("config")
+    nested = content.get("config", content)
     return nested if isinstance(nested, dict) and nested else None
 
 

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.errors import CheckpointError, RequestError, shown
 
+BLANK = "Ġ"
+"""How byte-level vocabularies write the blank before a word."""
 LONG_TEXT = 1024
 """Characters or ids from which a batch of one is taken: alone, a text holds the interpreter while it is worked on."""
 
@@ -24,6 +26,8 @@ class TextTokenizer:
         """Takes `tokenizer` over: truncation and padding that its file may ask for are switched off."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        self.start_id = next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
+        """What the file puts before a text; nothing where it is None."""
         tokenizer.add_special_tokens(_unmarked_controls(tokenizer))
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer

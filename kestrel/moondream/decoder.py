@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kestrel.adapters import AdapterShape, ExpertShape
+from kestrel.adapters import AdaptedMatrix, AdapterShape, ExpertShape
 from kestrel.config import RuntimeConfig
 from kestrel.images.crops import (
     cut_crops,
@@ -23,9 +23,8 @@ from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import Ops
-from kestrel.layers.adapt import Adapt
-from kestrel.layers.attention import Attend
 from kestrel.models.contract import DecoderShape, EncodeCrops, KvScale, PreparedImage
+from kestrel.models.decoder import TextModelDecoder
 from kestrel.moondream.config import TextConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.region import coord_from_bins, size_from_bins
@@ -33,18 +32,29 @@ from kestrel.runtime.bring_up import NO_SCALES, ModelRuntime
 
 
 def adapter_shape(text: TextConfig) -> AdapterShape:
-    moe = text.moe
-    experts = None
+    moe, experts = text.moe, None
     if moe is not None:
-        experts = ExpertShape(moe.start_layer, moe.num_experts, moe.experts_per_token, moe.expert_inner_dim)
-    return AdapterShape(text.n_layers, text.dim, text.qkv_dim, text.ff_dim, experts)
+        matrices = _matrices(fc1=(2 * moe.expert_inner_dim, text.dim), fc2=(text.dim, moe.expert_inner_dim))
+        experts = ExpertShape(moe.start_layer, moe.num_experts, moe.experts_per_token, matrices)
+    matrices = _matrices(
+        qkv=(text.qkv_dim, text.dim),
+        proj=(text.dim, text.dim),
+        fc1=(text.ff_dim, text.dim),
+        fc2=(text.dim, text.ff_dim),
+    )
+    return AdapterShape(text.n_layers, matrices, experts)
 
 
-class MoondreamDecoder:
-    """A loaded model as `kestrel.models.contract.DecoderModel`."""
+def _matrices(**sizes: tuple[int, int]) -> dict[str, AdaptedMatrix]:
+    """An expert's fc1 makes its gate as well."""
+    return {name: AdaptedMatrix(*size, place=name) for name, size in sizes.items()}
+
+
+class MoondreamVision:
+    """`kestrel.models.contract.VisionPart`: crops of a picture, their features, and what the text model reads."""
 
     def __init__(self, model: MoondreamModel) -> None:
-        text, vision, ids = model.config.text, model.config.vision, model.config.tokenizer
+        vision = model.config.vision
         self._model = model
         self._ops: Ops | None = None
         self._tiling = TilingParams(
@@ -53,25 +63,6 @@ class MoondreamDecoder:
             overlap_margin=vision.overlap_margin,
             max_crops=vision.max_crops,
         )
-        self._shape = DecoderShape(
-            num_layers=text.n_layers,
-            num_kv_heads=text.n_kv_heads,
-            head_dim=text.head_dim,
-            hidden_dim=text.dim,
-            vocab_size=text.vocab_size,
-            max_context=text.max_context,
-            num_image_positions=vision.num_patches,
-            coord_id=ids.coord_id,
-            size_id=ids.size_id,
-        )
-
-    @property
-    def shape(self) -> DecoderShape:
-        return self._shape
-
-    @property
-    def adapter_shape(self) -> AdapterShape:
-        return adapter_shape(self._model.config.text)
 
     @property
     def device(self) -> torch.device:
@@ -81,14 +72,8 @@ class MoondreamDecoder:
     def dtype(self) -> torch.dtype:
         return self._model.text.wte.dtype
 
-    def embed_text(self, ids_T: Tensor) -> Tensor:
-        return self._model.text.embed(ids_T)
-
-    def embed_coords(self, values_N: Tensor) -> Tensor:
-        return self._model.region.encode_coord(values_N)
-
-    def embed_sizes(self, values_N2: Tensor) -> Tensor:
-        return self._model.region.encode_size(values_N2)
+    def fuse(self, ops: Ops) -> None:
+        self._ops = ops
 
     def picture_form(self, outline_side: int | None) -> PictureForm:
         """A GPU resizes all but large pictures in a few ms, on a CPU that is for threads outside of the steps."""
@@ -119,15 +104,6 @@ class MoondreamDecoder:
             return cut_patches(pixels_HWC, plan, self.dtype, self._ops)
         return normalise_and_patchify(make_crops(pixels_HWC, plan), self._tiling.patch_size, self.dtype)
 
-    def fuse(self, ops: Ops) -> None:
-        """From now on run in few, wide operations of this bundle."""
-        self._ops = ops
-        self._model.fuse(ops)
-
-    def quantise(self, quantization: str) -> None:
-        """From now on run on quantised weights, which take the place of the model's own."""
-        self._model.quantise(quantization)
-
     def embed_images(self, images: Sequence[PreparedImage], encode_crops: EncodeCrops | None = None) -> list[Tensor]:
         features_NPD = (encode_crops or self.encode_crops)([image.patches_NPC for image in images])
         of_each = features_NPD.split([image.num_crops for image in images])
@@ -142,22 +118,55 @@ class MoondreamDecoder:
     def join_crops(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
         return self._model.vision.embed_images(features, tiles)
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
-        return self._model.text(x_TD, positions_T, attend, adapt)
 
-    def final_norm(self, hidden_ND: Tensor) -> Tensor:
-        return self._model.text.post_ln(hidden_ND)
+class MoondreamRegions:
+    """`kestrel.models.contract.RegionPart`."""
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        return self._model.text.logits(hidden_ND)
+    def __init__(self, model: MoondreamModel) -> None:
+        ids = model.config.tokenizer
+        self._region = model.region
+        self.coord_id, self.size_id = ids.coord_id, ids.size_id
+
+    def embed_coords(self, values_N: Tensor) -> Tensor:
+        return self._region.encode_coord(values_N)
+
+    def embed_sizes(self, values_N2: Tensor) -> Tensor:
+        return self._region.encode_size(values_N2)
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
-        logits_NC = self._model.region.decode_coord(hidden_ND)
+        logits_NC = self._region.decode_coord(hidden_ND)
         return coord_from_bins(logits_NC.argmax(-1), logits_NC.shape[-1])
 
     def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
-        logits_N2C = self._model.region.decode_size(hidden_ND)
+        logits_N2C = self._region.decode_size(hidden_ND)
         return size_from_bins(logits_N2C.argmax(-1), logits_N2C.shape[-1])
+
+
+class MoondreamDecoder(TextModelDecoder):
+    """A loaded model as `kestrel.models.contract.DecoderModel`."""
+
+    def __init__(self, model: MoondreamModel, vision: MoondreamVision | None = None) -> None:
+        """`vision` may be one that also observes what it is asked."""
+        text = model.config.text
+        shape = DecoderShape(
+            num_layers=text.n_layers,
+            num_kv_heads=text.n_kv_heads,
+            head_dim=text.head_dim,
+            hidden_dim=text.dim,
+            vocab_size=text.vocab_size,
+            max_context=text.max_context,
+            num_image_positions=model.config.vision.num_patches,
+        )
+        self._vision = vision or MoondreamVision(model)
+        super().__init__(model.text, shape, adapter_shape(text), self._vision, MoondreamRegions(model))
+        self._model = model
+
+    def fuse(self, ops: Ops) -> None:
+        self._vision.fuse(ops)
+        self._model.fuse(ops)
+
+    def quantise(self, quantization: str) -> None:
+        self._model.quantise(quantization)
 
 
 class MoondreamRuntime(ModelRuntime):

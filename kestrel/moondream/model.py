@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kestrel.errors import ConfigError
-from kestrel.kernels.fp8_linear import WIDTH_MULTIPLE
 from kestrel.kernels.ops import Ops
+from kestrel.models.decoder import check_widths, needs_quantising, refuse_experts_only
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.region import RegionModel
 from kestrel.moondream.text import TextModel
@@ -26,24 +25,18 @@ class MoondreamModel(nn.Module):
         self.text = TextModel(config.text)
         self.vision = VisionModel(config.vision)
         self.region = RegionModel(config.region)
-        self._is_fused = False
         self._quantization = "none"
 
     def fuse(self, ops: Ops) -> None:
         """From now on text and vision run in few, wide operations of this bundle. A model is fused once."""
-        if not self._is_fused:
+        if not self.text.is_fused:
             self.text.fuse(ops)
             self.vision.fuse(ops)
-            self._is_fused = True
 
     def quantise(self, quantization: str) -> None:
         """From now on run on quantised weights, which take the place of the model's own."""
-        if quantization == self._quantization:
+        if not needs_quantising(self._quantization, quantization):
             return
-        if self._quantization != "none":
-            raise ConfigError(
-                "quantization", f"this model is in {self._quantization!r} already; load it again for {quantization!r}"
-            )
         check_quantisable(quantization, self.config)
         self.text.to_fp8(experts_only=quantization == "fp8-experts")
         if quantization == "fp8":
@@ -57,15 +50,6 @@ class MoondreamModel(nn.Module):
 
 def check_quantisable(quantization: str, config: MoondreamConfig) -> None:
     """Refuses a model whose matrices the float8 operations do not take."""
-    if quantization == "fp8-experts" and config.text.moe is None:
-        raise ConfigError("quantization", "'fp8-experts' needs a model with experts, and this one has none; use fp8")
-    if quantization == "fp8":
-        text, vision = config.text, config.vision
-        widths = (text.dim, text.qkv_dim, text.ff_dim, vision.enc_dim, vision.enc_ff_dim)
-        odd = [width for width in widths if width % WIDTH_MULTIPLE]
-        if odd:
-            raise ConfigError(
-                "quantization",
-                f"'fp8' needs matrices whose sides are multiples of {WIDTH_MULTIPLE}, and this model has sides of "
-                f"{odd}; use none",
-            )
+    text, vision = config.text, config.vision
+    refuse_experts_only(quantization, has_experts=text.moe is not None)
+    check_widths(quantization, (text.dim, text.qkv_dim, text.ff_dim, vision.enc_dim, vision.enc_ff_dim))

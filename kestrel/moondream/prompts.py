@@ -1,9 +1,14 @@
-"""What the skills may know about a loaded Moondream."""
+"""What the skills may know about a loaded Moondream, and how it is given a conversation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+from kestrel.errors import RequestError
 from kestrel.moondream.config import MoondreamConfig
-from kestrel.skills.base import ConstraintSource, ModelProfile, SpecialIds, Tokenizer
+from kestrel.skills.base import ConstraintSource, Message, ModelProfile, RegionIds, Tokenizer
+from kestrel.skills.builtin import block, opening, template_of
+from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
 
 def moondream_profile(
@@ -14,21 +19,57 @@ def moondream_profile(
     generation = config.generation
     return ModelProfile(
         name=name,
-        ids=SpecialIds(
-            bos=ids.bos_id,
-            eos=ids.eos_id,
-            answer=ids.answer_id,
-            thinking=ids.thinking_id,
-            coord=ids.coord_id,
-            size=ids.size_id,
-            start_ground=ids.start_ground_points_id,
-            end_ground=ids.end_ground_id,
-        ),
+        tokenizer=tokenizer,
+        bos=ids.bos_id,
+        stop_ids=(ids.eos_id,),
+        defaults=generation.defaults,
+        has_vision=True,
+        chat=QueryBlocks() if "query" in ids.templates else None,
         templates=ids.templates,
         answer_opener=generation.query_answer_opener,
         reasoning_opener=generation.query_reasoning_opener,
+        answer_id=ids.answer_id,
+        regions=RegionIds(ids.coord_id, ids.size_id, ids.start_ground_points_id, ids.end_ground_id),
         compares_coord_and_eos_only=generation.compares_coord_and_eos_only,
-        defaults=generation.defaults,
-        tokenizer=tokenizer,
         constraints=constraints,
     )
+
+
+class QueryBlocks:
+    """`ChatFormat`: a conversation as query blocks one after another. Moondream has no chat format of its own.
+
+    After one beginning-of-text token each user message is its pictures, then a query block with the answer opener and
+    the assistant's text; a leading system message stands before the first user text.
+    """
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """An optional system message, then user and assistant in turn, a user last."""
+        expected = "user"
+        for message in messages[1:] if messages[0].role == "system" else messages:
+            if message.role != expected:
+                remedy = "user and assistant must take turns, with a system message only at the front"
+                problem = f"is {message.role!r} where {expected!r} must follow; {remedy}"
+                raise RequestError(f"{message.field}.role", problem)
+            expected = "assistant" if expected == "user" else "user"
+
+    def items(
+        self, profile: ModelProfile, messages: Sequence[Message], images: Sequence[ImageSpan], *, reasoning: bool
+    ) -> list[ContextItem]:
+        prefix, spans = template_of(profile, "query").prefix, iter(images)
+        system = f"{messages[0].text}\n\n" if messages[0].role == "system" and messages[0].text else ""
+        items: list[ContextItem] = []
+        for message in messages:
+            if message.role == "assistant":
+                items += text_tokens(profile.tokenizer.encode(message.text))
+            elif message.role == "user":
+                own = _take(spans, len(message.images))
+                question = message.text if items else system + message.text
+                items += own if items else opening(profile, own)
+                opens_thinking = reasoning and message is messages[-1]
+                opener = profile.reasoning_opener if opens_thinking else profile.answer_opener
+                items += block(profile, prefix, (), question, opener)
+        return items
+
+
+def _take(spans: Iterator[ImageSpan], count: int) -> list[ImageSpan]:
+    return [next(spans) for _ in range(count)]

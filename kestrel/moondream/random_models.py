@@ -20,7 +20,7 @@ from torch import Tensor
 from kestrel.errors import ConfigError, shown
 from kestrel.models.checkpoint_files import INDEX_NAME, TensorInfo, write_safetensors
 from kestrel.models.locate import CONFIG_NAME, TOKENIZER_NAME
-from kestrel.models.tokenizer import TextTokenizer
+from kestrel.models.tokenizer import BLANK, TextTokenizer
 from kestrel.moondream.config import (
     MOONDREAM2,
     MOONDREAM3,
@@ -33,12 +33,10 @@ from kestrel.moondream.config import (
     derived_generation,
 )
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.spec import LoadedMoondream
-from kestrel.moondream.weights import FOURIER_TABLES, build_on_meta, stored_dtype, to_pt_name
+from kestrel.moondream.weights import FOURIER_TABLES, LoadedMoondream, build_on_meta, stored_dtype, to_pt_name
 from kestrel.skills.base import Template
 
 NUM_CONTROL_IDS = 21
-BLANK = "Ġ"  # how byte-level vocabularies write a blank
 
 Merges = list[tuple[str, str]]
 

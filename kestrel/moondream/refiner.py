@@ -32,7 +32,7 @@ from kestrel.layers.linear import normal_parameter
 from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.vision import VisionModel
-from kestrel.runtime.cpu_products import computing
+from kestrel.runtime.device import computing
 
 PIXEL_ATTENTION_HEADS = 4
 MAX_GROUPS = 32

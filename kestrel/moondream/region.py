@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kestrel.kernels.region_fourier import fourier_features
+from kestrel.kernels.vision import fourier_features
 from kestrel.layers.linear import normal_parameter
 from kestrel.layers.mlp import Mlp
 from kestrel.moondream.config import RegionConfig

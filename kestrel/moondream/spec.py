@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
-from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint, open_checkpoint
-from kestrel.models.contract import KvScale
+from kestrel.models.contract import DecoderModel
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
 from kestrel.models.hub import HubFile, HubSource
 from kestrel.models.locate import LocatedModel
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoondreamConfig
-from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
-from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision, adapter_shape
 from kestrel.moondream.prompts import moondream_profile
+from kestrel.moondream.random_models import RANDOM_NAMES, random_moondream, random_parts, write_random_folder
 from kestrel.moondream.refiner import OUTLINE_SIDE_PX, load_outline_refiner
-from kestrel.moondream.weights import load_moondream, read_kv_scales, refuse_mlx_int4, to_hub_name
-from kestrel.ready_model import MakeDecoder, ReadyModel
-from kestrel.runtime.bring_up import ModelRuntime
-from kestrel.runtime.device import on_device
-
-FAMILY = "moondream"
+from kestrel.moondream.weights import (
+    FAMILY,
+    LoadedMoondream,
+    load_moondream,
+    read_kv_scales,
+    refuse_mlx_int4,
+    to_hub_name,
+)
+from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
+from kestrel.skills.base import ModelProfile
 
 # The tokenizer.json inside vikhyatk/moondream2 belongs to releases before 2025-06 and does not fit later weights.
 _STARMIE = HubFile("moondream/starmie-v1", "35192e10a54e36eabe0a7cc57a2c1aab371cafc5", "tokenizer.json")
@@ -84,18 +88,11 @@ MODELS = (
 )
 
 
-@dataclass(frozen=True)
-class LoadedMoondream(LoadedModel[MoondreamModel, MoondreamConfig]):
-    family = FAMILY
-    kv_scales: Mapping[int, KvScale] = field(default_factory=dict)
-    """Scales for a float8 KV cache by layer, if the checkpoint has them. The loaded weights do not depend on them."""
-
-
-class MoondreamFamily:
-    """Stateless; one entry of the table of families."""
-
+class MoondreamFamily(ModelFamily):
     name = FAMILY
     models = MODELS
+    shape_sections = ("text", "vision")
+    random_names = RANDOM_NAMES
 
     def owns(self, config: Mapping[str, Any]) -> bool:
         return {"text", "vision", "region"} <= config.keys()
@@ -133,23 +130,11 @@ class MoondreamFamily:
         with_adapters: bool = False,
         make_decoder: MakeDecoder | None = None,
     ) -> ReadyModel:
-        assert isinstance(loaded, LoadedMoondream)
-        decoder = (make_decoder or MoondreamDecoder)(loaded.model)
-        assert isinstance(decoder, MoondreamDecoder)
-        with on_device(decoder.device):
-            runtime = ModelRuntime(decoder, config, with_adapters, loaded.kv_scales)
-        constraints = ConstraintCompiler(loaded.tokenizer.to_json, loaded.config.tokenizer.eos_id)
-        refiner = None if config.refiner_file is None else load_outline_refiner(config.refiner_file, loaded.model)
-        return ReadyModel(
-            runtime=runtime,
-            profile=moondream_profile(loaded.config, loaded.tokenizer, loaded.name, constraints),
-            vocab_size=decoder.shape.vocab_size,
-            num_image_positions=decoder.shape.num_image_positions,
-            adapter_shape=decoder.adapter_shape,
-            memory_plan=runtime.memory_plan,
-            picture_form=decoder.picture_form(None if refiner is None else OUTLINE_SIDE_PX),
-            refiner=refiner,
-        )
+        ready = super().make_ready(loaded, config, with_adapters, make_decoder)
+        if config.refiner_file is None:
+            return ready
+        refiner = load_outline_refiner(config.refiner_file, loaded.model)
+        return replace(ready, refiner=refiner, picture_form=MoondreamVision(loaded.model).picture_form(OUTLINE_SIDE_PX))
 
     def _hint(self, checkpoint: Checkpoint, located: LocatedModel) -> str:
         """What to pass instead, for weights that fit another registered model."""
@@ -159,6 +144,21 @@ class MoondreamFamily:
         by_name = any(spec.config == located.config for spec in MODELS)
         first = "" if by_name else "remove the config.json beside them and "
         return f'these weights look like {name}; {first}pass model="{name}"'
+
+    def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
+        return MoondreamDecoder(loaded.model)
+
+    def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
+        return moondream_profile(loaded.config, loaded.tokenizer, loaded.name)
+
+    def random(
+        self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]
+    ) -> LoadedMoondream:
+        return random_moondream(name, device, dtype, pieces)
+
+    def write_random(self, name: str, folder: Path, pieces: Iterable[str]) -> None:
+        config, tokenizer = random_parts(name, pieces)
+        write_random_folder(folder, config, 0, tokenizer.to_str())
 
 
 def _spec(name: str) -> ModelSpec:

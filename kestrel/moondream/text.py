@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kestrel.layers.attention import Attention, Rope
-from kestrel.layers.blocks import ParallelBlock
-from kestrel.layers.decoder import TextDecoder
+from kestrel.layers.decoder import ParallelBlock, TextDecoder
 from kestrel.layers.mlp import Mlp, Moe
 from kestrel.layers.norm import LayerNorm
 from kestrel.moondream.config import TextConfig

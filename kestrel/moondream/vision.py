@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kestrel.kernels.ops import PLAIN, Ops
-from kestrel.kernels.patchify import ALIGNMENT
+from kestrel.kernels.vision import ALIGNMENT
 from kestrel.layers.linear import Linear, Rows, use_ops
 from kestrel.layers.mlp import Mlp
 from kestrel.layers.norm import LayerNorm, add_and_norm

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
 from kestrel.models.contract import KvScale
-from kestrel.models.family import Progress, no_progress
+from kestrel.models.family import LoadedModel, Progress, no_progress
 from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
@@ -353,3 +354,14 @@ def _copy_first_half(target: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def _copy_second_half(target: Tensor, tensors: Sequence[Tensor]) -> None:
     target.copy_(tensors[0][-target.shape[0] :])
+
+
+# ---------------------------------------------------------------------- in memory
+
+
+FAMILY = "moondream"
+
+
+@dataclass(frozen=True)
+class LoadedMoondream(LoadedModel[MoondreamModel, MoondreamConfig]):
+    family = FAMILY

@@ -5,13 +5,13 @@ A slot is overwritten by a launch's `AdapterLoad`; whoever plans the launch make
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
-from kestrel.adapters.adapter import MATRICES, SIDES, Matrix
+from kestrel.adapters.adapter import SIDES
 from kestrel.kernels.low_rank import SlotFactors, stored_rank
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors
 from kestrel.kernels.ops import Ops
@@ -38,19 +38,21 @@ class AdapterSlots:
         self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         rank = stored_rank(max_rank)
+        self._places = tuple(shape.places)
         self._buffers = {
-            target: SlotBuffers(
+            (layer, place): SlotBuffers(
                 *(
-                    torch.zeros(num_slots, *shape.tensor_shape(target, side, rank), dtype=dtype, device=device)
+                    torch.zeros(num_slots, *shape.place_shape(layer, place, side, rank), dtype=dtype, device=device)
                     for side in SIDES
                 )
             )
-            for target in (AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES)
+            for layer in range(shape.num_layers)
+            for place in self._places
         }
         self.num_slots = num_slots
         self._shape = shape
         # One slot more for the base model, whose rank stays 0.
-        sizes = (shape.num_layers, len(MATRICES), num_slots + 1)
+        sizes = (shape.num_layers, len(self._places), num_slots + 1)
         self._rank_LMS = torch.zeros(sizes, dtype=torch.int32, device=device)
         self.reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
@@ -60,29 +62,39 @@ class AdapterSlots:
         adapter = load.weights
         assert isinstance(adapter, Adapter)
         self._load_ranks(load.slot, adapter)
-        for target, pair in adapter.targets.items():
-            buffers = self._buffers[target]
-            rank = pair.a.shape[-2]
-            buffers.a[load.slot, ..., :rank, :].copy_(pair.a, non_blocking=True)
+        for (layer, place), buffers in self._buffers.items():
+            self._load_place(load.slot, adapter, layer, place, buffers)
+
+    def _load_place(self, slot: int, adapter: Adapter, layer: int, place: str, buffers: SlotBuffers) -> None:
+        """Factors of parts stand side by side: each delta adds to the rows of its own part."""
+        names, end = self._shape.places[place], 0
+        for target in (AdapterTarget(layer, name) for name in names):
+            pair = adapter.targets.get(target)
+            if pair is None:
+                continue
+            start, end = end, end + pair.a.shape[-2]
+            buffers.a[slot, ..., start:end, :].copy_(pair.a, non_blocking=True)
             scaled = pair.b if adapter.scale == 1.0 else pair.b.float() * adapter.scale
-            buffers.b[load.slot, ..., :rank].copy_(scaled, non_blocking=True)
-            buffers.a[load.slot, ..., rank : stored_rank(rank), :] = 0.0
-            buffers.b[load.slot, ..., rank : stored_rank(rank)] = 0.0
+            rows = slice(None)
+            if len(names) > 1:
+                matrix = self._shape.matrices[target.matrix]
+                rows = slice(matrix.first_row, matrix.first_row + matrix.rows)
+                buffers.b[slot, ..., start:end] = 0.0
+            buffers.b[slot, ..., rows, start:end].copy_(scaled, non_blocking=True)
+        if end:
+            buffers.a[slot, ..., end : stored_rank(end), :] = 0.0
+            buffers.b[slot, ..., end : stored_rank(end)] = 0.0
 
     def _load_ranks(self, slot: int, adapter: Adapter) -> None:
-        ranks = [
-            [self._rank(adapter, AdapterTarget(layer, matrix)) for matrix in MATRICES]
-            for layer in range(len(self._rank_LMS))
-        ]
+        ranks = [[self._rank(adapter, layer, place) for place in self._places] for layer in range(len(self._rank_LMS))]
         self._rank_LMS[:, :, slot] = upload(ranks, self._rank_LMS.device, torch.int32)
         self.reads_norm_S[slot] = int(adapter.proj_input == "block_norm")
 
-    def _rank(self, adapter: Adapter, target: AdapterTarget) -> int:
-        """As kernels read it: filled up with zeros, except for experts, whose ranks are small."""
-        if target not in adapter.targets:
-            return 0
-        rank = adapter.targets[target].a.shape[-2]
-        return rank if self._shape.experts_of(target) is not None else stored_rank(rank)
+    def _rank(self, adapter: Adapter, layer: int, place: str) -> int:
+        """Of all parts, as kernels read it: filled up with zeros, except for experts, whose ranks are small."""
+        targets = [AdapterTarget(layer, name) for name in self._shape.places[place]]
+        rank = sum(adapter.targets[target].a.shape[-2] for target in targets if target in adapter.targets)
+        return rank if rank == 0 or self._shape.experts_of(targets[0]) is not None else stored_rank(rank)
 
     def factors(self, layer: int, matrix: str) -> SlotFactors:
         """Of a single matrix."""
@@ -92,8 +104,8 @@ class AdapterSlots:
         return ExpertFactors(*self._at(layer, matrix))
 
     def _at(self, layer: int, matrix: str) -> tuple[Tensor, Tensor, Tensor]:
-        a, b = self._buffers[AdapterTarget(layer, cast(Matrix, matrix))]
-        return a, b, self._rank_LMS[layer, MATRICES.index(cast(Matrix, matrix))]
+        a, b = self._buffers[layer, matrix]
+        return a, b, self._rank_LMS[layer, self._places.index(matrix)]
 
 
 class SlotAdapt(Adapt):

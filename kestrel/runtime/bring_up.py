@@ -20,12 +20,12 @@ from kestrel.errors import ConfigError
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel, DecoderShape, KvScale
 from kestrel.runtime.adapter_slots import AdapterSlots
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.device import on_device
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
 from kestrel.runtime.graph_pool import GraphPool
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.memory import (
     MemoryPlan,
     WorkingMemory,
@@ -75,8 +75,8 @@ class ModelRuntime(Executor):
         working_bytes = 0 if working is None else working.planned(num_crops)
         # Apart from the other graphs, since pictures are encoded beside the rest of a step.
         vision_graphs = (
-            VisionGraphs(decoder, num_crops, GraphPool(device))
-            if is_captured and decoder.shape.num_image_positions
+            VisionGraphs(decoder.vision, num_crops, GraphPool(device))
+            if is_captured and decoder.vision is not None
             else None
         )
         limits = runtime_limits(
@@ -251,7 +251,7 @@ def triton_ops() -> Ops:
 
 def tuned_triton_ops(gpu: str, capability: tuple[int, int]) -> Ops:
     from kestrel.kernels.triton import ops  # noqa: PLC0415 - as above
-    from kestrel.kernels.triton.crop_attention_choice import fastest_attend_crops  # noqa: PLC0415
+    from kestrel.kernels.triton.vision import fastest_attend_crops  # noqa: PLC0415
     from kestrel.kernels.tuning import load_table  # noqa: PLC0415
 
     return ops.triton_ops(load_table(gpu, capability), fastest_attend_crops(capability))

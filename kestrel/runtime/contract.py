@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from kestrel.grammar import Grammar
 from kestrel.request import FinishReason, PromptOutputs, ScoredToken, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, Token
 
 
@@ -31,7 +31,7 @@ class RuntimeLimits:
     streaming_prefill_tokens: int = 0
     """Prefill positions of a step while an answer is streamed; 0: as at other times."""
     paces_pictures: bool = False
-    """Pictures take seconds: they are encoded in slices at all times, a third of the time at most while streaming."""
+    """Pictures take seconds: they are encoded in slices, in a third of the time at most beside a stream."""
     launch_waits: bool = True
     """Of a runtime with none in flight: a step has its results when it is launched. False: it runs beside the host."""
 

@@ -15,19 +15,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.grammar import Carries
-from kestrel.kernels.best_ids import allowed_scores
 from kestrel.kernels.ops import Ops
-from kestrel.kernels.row_inputs import RowInputs
-from kestrel.kernels.row_tables import COORD, SIZE
+from kestrel.kernels.row_tables import COORD, SIZE, RowInputs
+from kestrel.kernels.sampling import allowed_scores
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.attention import PagedKVCache, RowAttention
 from kestrel.runtime.contract import DecodeRow, StepPlan
 from kestrel.runtime.device import upload
 from kestrel.runtime.graph_pool import GraphPool, Replayable
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.sampler import Sampled, region_heads, wanted_values
-from kestrel.runtime.step_attention import RowAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +124,12 @@ class FixedDecode:
 
     def _embed(self, inputs: RowInputs, parts: DecodeParts) -> Tensor:
         """Of the rows' last tokens."""
-        model, kind_B1, value_B2 = self._model, inputs.last_kind_B[:, None], inputs.last_value_B2
-        x_BD = model.embed_text(inputs.last_id_B)
-        if parts.carries & Carries.COORD:
-            x_BD = torch.where(kind_B1 == COORD, model.embed_coords(value_B2[:, 0]).to(x_BD.dtype), x_BD)
-        if parts.carries & Carries.SIZE:
-            x_BD = torch.where(kind_B1 == SIZE, model.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
+        regions, kind_B1, value_B2 = self._model.regions, inputs.last_kind_B[:, None], inputs.last_value_B2
+        x_BD = self._model.embed_text(inputs.last_id_B)
+        if regions is not None and parts.carries & Carries.COORD:
+            x_BD = torch.where(kind_B1 == COORD, regions.embed_coords(value_B2[:, 0]).to(x_BD.dtype), x_BD)
+        if regions is not None and parts.carries & Carries.SIZE:
+            x_BD = torch.where(kind_B1 == SIZE, regions.embed_sizes(value_B2).to(x_BD.dtype), x_BD)
         return x_BD
 
     def sample_step(self, hidden_BD: Tensor, rows_B: Tensor, parts: DecodeParts) -> Sampled:

@@ -1,14 +1,22 @@
-"""The device: which one and in which numbers, tensors on their way to it, and the GIL beside it."""
+"""The device: which one and in which numbers, tensors on their way to it, the GIL beside it, a second stream,
+and matrix products on processors whose library is slow at some of them.
+"""
 
 from __future__ import annotations
 
+import platform
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import mkldnn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
@@ -74,3 +82,165 @@ def shorten_turns() -> bool:
         return False
     sys.setswitchinterval(SHORT_S)
     return True
+
+
+# ---------------------------------------------------------------------- a second stream
+# Pictures are encoded while rows decode: decoding waits for memory and encoding for arithmetic, so a GPU does both in
+# little more than the time of the longer one.
+
+
+class SideStream:
+    """A second stream of a GPU; on a CPU everything runs in order, and this does nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What is launched inside does not wait for the main stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """What is launched inside comes after what the main stream has been given, and before what it gets later."""
+        if self._stream is None:
+            yield
+            return
+        main = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            yield
+        main.wait_stream(self._stream)
+
+    def join(self, results: Iterable[Tensor]) -> None:
+        """From here on the main stream may use the results."""
+        waiting = list(results)
+        if self._stream is None or not waiting:
+            return
+        main = torch.cuda.current_stream(self._device)
+        main.wait_stream(self._stream)
+        for result in waiting:
+            result.record_stream(main)
+
+
+# ---------------------------------------------------------------------- products on a CPU
+# - bfloat16 without instructions for it: torch has only a plain loop, hundreds of times slower than products of
+#   float32. Every bfloat16 is a float32 too, so both sides are made wide and the result is rounded once, at the end
+#   (attention then keeps what is in between in float32 as well). Weights are made wide at every call: nothing beside
+#   many rows, and more than the product itself beside one.
+# - Few rows on ARM: oneDNN takes up to most of a millisecond to begin a product, whatever its size. torch's other
+#   routines have multiplied a few rows by then. Whole pictures and prompts are better off with it, and so is bfloat16
+#   where it multiplies that.
+
+
+PRODUCTS = frozenset(
+    {
+        functional.linear,
+        functional.scaled_dot_product_attention,
+        functional.multi_head_attention_forward,
+        functional.conv2d,
+        functional.conv_transpose2d,
+        torch.einsum,
+        *(getattr(place, name) for place in (torch, Tensor) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
+    }
+)
+
+
+def computing(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """What the passes of a model run in: its GPU, or a processor that computes its numbers as fast as it can."""
+    return on_device(device) if fast_dtype(device, dtype) == dtype else WideProducts()
+
+
+def fast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The precision to compute numbers of `dtype` in: their own, but for bfloat16 where that is slow."""
+    is_slow = device.type == "cpu" and dtype == torch.bfloat16 and not has_fast_bfloat16()
+    return torch.float32 if is_slow else dtype
+
+
+@lru_cache(maxsize=1)
+def has_fast_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class WideProducts(TorchFunctionMode):
+    """Products of bfloat16 inside are computed in float32; all else is left as it is."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in PRODUCTS or not any(map(_is_narrow, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        return _rounded(func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()}))
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if _is_narrow(value) else value
+
+
+def _rounded(result: Tensor | tuple[Tensor | None, ...] | None) -> Any:
+    """Attention of several heads gives its weights, or None, beside its result."""
+    if isinstance(result, tuple):
+        return tuple(map(_rounded, result))
+    return None if result is None else result.to(torch.bfloat16)
+
+
+# ---------------------------------------------------------------------- few rows on ARM
+
+
+MOST_ROWS = 128
+ARM = ("aarch64", "arm64")
+
+_lock = threading.Lock()
+_num_inside = 0
+_was_enabled = True
+
+
+@contextmanager
+def few_rows(device: torch.device, dtype: torch.dtype, num_rows: int) -> Iterator[None]:
+    """What a step of `num_rows` positions is computed in. The switch is one for the process: the last one out turns it
+    back."""
+    if num_rows > MOST_ROWS or device.type != "cpu" or not begins_slowly(dtype):
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def begins_slowly(dtype: torch.dtype) -> bool:
+    """Only oneDNN multiplies bfloat16 at all well, where it does."""
+    is_its_own = dtype == torch.bfloat16 and has_fast_bfloat16()
+    return platform.machine() in ARM and mkldnn.is_available() and not is_its_own
+
+
+def _enter() -> None:
+    global _num_inside, _was_enabled
+    with _lock:
+        if _num_inside == 0:
+            _was_enabled, mkldnn.enabled = mkldnn.enabled, False
+        _num_inside += 1
+
+
+def _leave() -> None:
+    global _num_inside
+    with _lock:
+        _num_inside -= 1
+        if _num_inside == 0:
+            mkldnn.enabled = _was_enabled

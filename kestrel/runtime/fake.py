@@ -25,7 +25,7 @@ from kestrel.grammar import END, Carries, State
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.fake_prompt import fake_prompt_part
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 NUM_CROPS = 5

@@ -22,11 +22,10 @@ from kestrel.errors import ConfigError
 from kestrel.images.rgb import RgbImage
 from kestrel.layers.attention import Heads
 from kestrel.models.contract import DecoderModel, DecoderShape
+from kestrel.runtime.attention import PagedKVCache, bytes_per_page, stored_and_attended
 from kestrel.runtime.contract import RuntimeLimits
-from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
 from kestrel.runtime.pictures import MAX_NUMBERS
 from kestrel.runtime.process.pictures import MAX_BYTES
-from kestrel.runtime.step_attention import stored_and_attended
 
 ROOM = 2**29
 """For pictures on their way to the encoder, adapters, sampling, and buffers of steps."""
@@ -101,10 +100,11 @@ def measure_working_memory(
 ) -> WorkingMemory:
     """By running the model on a large picture, and on as many positions as a step may have."""
     per_crop = 0
-    if model.shape.num_image_positions:
+    vision = model.vision
+    if vision is not None:
         picture = RgbImage.from_pixels(np.zeros((picture_side, picture_side, 3), np.uint8), copy=False)
-        prepared = model.prepare_image(picture)
-        per_crop = -(-peak(model.device, lambda: model.embed_images([prepared])) // prepared.num_crops)
+        prepared = vision.prepare_image(picture)
+        per_crop = -(-peak(model.device, lambda: vision.embed_images([prepared])) // prepared.num_crops)
     positions_T = torch.zeros(max_positions, dtype=torch.int64, device=model.device)
     x_TD = torch.zeros(max_positions, model.shape.hidden_dim, dtype=model.dtype, device=model.device)
     nothing = NothingSeen(PagedKVCache(model.shape, 1, 1, kv_dtype, model.device), positions_T, by_kernels)

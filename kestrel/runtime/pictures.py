@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kestrel.models.contract import DecoderModel, EncodeCrops, PreparedImage
+from kestrel.models.contract import EncodeCrops, PreparedImage, VisionPart
 from kestrel.runtime.contract import PictureSlice, PrefillChunk
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.tokens import ImageSpan
@@ -46,9 +46,9 @@ class PictureAhead:
 
 
 class PicturesAhead:
-    def __init__(self, model: DecoderModel, encode_crops: EncodeCrops, max_crops: int) -> None:
+    def __init__(self, vision: VisionPart, encode_crops: EncodeCrops, max_crops: int) -> None:
         """`max_crops` are encoded together at most."""
-        self._model = model
+        self._vision = vision
         self._encode_crops = encode_crops
         self._max_crops = max_crops
         self._pictures: OrderedDict[str, PictureAhead] = OrderedDict()
@@ -58,7 +58,7 @@ class PicturesAhead:
         try:
             known = self._pictures.get(slice_.digest)
             if known is None:
-                known = PictureAhead(self._model.prepare_image(slice_.image))
+                known = PictureAhead(self._vision.prepare_image(slice_.image))
                 self._keep(slice_.digest, known)
             self._encode(known, slice_.max_crops)
             self._make_room(slice_.digest)
@@ -105,7 +105,7 @@ class PicturesAhead:
         first = picture.num_encoded
         picture.features += encode_in_goes(self._encode_crops, patches_NPC[first : first + max_crops], self._max_crops)
         if picture.num_encoded == len(patches_NPC):
-            picture.embedded = self._model.join_crops([torch.cat(picture.features)], [tiles_hw])[0]
+            picture.embedded = self._vision.join_crops([torch.cat(picture.features)], [tiles_hw])[0]
             picture.prepared = None
             picture.features.clear()
 
@@ -120,11 +120,11 @@ def encode_in_goes(encode_crops: EncodeCrops, patches_NPC: Tensor, max_crops: in
 
 
 class VisionGraphs:
-    def __init__(self, model: DecoderModel, max_crops: int, pool: GraphPool) -> None:
-        self._model = model
+    def __init__(self, vision: VisionPart, max_crops: int, pool: GraphPool) -> None:
+        self._vision = vision
         self._pool = pool
         self._max_crops = max_crops
-        self._patches_NPC, self._features_NPD = model.new_crop_buffers(self._max_crops)
+        self._patches_NPC, self._features_NPD = vision.new_crop_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
         self._has_run: set[int] = set()
 
@@ -139,7 +139,7 @@ class VisionGraphs:
         """Features of all crops, one after another; the next call overwrites them."""
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
-            return self._model.encode_crops(patches)
+            return self._vision.encode_crops(patches)
         if num_crops not in self._graphs and num_crops in self._has_run:
             self._graphs[num_crops] = self._capture(num_crops, has_run=True)
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])
@@ -155,19 +155,19 @@ class VisionGraphs:
         return self._pool.capture(lambda: self._encode(num_crops), has_run)[0]
 
     def _encode(self, num_crops: int) -> None:
-        self._features_NPD[:num_crops] = self._model.encode_crops([self._patches_NPC[:num_crops]])
+        self._features_NPD[:num_crops] = self._vision.encode_crops([self._patches_NPC[:num_crops]])
 
 
 # ---------------------------------------------------------------------- the pictures of a step
 
 
 class PictureEncoder:
-    def __init__(self, model: DecoderModel, max_crops: int, graphs: VisionGraphs | None = None) -> None:
+    def __init__(self, vision: VisionPart, max_crops: int, graphs: VisionGraphs | None = None) -> None:
         """`max_crops` are encoded together at most, by replaying graphs where those are given."""
-        self._model = model
+        self._vision = vision
         self._max_crops = max_crops
         self._graphs = graphs
-        self.ahead = PicturesAhead(model, self._encode_crops, max_crops)
+        self.ahead = PicturesAhead(vision, self._encode_crops, max_crops)
 
     def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only, so a
@@ -197,7 +197,7 @@ class PictureEncoder:
             try:
                 found = self.ahead.take(digest)
                 if found is None:
-                    prepared[digest] = self._model.prepare_image(chunk.images[digest])
+                    prepared[digest] = self._vision.prepare_image(chunk.images[digest])
                 else:
                     embedded[digest] = found
             except Exception as error:
@@ -218,14 +218,14 @@ class PictureEncoder:
             yield group
 
     def _encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
-        return (self._graphs or self._model).encode_crops(patches)
+        return (self._graphs or self._vision).encode_crops(patches)
 
     def _embed(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         if sum(image.num_crops for image in images) > self._max_crops:
             [image] = images
             features = encode_in_goes(self._encode_crops, image.patches_NPC, self._max_crops)
-            return self._model.join_crops([torch.cat(features)], [image.tiles_hw])
-        return self._model.embed_images(images, self._encode_crops)
+            return self._vision.join_crops([torch.cat(features)], [image.tiles_hw])
+        return self._vision.embed_images(images, self._encode_crops)
 
     def _one_by_one(
         self, group: dict[str, PreparedImage], prefill: list[PrefillChunk], failures: dict[int, Exception]

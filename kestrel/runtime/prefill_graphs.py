@@ -17,12 +17,11 @@ from torch import Tensor
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.attention import ChunkAttention, ChunkNumbers, PagedKVCache, StoredChunks, long_and_short
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.device import upload
 from kestrel.runtime.graph_pool import GraphPool, Replayable
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.step_attention import ChunkAttention, ChunkNumbers, StoredChunks, long_and_short
 
 FINE, COARSE = 64, 128
 FINE_UP_TO = 1024
@@ -89,20 +88,28 @@ class PrefillGraphs:
         self._has_run: set[PrefillForm] = set()
 
     def prepare(self) -> None:
-        """Captures what a short prompt and a picture with a question need, after as many of those as fit a step: the
-        rest finds room in what they take."""
-        spare, few, many = self._table.spare_row, FINE // 4, self._model.shape.num_image_positions + 1
-        question = ChunkNumbers(first=0, num_positions=few, start=0, sees_all=0, row=spare)
-        picture = ChunkNumbers(first=0, num_positions=many, start=0, sees_all=1, row=spare)
-        fitting = self._max_positions // (many + few)
-        usual = (
-            PrefillForm.of(self._max_positions, [picture] * fitting, [question] * max(1, fitting), is_adapted=False),
-            PrefillForm.of(few, [], [question], is_adapted=False),
-            PrefillForm.of(many + few, [picture], [question], is_adapted=False),
-        )
-        for form in dict.fromkeys(usual):
+        """Captures what usual prompts need, after the most that fits a step: the rest finds room in what that takes."""
+        for form in dict.fromkeys(self._usual_forms()):
             if form.num_positions <= self._max_positions:
                 self._captured[form] = self._capture(form)
+
+    def _usual_forms(self) -> tuple[PrefillForm, ...]:
+        """A full step first, then a short prompt and, where the model reads pictures, one with a question."""
+
+        def chunk(num_positions: int, sees_all: int = 0) -> ChunkNumbers:
+            return ChunkNumbers(0, num_positions, start=0, sees_all=sees_all, row=self._table.spare_row)
+
+        few, most = FINE // 4, self._max_positions
+        short = PrefillForm.of(few, [], [chunk(few)], is_adapted=False)
+        if self._model.vision is None:
+            return PrefillForm.of(most, [chunk(most)], [], is_adapted=False), short
+        many = self._model.shape.num_image_positions + 1
+        question, picture, fitting = chunk(few), chunk(many, sees_all=1), most // (many + few)
+        return (
+            PrefillForm.of(most, [picture] * fitting, [question] * max(1, fitting), is_adapted=False),
+            short,
+            PrefillForm.of(many + few, [picture], [question], is_adapted=False),
+        )
 
     def fits(self, num_positions: int, is_adapted: bool) -> bool:
         return num_positions <= self._max_positions and (self._adapters is not None or not is_adapted)

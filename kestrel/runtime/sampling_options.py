@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kestrel.kernels.best_ids import forbid_ends
-from kestrel.kernels.penalties import Penalties, penalise
 from kestrel.kernels.row_tables import EndingTensors
+from kestrel.kernels.sampling import Penalties, forbid_ends, penalise
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.device import upload, upload_tensor
-from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from kestrel.runtime.rows import GrammarTables
+from kestrel.settings import MAX_STOP_TOKEN_IDS, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,10 @@ from kestrel.cache import CacheManager
 from kestrel.errors import ContextTooLong, RequestCancelled, RequestError
 from kestrel.request import GenerationRequest, StreamUpdate, require_free_id
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
-from kestrel.scheduler.adapter_slots import SlotPool
-from kestrel.scheduler.admission import Admission
-from kestrel.scheduler.commit import Committer
+from kestrel.scheduler.admission import Admission, SlotPool
 from kestrel.scheduler.queues import WaitingQueue
 from kestrel.scheduler.sequence import Sequence, Stage
-from kestrel.scheduler.steps import LaunchedStep, Pipeline, PlannedStep, StepPlanner, reserve_next_token
+from kestrel.scheduler.steps import Committer, LaunchedStep, Pipeline, PlannedStep, StepPlanner, reserve_next_token
 
 
 @dataclass(frozen=True, slots=True)

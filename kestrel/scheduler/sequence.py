@@ -12,7 +12,7 @@ from enum import Enum
 
 from kestrel.cache import PageLease
 from kestrel.request import GenerationRequest, PromptOutputs, PromptReport, RequestMetrics, TokenConstraint
-from kestrel.scheduler.adapter_slots import SlotLease
+from kestrel.scheduler.admission import SlotLease
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
 
 

@@ -1,26 +1,78 @@
-"""docs/api.md, written from the API's own description: `python -m kestrel.server.api_docs docs/api.md`."""
+"""docs/api.md, written from the API's own description and the table of settings.
+
+`python -m kestrel.server.api_docs docs/api.md` writes it.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from kestrel.server.http import create_app
+from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 
 Schema = Mapping[str, Any]
 MANY = 8
 """Fields of an object that are still named in one cell."""
 HEAD = """# HTTP API
 
-Written from `/openapi.json` by `python -m kestrel.server.api_docs docs/api.md`. [serving.md](serving.md) explains
-streams, errors and operations in words. A field in **bold** is required, or always there; null means not given.
+Written by `python -m kestrel.server.api_docs docs/api.md` from `/openapi.json` and `kestrel/settings.py`.
+[serving.md](serving.md) explains streams, errors and operations in words. A field in **bold** is required, or always
+there; null means not given.
+"""
+SETTINGS_HEAD = """## Settings
+
+The same values with the same meaning in Python, in both dialects of HTTP, over gRPC and on the command line. In Python
+and in the routes of the skills a setting stands in `settings` or beside it.
 """
 
 
 def api_document(schema: Schema) -> str:
-    return "\n".join([HEAD, *_refusals(schema), *_operations(schema)])
+    return "\n".join([HEAD, *_refusals(schema), *_settings(), *_operations(schema)])
+
+
+def _settings() -> Iterator[str]:
+    """The table of settings, in three parts."""
+    yield SETTINGS_HEAD
+    yield "Every skill but embed, which generates nothing:\n"
+    yield from _setting_rows(setting for setting in SETTINGS.values() if not setting.in_words)
+    yield "Answers in words only (query, caption, chat, complete):\n"
+    yield from _setting_rows(setting for setting in SETTINGS.values() if setting.in_words)
+    yield "Every request, beside `settings`:\n"
+    yield from _setting_rows(ROUTING.values())
+
+
+def _setting_rows(settings: Iterable[Setting]) -> Iterator[str]:
+    yield "| setting | values | default | meaning | in the OpenAI dialect | flag |\n|---|---|---|---|---|---|"
+    for setting in settings:
+        flag = f"`--{setting.name.replace('_', '-')}`" if setting.has_flag else ""
+        cells = (
+            _names(setting.names),
+            type_text(setting.kind.schema),
+            _default(setting),
+            setting.meaning,
+            _names(setting.openai_names) or _OTHER_FORM.get(setting.name, "no"),
+            flag,
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+_OTHER_FORM = {"logprobs": "[its own form](serving.md#openai-dialect)", "request_id": "`x-request-id`, a header"}
+
+
+def _default(setting: Setting) -> str:
+    if setting.default is not None:
+        return setting.default
+    value = next(field.default for field in fields(SamplingParams) if field.name == setting.name)
+    return "none" if value in (None, ()) else f"{value:g}" if not isinstance(value, bool) else str(value).lower()
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _operations(schema: Schema) -> Iterator[str]:
@@ -42,14 +94,22 @@ def _parameters(operation: Schema) -> Iterator[str]:
 def _body(operation: Schema) -> Iterator[str]:
     for kind, media in operation.get("requestBody", {}).get("content", {}).items():
         properties = media["schema"].get("properties", {})
-        settings = properties.get("settings", {}).get("properties", {})
-        required = media["schema"].get("required", [])
+        inner = properties.get("settings", {}).get("properties", {})
+        settings = [name for name in properties if name in inner or _is_declared(name, properties[name])]
         own = {name: field for name, field in properties.items() if name not in settings}
         yield f"Body, {kind}:\n"
-        yield from _table(own, required)
+        yield from _table(own, media["schema"].get("required", []))
         if settings:
-            yield "Settings, in `settings` or beside it:\n"
-            yield from _table(settings, [])
+            yield f"[Settings](#settings): {_names(settings)}.\n"
+
+
+def _is_declared(name: str, field: Schema) -> bool:
+    """Whether the table of settings says it all. (In /openapi.json all bounds are floats.)"""
+    setting = SETTINGS.get(name)
+    return setting is not None and (type_text(setting.schema), setting.meaning) == (
+        type_text(field),
+        field.get("description"),
+    )
 
 
 def _answers(operation: Schema) -> Iterator[str]:
@@ -102,6 +162,9 @@ def type_text(schema: Schema) -> str:
         return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems')}"
     if kind == "object" and 0 < len(schema.get("properties", {})) <= MANY:
         return "{" + ", ".join(f"`{name}`" for name in schema["properties"]) + "}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        values = type_text(schema["additionalProperties"])
+        return f"object of {values}{_range(schema, 'minProperties', 'maxProperties')}"
     return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Container, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -16,10 +16,12 @@ from starlette.types import Receive, Scope
 
 from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, EngineStream
-from kestrel.errors import KestrelError, NotAllowed, RequestCancelled, RequestError, shown
+from kestrel.errors import KestrelError, NotAllowed, RequestCancelled, shown
+from kestrel.request import require_free_id
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.records import RequestRecord, client_of, header_of, request_id_of, tenant_of
 from kestrel.server.state import KEY_CLIENT, HeldBytes, RequestInfo, ServerState, state_of
+from kestrel.settings import MAX_PRIORITY
 
 T = TypeVar("T")
 _ACCEPTED = "accepted"
@@ -44,13 +46,15 @@ def request_info(
 
 def _with_free_id(request: Request, info: RequestInfo) -> RequestInfo:
     """A client may send one x-request-id on several requests at a time; engine requests need ids of their own."""
-    if info.request_id == request_id_of(request) and _is_taken(state_of(request), info.request_id):
+    own = info.request_id == request_id_of(request)
+    if own and any(info.request_id in ids for ids in _taken_ids(state_of(request))):
         return replace(info, request_id=f"{info.request_id}-{secrets.token_hex(4)}")
     return info
 
 
-def _is_taken(state: ServerState, request_id: str) -> bool:
-    return request_id in state.running or (state.engine is not None and state.engine.is_taken(request_id))
+def _taken_ids(state: ServerState) -> tuple[Container[str], ...]:
+    """Of requests that came by any protocol, and of whoever else uses the engine."""
+    return (state.running,) if state.engine is None else (state.running, state.engine.taken_ids)
 
 
 def engine_call(
@@ -66,8 +70,7 @@ async def engine_request(
 ) -> AsyncIterator[EngineStream]:
     """The same for a request that came by any protocol."""
     state = accepted.state
-    if _is_taken(state, info.request_id):
-        raise RequestError("request_id", f"{info.request_id!r} is in use; give each running request its own")
+    require_free_id(info.request_id, *_taken_ids(state))
     _require_priority(state.keys, info.client, fields.get("priority"))
     fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
     fields["read_along"] = info.stream
@@ -92,8 +95,8 @@ async def engine_request(
 
 
 def _require_priority(keys: ApiKeys, client: str, priority: object) -> None:
-    """Only an urgent key goes before others. Raises NotAllowed; what is no number is refused by the engine."""
-    if not isinstance(priority, int) or priority >= 0:
+    """Only an urgent key goes before others. Raises NotAllowed; what is no priority is refused by the engine."""
+    if not isinstance(priority, int) or not -MAX_PRIORITY <= priority < 0:
         return
     if not client.startswith(KEY_CLIENT) or not keys.is_urgent(client.removeprefix(KEY_CLIENT)):
         remedy = "leave it out, or ask the operator for a key set with --urgent-api-key"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
+from kestrel.config import setting
 from kestrel.errors import ConfigError, shown
 
 LOG_FORMATS = ("text", "json")
@@ -16,168 +16,119 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
 
 
-def _doc(text: str, **extra: Any) -> dict[str, Any]:
-    return {"help": text, **extra}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """How one program serves one engine over HTTP. Every field is also a flag of `kestrel serve`."""
 
-    host: str = field(default="127.0.0.1", metadata=_doc("Address to listen on. A public one needs an API key."))
-    port: int = field(default=8080, metadata=_doc("Port to listen on; 0 takes a free one."))
-    grpc_port: int | None = field(
-        default=None,
-        metadata=_doc("Port for the KServe v2 / Triton protocol over gRPC; needs the extra grpc. Default: none."),
+    host: str = setting("127.0.0.1", "Address to listen on. A public one needs an API key.")
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.")
+    grpc_port: int | None = setting(
+        None, "Port for the KServe v2 / Triton protocol over gRPC; needs the extra grpc. Default: none."
     )
-    api_keys: tuple[str, ...] = field(
-        default=(),
-        repr=False,
-        metadata=_doc(
-            "A key that clients must send. Repeatable: any of them opens.", flags=("--api-key",), metavar="KEY"
-        ),
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "A key that clients must send. Repeatable: any of them opens.",
+        flags=("--api-key",),
+        metavar="KEY",
+        is_shown=False,
     )
-    urgent_api_keys: tuple[str, ...] = field(
-        default=(),
-        repr=False,
-        metadata=_doc(
-            "A key that opens as well, and whose requests may have a priority below 0. Repeatable. Default: none.",
-            flags=("--urgent-api-key",),
-            metavar="KEY",
-        ),
+    urgent_api_keys: tuple[str, ...] = setting(
+        (),
+        "A key that opens as well, and whose requests may have a priority below 0. Repeatable. Default: none.",
+        flags=("--urgent-api-key",),
+        metavar="KEY",
+        is_shown=False,
     )
-    insecure: bool = field(
-        default=False, metadata=_doc("Listen on a public address without any key.", flags=("--insecure",))
+    insecure: bool = setting(False, "Listen on a public address without any key.", flags=("--insecure",))
+    tls_cert_file: str | None = setting(None, "Certificate chain (PEM) to serve HTTPS.")
+    tls_key_file: str | None = setting(None, "Private key (PEM) of the certificate.")
+    root_path: str = setting("", "Path under which a proxy shows this server, such as /vision.")
+    trusted_proxies: tuple[str, ...] = setting(
+        (),
+        "Address or network (10.0.0.0/8) of a proxy whose X-Forwarded-For and -Proto are believed. Repeatable. "
+        "Default: none.",
+        flags=("--trusted-proxy",),
+        metavar="ADDRESS",
     )
-    tls_cert_file: str | None = field(default=None, metadata=_doc("Certificate chain (PEM) to serve HTTPS."))
-    tls_key_file: str | None = field(default=None, metadata=_doc("Private key (PEM) of the certificate."))
-    root_path: str = field(default="", metadata=_doc("Path under which a proxy shows this server, such as /vision."))
-    trusted_proxies: tuple[str, ...] = field(
-        default=(),
-        metadata=_doc(
-            "Address or network (10.0.0.0/8) of a proxy whose X-Forwarded-For and -Proto are believed. Repeatable. "
-            "Default: none.",
-            flags=("--trusted-proxy",),
-            metavar="ADDRESS",
-        ),
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "A web origin whose pages may call this server, or *. Repeatable.",
+        flags=("--cors-origin",),
+        metavar="ORIGIN",
     )
-    cors_origins: tuple[str, ...] = field(
-        default=(),
-        metadata=_doc(
-            "A web origin whose pages may call this server, or *. Repeatable.",
-            flags=("--cors-origin",),
-            metavar="ORIGIN",
-        ),
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "A name by which clients call this server, beside its address and localhost, or *. Repeatable. "
+        "Default: any with a key or --insecure, else none.",
+        flags=("--allowed-host",),
+        metavar="NAME",
     )
-    allowed_hosts: tuple[str, ...] = field(
-        default=(),
-        metadata=_doc(
-            "A name by which clients call this server, beside its address and localhost, or *. Repeatable. "
-            "Default: any with a key or --insecure, else none.",
-            flags=("--allowed-host",),
-            metavar="NAME",
-        ),
+    served_model_name: str | None = setting(None, "Name that clients use for the model, beside its own.")
+    default_max_new_tokens: int | None = setting(
+        None, "Longest answer in tokens when a request names none. Default: the model's own."
     )
-    served_model_name: str | None = field(
-        default=None, metadata=_doc("Name that clients use for the model, beside its own.")
+    max_body_bytes: int = setting(32 * 2**20, "Largest request body in bytes.")
+    max_body_values: int = setting(
+        2**19,
+        "Most numbers in a large body; a text counts as 4, a key as 14, a list as 12, an object as 8, an escape in "
+        "a text as a half, and so do 4 bytes besides long stretches of text without a quotation mark.",
     )
-    default_max_new_tokens: int | None = field(
-        default=None, metadata=_doc("Longest answer in tokens when a request names none. Default: the model's own.")
+    max_logprobs: int = setting(
+        2**20,
+        "Most log-probabilities in one answer, over all its prompts and likely tokens. "
+        "One prompt of full length may always have them all.",
     )
-    max_body_bytes: int = field(default=32 * 2**20, metadata=_doc("Largest request body in bytes."))
-    max_body_values: int = field(
-        default=2**19,
-        metadata=_doc(
-            "Most numbers in a large body; a text counts as 4, a key as 14, a list as 12, an object as 8, an escape in "
-            "a text as a half, and so do 4 bytes besides long stretches of text without a quotation mark."
-        ),
+    max_header_bytes: int = setting(64 * 2**10, "Largest request line with headers, in bytes.")
+    max_pending_body_bytes: int = setting(
+        2**30, "Bodies of unanswered requests, fetched pictures included, in bytes, before new ones are refused."
     )
-    max_logprobs: int = field(
-        default=2**20,
-        metadata=_doc(
-            "Most log-probabilities in one answer, over all its prompts and likely tokens. "
-            "One prompt of full length may always have them all."
-        ),
+    receive_timeout_s: float = setting(60.0, "Seconds a client may take to send a request.")
+    send_timeout_s: float = setting(60.0, "Seconds a client may take to read an answer that is complete.")
+    request_timeout_s: float = setting(
+        600.0, "Seconds a request may take once it has been received, whatever it consists of."
     )
-    max_header_bytes: int = field(default=64 * 2**10, metadata=_doc("Largest request line with headers, in bytes."))
-    max_pending_body_bytes: int = field(
-        default=2**30,
-        metadata=_doc(
-            "Bodies of unanswered requests, fetched pictures included, in bytes, before new ones are refused."
-        ),
+    queue_timeout_s: float = setting(
+        120.0, "Seconds a request may wait for its first step, pictures and adapters fetched, before it is refused."
     )
-    receive_timeout_s: float = field(default=60.0, metadata=_doc("Seconds a client may take to send a request."))
-    send_timeout_s: float = field(
-        default=60.0, metadata=_doc("Seconds a client may take to read an answer that is complete.")
+    step_timeout_s: float = setting(
+        300.0,
+        "Seconds without a finished step, while work waits, after which the model counts as hung and the server "
+        "ends with exit code 1. After a tenth of it the server is not ready.",
     )
-    request_timeout_s: float = field(
-        default=600.0,
-        metadata=_doc("Seconds a request may take once it has been received, whatever it consists of."),
+    drain_timeout_s: float = setting(30.0, "Seconds that accepted requests get to finish after SIGTERM.")
+    keep_alive_timeout_s: int = setting(65, "Seconds an idle connection stays open.")
+    max_connections: int | None = setting(
+        None, "Connections open at once over HTTP. Default: 4096, or what the limit of open files leaves."
     )
-    queue_timeout_s: float = field(
-        default=120.0,
-        metadata=_doc(
-            "Seconds a request may wait for its first step, pictures and adapters fetched, before it is refused."
-        ),
+    ping_interval_s: float = setting(15.0, "Seconds of silence in a stream after which a comment keeps it open.")
+    max_grpc_calls: int = setting(
+        1024, "gRPC calls with a key, open streams among them, at once. One client may have a quarter of them."
     )
-    step_timeout_s: float = field(
-        default=300.0,
-        metadata=_doc(
-            "Seconds without a finished step, while work waits, after which the model counts as hung and the server "
-            "ends with exit code 1. After a tenth of it the server is not ready."
-        ),
+    stream_idle_timeout_s: float = setting(
+        600.0, "Seconds a gRPC stream may wait for its next request while none of it runs."
     )
-    drain_timeout_s: float = field(
-        default=30.0, metadata=_doc("Seconds that accepted requests get to finish after SIGTERM.")
+    max_requests_per_client: int | None = setting(
+        None,
+        "Unanswered requests one key, or one address, may have; each prompt, choice and input counts. "
+        "Default: no limit.",
     )
-    keep_alive_timeout_s: int = field(default=65, metadata=_doc("Seconds an idle connection stays open."))
-    max_connections: int | None = field(
-        default=None,
-        metadata=_doc("Connections open at once over HTTP. Default: 4096, or what the limit of open files leaves."),
+    allowed_image_hosts: tuple[str, ...] = setting(
+        (),
+        "A host from which http(s) image URLs may be fetched. Repeatable. Default: none.",
+        flags=("--allowed-image-host",),
+        metavar="HOST",
     )
-    ping_interval_s: float = field(
-        default=15.0, metadata=_doc("Seconds of silence in a stream after which a comment keeps it open.")
+    max_image_fetches: int = setting(16, "Pictures that are fetched from image URLs at the same time.")
+    isolate_prefix_cache: bool = setting(
+        False, "Share cached pictures and prompts only between requests of the same key."
     )
-    max_grpc_calls: int = field(
-        default=1024,
-        metadata=_doc(
-            "gRPC calls with a key, open streams among them, at once. One client may have a quarter of them."
-        ),
+    log_format: str = setting("text", "How requests are logged: text or json.")
+    compute_process: str = setting(
+        "auto",
+        "Where the model runs: in a process of its own, or in one shared with HTTP. auto: own on a CPU under Linux.",
     )
-    stream_idle_timeout_s: float = field(
-        default=600.0, metadata=_doc("Seconds a gRPC stream may wait for its next request while none of it runs.")
-    )
-    max_requests_per_client: int | None = field(
-        default=None,
-        metadata=_doc(
-            "Unanswered requests one key, or one address, may have; each prompt, choice and input counts. "
-            "Default: no limit."
-        ),
-    )
-    allowed_image_hosts: tuple[str, ...] = field(
-        default=(),
-        metadata=_doc(
-            "A host from which http(s) image URLs may be fetched. Repeatable. Default: none.",
-            flags=("--allowed-image-host",),
-            metavar="HOST",
-        ),
-    )
-    max_image_fetches: int = field(
-        default=16, metadata=_doc("Pictures that are fetched from image URLs at the same time.")
-    )
-    isolate_prefix_cache: bool = field(
-        default=False, metadata=_doc("Share cached pictures and prompts only between requests of the same key.")
-    )
-    log_format: str = field(default="text", metadata=_doc("How requests are logged: text or json."))
-    compute_process: str = field(
-        default="auto",
-        metadata=_doc(
-            "Where the model runs: in a process of its own, or in one shared with HTTP. auto: own on a CPU under Linux."
-        ),
-    )
-    otlp_endpoint: str | None = field(
-        default=None,
-        metadata=_doc("Address that OpenTelemetry spans are sent to over HTTP; needs the extra otel."),
+    otlp_endpoint: str | None = setting(
+        None, "Address that OpenTelemetry spans are sent to over HTTP; needs the extra otel."
     )
 
     def __post_init__(self) -> None:

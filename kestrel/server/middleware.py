@@ -18,7 +18,6 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.api_keys import offered_keys
-from kestrel.engine.intake import MAX_NAME_LENGTH
 from kestrel.errors import shown
 from kestrel.server.calls import Interruption, release_accepted
 from kestrel.server.config import ServerConfig
@@ -35,6 +34,7 @@ from kestrel.server.errors import (
 )
 from kestrel.server.records import HEALTH_PATHS, header_of, route_path
 from kestrel.server.state import HeldBytes, ServerState
+from kestrel.settings import MAX_NAME_LENGTH
 
 OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""

@@ -30,12 +30,11 @@ from kestrel.server.schemas import (
     Schema,
     body_schema,
     described,
-    integer,
     skill_responses,
     text,
 )
 from kestrel.server.state import RequestInfo, ServerState, state_of
-from kestrel.skills.fields import MAX_OBJECTS
+from kestrel.settings import ROUTING, SETTINGS, boolean
 
 PUBLISHER = "moondream/"
 """Clients of the hosted service may put it before a model's name."""
@@ -86,7 +85,7 @@ NATIVE_SKILLS = (
         {
             "image_url": PICTURE,
             "object": text("What to point at.", "cow"),
-            "max_points": described("Most points to find.", integer(1, MAX_OBJECTS)),
+            "max_points": described("Another name for `max_objects`.", SETTINGS["max_objects"].kind.schema),
             "spatial_refs": described("Points and boxes the object is near to.", REFS),
         },
         required=("image_url", "object"),
@@ -135,8 +134,8 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
         wants_stream = _take_flag(body, "stream")
         fields = await _engine_fields(accepted, skill, body)
         adapter, request_id = fields.get("adapter"), fields.pop("request_id", None)
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError("request_id", f"must be text (got {shown(request_id)})")
+        if request_id is not None:
+            ROUTING["request_id"].kind("request_id", request_id)
         info = request_info(
             request,
             skill.name,
@@ -201,9 +200,7 @@ async def _engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Ma
 
 def _take_flag(body: dict[str, Any], name: str) -> bool:
     value = body.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(name, f"must be true or false (got {shown(value)})")
-    return bool(value)
+    return value is not None and boolean(name, value)
 
 
 def take_model(state: ServerState, fields: dict[str, Any]) -> None:
@@ -244,7 +241,7 @@ def with_default_budget(fields: dict[str, Any], config: ServerConfig) -> dict[st
 def _bounds_tokens(fields: Mapping[str, Any]) -> bool:
     settings = fields.get("settings")
     places = (fields, settings if isinstance(settings, Mapping) else {})
-    return any(place.get(name) is not None for place in places for name in ("max_tokens", "max_new_tokens"))
+    return any(place.get(name) is not None for place in places for name in SETTINGS["max_tokens"].names)
 
 
 # ---------------------------------------------------------------------- what comes out

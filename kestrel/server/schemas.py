@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
-from kestrel.engine.intake import MAX_NAME_LENGTH, MAX_PRIORITY
-from kestrel.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_SEED,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-)
-from kestrel.skills.fields import MAX_OBJECTS, MAX_TOKENS, TEXT_SETTINGS
-
-Schema: TypeAlias = dict[str, Any]
+from kestrel import settings
+from kestrel.settings import OTHER_BOUND, ROUTING, SETTINGS, Schema
 
 NULL: Schema = {"type": "null"}
-TEXT: Schema = {"type": "string", "pattern": r"\S"}
 TINY_PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 )
@@ -33,15 +20,15 @@ def described(description: str, schema: Schema) -> Schema:
 
 def text(description: str, example: str) -> Schema:
     """Text with at least one visible character."""
-    return {**TEXT, "description": description, "examples": [example]}
+    return {**settings.text.schema, "description": description, "examples": [example]}
 
 
 def number(low: float, high: float) -> Schema:
-    return {"type": "number", "minimum": low, "maximum": high}
+    return settings.number(low, high).schema
 
 
 def integer(low: int, high: int) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
+    return settings.integer(low, high).schema
 
 
 def list_of(items: Schema, **bounds: int) -> Schema:
@@ -57,7 +44,6 @@ def record(properties: Mapping[str, Schema], *optional: str) -> Schema:
 
 SHARE = number(0, 1)
 REFS = list_of({"anyOf": [list_of(SHARE, minItems=2, maxItems=2), list_of(SHARE, minItems=4, maxItems=4)]})
-TOKEN_IDS = list_of(integer(0, 2**31 - 1))
 PICTURE = described(
     "A picture file as a base64 data URL or raw base64: JPEG, PNG, WebP, GIF, BMP or TIFF.",
     {"type": "string", "examples": [TINY_PICTURE]},
@@ -77,75 +63,27 @@ RESPONSE_FORMAT = described(
     },
 )
 
-SETTINGS: Mapping[str, Schema] = {
-    "temperature": described("0 takes the likeliest token.", number(0, MAX_TEMPERATURE)),
-    "top_p": described(
-        "Share of probability to draw from, above 0.", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-    ),
-    "top_k": described("Tokens to draw from; 0 for all.", integer(0, MAX_TOKENS)),
-    "min_p": described("Least probability, as a share of the likeliest token's.", SHARE),
-    "seed": described("The same seed gives the same answer.", integer(0, MAX_SEED)),
-    "logprobs": described("Log-probabilities of this many tokens at each place.", integer(0, MAX_LOGPROBS)),
-    "adapter": described("Adapter to answer with.", TEXT),
-    "allowed_ids": described("Token ids that may be drawn.", {**TOKEN_IDS, "minItems": 1}),
-    "suppressed_ids": described("Token ids that may not be drawn.", TOKEN_IDS),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "repetition_penalty": number(MIN_REPETITION_PENALTY, 2),
-    "logit_bias": described(
-        "By token id.",
-        {
-            "type": "object",
-            "additionalProperties": number(-100, 100),
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-            "maxProperties": MAX_LOGIT_BIAS,
-        },
-    ),
-    "min_tokens": described("Tokens before the answer may end.", integer(0, MAX_TOKENS)),
-    "ignore_eos": described("Go on until the budget is spent.", {"type": "boolean"}),
-    "stop_token_ids": list_of(integer(0, 2**31 - 1), maxItems=MAX_STOP_TOKEN_IDS),
-    "stop": described(
-        "The answer ends before this text.",
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS},
-                list_of({"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}, maxItems=MAX_STOPS),
-            ]
-        },
-    ),
-}
-BOUNDS: Mapping[str, Mapping[str, Schema]] = {
-    "max_tokens": {
-        "max_tokens": described("Longest answer.", integer(1, MAX_TOKENS)),
-    },
-    "max_objects": {"max_objects": described("Most things to find.", integer(1, MAX_OBJECTS))},
-}
-OTHER_NAMES = {"adapter": "variant", "max_tokens": "max_new_tokens"}
 COMMON_FIELDS: Mapping[str, Schema] = {
     "model": described("The model's name, or name/adapter.", {"type": "string"}),
     "stream": described("Answer as Server-Sent Events.", {"type": "boolean"}),
-    "priority": described("Lower runs sooner; below 0 needs an urgent key.", integer(-MAX_PRIORITY, MAX_PRIORITY)),
-    "request_id": described(
-        "A name for this request, which no other running one has.",
-        {"type": "string", "minLength": 1, "maxLength": MAX_NAME_LENGTH},
-    ),
+    **{name: setting.schema for name, setting in ROUTING.items()},
 }
 
 
 def body_schema(fields: Mapping[str, Schema], required: tuple[str, ...], bound: str, in_words: bool) -> Schema:
     """The body of a skill: its own fields, the common ones, and each setting in `settings` or beside it."""
-    settings = {name: schema for name, schema in SETTINGS.items() if in_words or name not in TEXT_SETTINGS}
-    settings |= BOUNDS[bound]
-    for name, other in OTHER_NAMES.items():
-        if name in settings:
-            settings[other] = described(f"Another name for `{name}`.", settings[name])
-    settings = {name: nullable(schema) for name, schema in settings.items()}
+    taken: dict[str, Schema] = {}
+    for name, setting in SETTINGS.items():
+        if name != OTHER_BOUND[bound] and (in_words or not setting.in_words):
+            taken[name] = nullable(setting.schema)
+            for other in setting.other_names:
+                taken[other] = described(f"Another name for `{name}`.", taken[name])
     own = {name: schema if name in required else nullable(schema) for name, schema in fields.items()}
     common = {name: nullable(schema) for name, schema in COMMON_FIELDS.items()}
-    inner = {"type": ["object", "null"], "properties": settings, "additionalProperties": False}
+    inner = {"type": ["object", "null"], "properties": taken, "additionalProperties": False}
     return {
         "type": "object",
-        "properties": {**settings, **own, **common, "settings": described("Each may also stand beside it.", inner)},
+        "properties": {**taken, **own, **common, "settings": described("Each may also stand beside it.", inner)},
         "required": list(required),
         "additionalProperties": False,
     }

@@ -24,8 +24,8 @@ from kestrel.request import (
     TokenConstraint,
     TokenLogprobs,
 )
-from kestrel.sampling_params import SamplingParams
-from kestrel.tokens import ContextItem, ImageSpan, Token
+from kestrel.settings import SamplingParams
+from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 
 
 class Tokenizer(Protocol):
@@ -65,11 +65,9 @@ class ConstraintSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialIds:
-    bos: int
-    eos: int
-    answer: int
-    thinking: int
+class RegionIds:
+    """Ids of tokens that carry a coordinate or a size, and the marks around what a thought points at."""
+
     coord: int
     size: int
     start_ground: int
@@ -96,26 +94,80 @@ class SkillDefaults:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    field: str
+    """Its name in errors, as in messages[2]."""
+    role: str
+    text: str
+    images: tuple[Any, ...] = ()
+
+
+class ChatFormat(Protocol):
+    """How a model's conversations are written.
+
+    They are written piece by piece: ids of the format stand around encoded text, so that nothing a user writes can
+    become a control id.
+    """
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raises RequestError for a conversation that cannot be written, naming the message."""
+        ...
+
+    def items(
+        self, profile: ModelProfile, messages: Sequence[Message], images: Sequence[ImageSpan], *, reasoning: bool
+    ) -> list[ContextItem]:
+        """The checked conversation up to where the model goes on. `images`: the pictures of all messages, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """Everything a skill may know about the loaded model."""
+    """Everything that skills, servers and programs may know about the loaded model."""
 
     name: str
-    ids: SpecialIds
-    templates: Mapping[str, Template]
-    """By skill; captions as "caption.short", "caption.normal", "caption.long". A missing skill is not supported."""
-    answer_opener: tuple[int, ...]
-    """Ids after a question that open a direct answer (Moondream 2 doubles the suffix)."""
-    reasoning_opener: tuple[int, ...]
-    """Ids after a question that open thinking; empty when the model cannot reason."""
-    compares_coord_and_eos_only: bool
-    """Moondream 3: after an object only the coordinate and end ids compete for the next one."""
-    defaults: SkillDefaults
     tokenizer: Tokenizer
-    has_vision: bool = True
+    bos: int | None
+    """Opens every context; None: nothing does."""
+    stop_ids: tuple[int, ...]
+    """Each ends a text; the first is the one to name where a single one is asked for."""
+    defaults: SkillDefaults = SkillDefaults()
+    has_vision: bool = False
+    calls_tools: bool = False
+    chat: ChatFormat | None = None
+    """None: the model knows no conversations."""
+    templates: Mapping[str, Template] = field(default_factory=dict)
+    """By skill; captions as "caption.short", "caption.normal", "caption.long". A missing skill is not supported."""
+    answer_opener: tuple[int, ...] = ()
+    """Ids after a question that open a direct answer (Moondream 2 doubles the suffix)."""
+    reasoning_opener: tuple[int, ...] = ()
+    """Ids after a question that open thinking; empty when the model cannot reason."""
+    answer_id: int | None = None
+    """Ends thinking; it cannot come inside an answer."""
+    regions: RegionIds | None = None
+    """None: all its tokens are text."""
+    compares_coord_and_eos_only: bool = False
+    """Moondream 3: after an object only the coordinate and end ids compete for the next one."""
     last_control_id: int | None = None
     """Segment drops ids up to this one from an outline; None uses 20."""
     constraints: ConstraintSource | None = None
     """Compiles answer formats; without it `response_format` is refused."""
+
+    @property
+    def end_id(self) -> int:
+        return self.stop_ids[0]
+
+    @property
+    def can_reason(self) -> bool:
+        return bool(self.reasoning_opener)
+
+    def id_of(self, token: Token) -> int:
+        """The id that a token has in the context."""
+        if isinstance(token, TextToken):
+            return token.id
+        assert self.regions is not None, "a model without regions gives text only"
+        return self.regions.coord if isinstance(token, CoordToken) else self.regions.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel.errors import RequestError, shown
+from kestrel.settings import text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.builtin import (
+    BuiltinSkill,
+    SampledRequest,
+    check_pictures,
+    laid_out,
+    not_supported,
+    opening,
+    template_of,
+)
 from kestrel.skills.decode_rules import answer_rules
-from kestrel.skills.fields import FieldTable, text
-from kestrel.skills.layout import check_pictures, laid_out, not_supported, opening, template_of
+from kestrel.skills.fields import FieldTable
 from kestrel.skills.states import TextState
 from kestrel.tokens import ImageSpan, text_tokens
 

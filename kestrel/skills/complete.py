@@ -9,12 +9,11 @@ from typing import Any
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.request import PromptOutputs, PromptReport, SkillOutput, TokenLogprobs
-from kestrel.sampling_params import MAX_LOGPROBS, SamplingParams
+from kestrel.settings import SETTINGS, SamplingParams, any_text, boolean, some_token_ids, tokens_or_none
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint, check_pictures, laid_out, opening
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import MAX_TOKENS, FieldTable, Values, any_text, boolean, integer, some_token_ids
-from kestrel.skills.layout import check_pictures, laid_out, opening
+from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.logprobs import ShownTokens, prompt_logprobs
 from kestrel.skills.states import TextState
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
@@ -34,9 +33,9 @@ _FIELDS = FieldTable(
         "prompt": _raw_prompt,
         "response_format": response_format,
         "echo": boolean,
-        "prompt_logprobs": integer(0, MAX_LOGPROBS),
+        "prompt_logprobs": SETTINGS["logprobs"].kind,
     },
-    setting_checks={"max_tokens": integer(0, MAX_TOKENS)},
+    setting_checks={"max_tokens": tokens_or_none},
 )
 
 
@@ -129,12 +128,15 @@ def _require_purpose(values: Values, num_scored: int | None) -> None:
 
 def _prompt_ids(request: CompleteRequest, profile: ModelProfile) -> Sequence[int]:
     """The ids of all tokens, the beginning of text before a picture included."""
-    bos, prompt = profile.ids.bos, request.prompt
+    bos, prompt = profile.bos, request.prompt
+    start = [] if bos is None else [bos]
     if isinstance(prompt, str):
-        return [bos, *profile.tokenizer.encode(prompt)]
-    return [bos, *prompt] if request.images and prompt[0] != bos else prompt
+        return [*start, *profile.tokenizer.encode(prompt)]
+    return [*start, *prompt] if request.images and prompt[0] != bos else prompt
 
 
 def _items(request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Sequence[ContextItem]:
     ids = _prompt_ids(request, profile)
-    return [*opening(profile, images), *text_tokens(ids[1:])] if images else text_tokens(ids)
+    if not images:
+        return text_tokens(ids)
+    return [*opening(profile, images), *text_tokens(ids if profile.bos is None else ids[1:])]

@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kestrel.errors import RequestError
-from kestrel.grammar import END, Carries, Edge, Grammar, State, free_text
-from kestrel.sampling_params import SamplingParams
-from kestrel.skills.base import ModelProfile, SpecialIds
+from kestrel.grammar import Carries, Edge, Grammar, State, ends, free_text
+from kestrel.settings import SamplingParams
+from kestrel.skills.base import ModelProfile, RegionIds
 
 
 def answer_rules(profile: ModelProfile) -> Grammar:
     """Text until the end id. From the second token on the answer id cannot come; coordinates are plain text here."""
-    return _answer(profile.ids)
+    return _answer(profile.stop_ids, profile.answer_id)
 
 
 def reasoning_rules(profile: ModelProfile) -> Grammar:
@@ -24,27 +24,33 @@ def reasoning_rules(profile: ModelProfile) -> Grammar:
     suffix = profile.templates["query"].suffix
     if not suffix:
         raise ValueError(f"{profile.name} reasons but its query template has no suffix to open the answer with")
-    return _reasoning(profile.ids, suffix)
+    assert profile.answer_id is not None, "a model that reasons has an id that ends it"
+    return _reasoning(profile.stop_ids, profile.answer_id, profile.regions, suffix)
 
 
 def point_rules(profile: ModelProfile) -> Grammar:
     """x, y, x, y, … until the end id takes the place of an x."""
-    return _objects(profile.ids, profile.compares_coord_and_eos_only, with_size=False)
+    return _objects(profile.stop_ids, _regions(profile), profile.compares_coord_and_eos_only, with_size=False)
 
 
 def detect_rules(profile: ModelProfile) -> Grammar:
     """x, y, size, x, y, size, … until the end id takes the place of an x."""
-    return _objects(profile.ids, profile.compares_coord_and_eos_only, with_size=True)
+    return _objects(profile.stop_ids, _regions(profile), profile.compares_coord_and_eos_only, with_size=True)
 
 
 def segment_rules(profile: ModelProfile) -> Grammar:
     """Anything until the end id; coordinates and sizes carry values."""
-    return _segment(profile.ids)
+    return _segment(profile.stop_ids)
 
 
 def text_rules(profile: ModelProfile) -> Grammar:
     """Anything until the end id, as plain text."""
-    return _text(profile.ids.eos)
+    return _text(profile.stop_ids)
+
+
+def _regions(profile: ModelProfile) -> RegionIds:
+    assert profile.regions is not None, "a model that finds objects has ids for places"
+    return profile.regions
 
 
 def require_choices(grammar: Grammar, sampling: SamplingParams, vocab_size: int | None = None) -> None:
@@ -74,34 +80,40 @@ def _barred_ends(state: State, sampling: SamplingParams) -> set[int]:
 
 
 @lru_cache(maxsize=64)
-def _text(eos: int) -> Grammar:
-    return free_text(eos)
+def _text(stop_ids: tuple[int, ...]) -> Grammar:
+    return free_text(*stop_ids)
 
 
 @lru_cache(maxsize=64)
-def _answer(ids: SpecialIds) -> Grammar:
-    return free_text(ids.eos, name="answer", suppressed_after_first=(ids.answer,))
+def _answer(stop_ids: tuple[int, ...], answer_id: int | None) -> Grammar:
+    suppressed = () if answer_id is None else (answer_id,)
+    return free_text(*stop_ids, name="answer", suppressed_after_first=suppressed)
 
 
 @lru_cache(maxsize=64)
-def _reasoning(ids: SpecialIds, suffix: tuple[int, ...]) -> Grammar:
+def _reasoning(
+    stop_ids: tuple[int, ...], answer_id: int, regions: RegionIds | None, suffix: tuple[int, ...]
+) -> Grammar:
     answer_start = 1 + len(suffix)
     leave = Edge(2, emit=suffix[0])
     # The suffix id ends thinking too: after it is emitted nobody could tell it from the end that the answer id brings.
-    leaving = tuple((token_id, leave) for token_id in dict.fromkeys((ids.answer, suffix[0])))
-    first = State("first thought", Edge(1), leaving, carries=Carries.COORD, when_spent=ids.answer)
-    states = [first, replace(first, name="thought", suppressed=(ids.eos, ids.size))]
+    leaving = tuple((token_id, leave) for token_id in dict.fromkeys((answer_id, suffix[0])))
+    first = State("first thought", Edge(1), leaving, carries=Carries.COORD, when_spent=answer_id)
+    states = [
+        first,
+        replace(first, name="thought", suppressed=stop_ids if regions is None else (*stop_ids, regions.size)),
+    ]
     for token_id in suffix[1:]:
         states.append(State("answer opening", Edge(len(states) + 1), allowed=(token_id,), when_spent=token_id))
-    stop = ((ids.eos, Edge(END)),)
+    stop = ends(stop_ids)
     states.append(State("first answer token", Edge(answer_start + 1), stop, phase=1))
-    states.append(State("answer", Edge(answer_start + 1), stop, suppressed=(ids.answer,), phase=1))
+    states.append(State("answer", Edge(answer_start + 1), stop, suppressed=(answer_id,), phase=1))
     return Grammar("reasoning", tuple(states))
 
 
 @lru_cache(maxsize=64)
-def _objects(ids: SpecialIds, compares_coord_and_eos_only: bool, with_size: bool) -> Grammar:
-    stop = ((ids.eos, Edge(END)),)
+def _objects(stop_ids: tuple[int, ...], ids: RegionIds, compares_coord_and_eos_only: bool, with_size: bool) -> Grammar:
+    stop = ends(stop_ids)
     next_object = (3 if with_size else 2) if compares_coord_and_eos_only else 0
     # Whatever the model would say here instead of the end counts as "one more object".
     states = [State("first x", Edge(1, emit=ids.coord), stop, carries=Carries.COORD)]
@@ -110,11 +122,11 @@ def _objects(ids: SpecialIds, compares_coord_and_eos_only: bool, with_size: bool
     if with_size:
         states.append(State("size", Edge(next_object), allowed=(ids.size,), carries=Carries.SIZE))
     if compares_coord_and_eos_only:
-        states.append(State("next x", Edge(1), stop, allowed=(ids.coord, ids.eos), carries=Carries.COORD))
+        states.append(State("next x", Edge(1), stop, allowed=(ids.coord, *stop_ids), carries=Carries.COORD))
     return Grammar("detect" if with_size else "point", tuple(states))
 
 
 @lru_cache(maxsize=64)
-def _segment(ids: SpecialIds) -> Grammar:
-    state = State("outline", Edge(0), ((ids.eos, Edge(END)),), carries=Carries.COORD | Carries.SIZE)
+def _segment(stop_ids: tuple[int, ...]) -> Grammar:
+    state = State("outline", Edge(0), ends(stop_ids), carries=Carries.COORD | Carries.SIZE)
     return Grammar("segment", (state,))

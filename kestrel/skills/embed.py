@@ -9,12 +9,11 @@ from typing import Any
 
 from kestrel.errors import NumericalError, RequestError
 from kestrel.request import FinishReason, PromptOutputs, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams, some_token_ids, text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.builtin import BuiltinSkill, SampledRequest, check_pictures, laid_out, opening
 from kestrel.skills.decode_rules import text_rules
-from kestrel.skills.fields import FieldTable, Values, some_token_ids, text
-from kestrel.skills.layout import check_pictures, laid_out, opening
+from kestrel.skills.fields import FieldTable, Values
 from kestrel.tokens import ImageSpan, Token, text_tokens
 
 _FIELDS = FieldTable("embed", {"text": text, "token_ids": some_token_ids})
@@ -44,7 +43,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
         words, ids = values.own.get("text"), values.own.get("token_ids", ())
         if words is not None and ids:
             raise RequestError("token_ids", "are given beside text; give one of the two")
-        if ids[:1] == (profile.ids.bos,):
+        if ids and ids[0] == profile.bos:
             ids = ids[1:]
         if words is None and not ids and not values.images:
             raise RequestError("text", "is required: give text, token_ids (beyond the beginning of text) or an image")
@@ -59,7 +58,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
     def prompt(self, request: EmbedRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
         ids = request.token_ids if request.text is None else profile.tokenizer.encode(request.text)
         prompt = laid_out([*opening(profile, images), *text_tokens(ids)], text_rules(profile), request.sampling)
-        return replace(prompt, outputs=PromptOutputs(pool_from=1))
+        return replace(prompt, outputs=PromptOutputs(pool_from=0 if profile.bos is None else 1))
 
     def start(self, request: EmbedRequest, profile: ModelProfile) -> SkillState:
         return EmbedState()

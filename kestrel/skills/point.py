@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from kestrel.grammar import Grammar
 from kestrel.request import SkillOutput, StreamDelta
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams, text
 from kestrel.skills.base import ModelProfile, SkillState
-from kestrel.skills.builtin import ObjectRequest, ObjectSkill
+from kestrel.skills.builtin import ObjectRequest, ObjectSkill, spatial_refs
 from kestrel.skills.decode_rules import point_rules
-from kestrel.skills.fields import TEXT_SETTINGS, FieldTable, text
-from kestrel.skills.layout import spatial_refs
+from kestrel.skills.fields import TEXT_SETTINGS, FieldTable
 from kestrel.skills.states import RecordingState, compact_json
 from kestrel.tokens import CoordToken, Token
 

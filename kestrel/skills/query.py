@@ -8,12 +8,13 @@ from typing import Any
 
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError
+from kestrel.settings import boolean, text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest, answer_constraint
-from kestrel.skills.decode_rules import answer_rules, reasoning_rules
-from kestrel.skills.fields import FieldTable, boolean, text
-from kestrel.skills.layout import (
+from kestrel.skills.builtin import (
+    BuiltinSkill,
+    SampledRequest,
     SpatialRef,
+    answer_constraint,
     block,
     check_pictures,
     laid_out,
@@ -22,6 +23,8 @@ from kestrel.skills.layout import (
     spatial_refs,
     template_of,
 )
+from kestrel.skills.decode_rules import answer_rules, reasoning_rules
+from kestrel.skills.fields import FieldTable
 from kestrel.skills.states import ReasoningState, TextState
 from kestrel.tokens import ImageSpan
 

@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from kestrel.request import SkillOutput, StreamDelta
+from kestrel.settings import text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
-from kestrel.skills.builtin import BuiltinSkill, SampledRequest
+from kestrel.skills.builtin import (
+    BuiltinSkill,
+    SampledRequest,
+    SpatialRef,
+    block,
+    check_pictures,
+    laid_out,
+    opening,
+    spatial_refs,
+    template_of,
+)
 from kestrel.skills.decode_rules import segment_rules
 from kestrel.skills.detect import box_around
-from kestrel.skills.fields import TEXT_SETTINGS, FieldTable, text
-from kestrel.skills.layout import SpatialRef, block, check_pictures, laid_out, opening, spatial_refs, template_of
+from kestrel.skills.fields import TEXT_SETTINGS, FieldTable
 from kestrel.skills.states import RecordingState, compact_json
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Token
 

@@ -97,7 +97,8 @@ class BatchMaker:
             scene = scene_at(scenes, row)
             examples = sample_tasks(scene, Random(int(seed)), course.mix, plan.tasks_per_scene, self._world)
             encoded.append([self._encoder.encode(example) for example in examples])
-        return scenes, pack(encoded, plan.length, self._profile.ids, plan.image_positions)
+        assert self._profile.regions is not None
+        return scenes, pack(encoded, plan.length, self._profile.regions, plan.image_positions)
 
 
 class ExampleFeed:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kestrel.moondream.model import MoondreamModel
-from kestrel.runtime.cpu_products import fast_dtype
+from kestrel.runtime.device import fast_dtype
 from kestrel.train.curves import CurveWriter
+from kestrel.train.model import MoondreamModel
 from kestrel.train.objective import Losses, TaskTensors, all_experts, losses
 
 

@@ -22,7 +22,7 @@ from kestrel.images.tiling import TilingParams, plan_tiling
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Heads
 from kestrel.layers.mlp import Moe
-from kestrel.moondream.model import MoondreamModel
+from kestrel.train.model import MoondreamModel
 from kestrel.train.packing import COORD, NO_LABEL, SIZE, PackedTasks
 
 SMOOTHING_BINS = 2.5

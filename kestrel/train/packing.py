@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kestrel.skills.base import SpecialIds
+from kestrel.skills.base import RegionIds
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, Token
 from kestrel.train.tasks.example import EncodedTask
 
@@ -44,7 +44,7 @@ class PackedTasks:
 
 
 def pack(
-    encoded: Sequence[Sequence[EncodedTask]], length: int, ids: SpecialIds, image_positions: int = IMAGE_POSITIONS
+    encoded: Sequence[Sequence[EncodedTask]], length: int, ids: RegionIds, image_positions: int = IMAGE_POSITIONS
 ) -> PackedTasks:
     """One row per scene, `length` wide. A task that no longer fits is left out whole."""
     packed = _empty(len(encoded), length)
@@ -79,7 +79,7 @@ def _empty(rows: int, length: int) -> PackedTasks:
     )
 
 
-def _write(packed: PackedTasks, row: int, where: slice, task: EncodedTask, ids: SpecialIds) -> None:
+def _write(packed: PackedTasks, row: int, where: slice, task: EncodedTask, ids: RegionIds) -> None:
     columns = [_column(item, ids) for item in (*task.prompt_items, *task.target_items)]
     kinds, token_ids, values = zip(*columns, strict=True)
     packed.input_kind[row, where] = kinds[:-1]
@@ -95,7 +95,7 @@ def _write(packed: PackedTasks, row: int, where: slice, task: EncodedTask, ids: 
     packed.label_size[row, labelled] = np.where(label_kinds[:, None] == SIZE, label_values, NO_VALUE)
 
 
-def _column(item: ContextItem | Token, ids: SpecialIds) -> tuple[int, int, tuple[float, float]]:
+def _column(item: ContextItem | Token, ids: RegionIds) -> tuple[int, int, tuple[float, float]]:
     """Kind, id and value of one input."""
     if isinstance(item, CoordToken):
         return COORD, ids.coord, (item.value, 0.0)

@@ -9,27 +9,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from kestrel.config import RuntimeConfig
+from kestrel.config import RuntimeConfig, required, setting
 from kestrel.errors import ConfigError
-from kestrel.models.checkpoint_files import find_weights, open_checkpoint
-from kestrel.models.locate import CONFIG_NAME, find_tokenizer, read_config
-from kestrel.moondream.config import MoondreamConfig
-from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.weights import load_moondream
+from kestrel.families import load, resolve
+from kestrel.models.locate import CONFIG_NAME, read_config
 from kestrel.runtime.device import choose_device
 from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.feed import ExampleFeed, FeedPlan
 from kestrel.train.loop import Batch, StepReport, TrainingPlan, train
+from kestrel.train.model import MoondreamModel, initialise, moondream, save_folder, tiny_config
 from kestrel.train.objective import TaskTensors
 from kestrel.train.packing import IMAGE_POSITIONS
 from kestrel.train.prefetch import Prefetcher
-from kestrel.train.saving import save_folder
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import MIN_PICTURE_PX
@@ -37,7 +33,7 @@ from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.tasks.example import PromptFormat
 from kestrel.train.tasks.mix import EVERYTHING, Course
 from kestrel.train.tasks.view import path_book
-from kestrel.train.tiny import build_tokenizer, initialise, prompt_format, tiny_config
+from kestrel.train.tiny import build_tokenizer, prompt_format
 
 CURVES, PICTURE = "curves.csv", "curves.png"
 PROGRESS = "progress.json"
@@ -45,51 +41,38 @@ MAX_PICTURE_PX = 4096
 MAX_SHARDS = 99_999
 
 
-def _doc(text: str, **extra: Any) -> dict[str, Any]:
-    return {"help": text, **extra}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TinyRun:
     """One run, from a folder to a folder. Every field is also a CLI flag."""
 
-    folder: Path = field(
-        metadata=_doc(
-            "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR"
-        )
+    folder: Path = required(
+        "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR"
     )
-    steps: int = field(metadata=_doc("Batches to train on."))
-    batch_size: int = field(default=128, metadata=_doc("Scenes in a batch."))
-    tasks_per_scene: int = field(default=14, metadata=_doc("Tasks _drawn for each scene."))
-    length: int = field(
-        default=294, metadata=_doc("Positions for tasks behind each picture; tasks that do not fit are left out.")
+    steps: int = required("Batches to train on.")
+    batch_size: int = setting(128, "Scenes in a batch.")
+    tasks_per_scene: int = setting(14, "Tasks drawn for each scene.")
+    length: int = setting(294, "Positions for tasks behind each picture; tasks that do not fit are left out.")
+    sizes: tuple[tuple[int, int], ...] = setting(
+        ((378, 378),), "Heights and widths; each batch takes one by chance.", flags=()
     )
-    sizes: tuple[tuple[int, int], ...] = field(
-        default=((378, 378),), metadata=_doc("Heights and widths; each batch takes one by chance.", flags=())
+    courses: tuple[Course, ...] = setting(
+        (EVERYTHING,), "What is shown and asked; each batch takes one by chance.", flags=()
     )
-    courses: tuple[Course, ...] = field(
-        default=(EVERYTHING,), metadata=_doc("What is shown and asked; each batch takes one by chance.", flags=())
-    )
-    lr: float = field(default=1e-3, metadata=_doc("Learning rate after the warm-up."))
-    final_lr: float = field(default=1e-3, metadata=_doc("Learning rate at the end, reached along a half cosine."))
-    warmup_steps: int = field(default=200, metadata=_doc("Steps in which the learning rate rises."))
-    ema_decay: float = field(default=0.999, metadata=_doc("How slowly the averaged weights follow; they are saved."))
-    orthogonal: bool = field(
-        default=True, metadata=_doc("Orthogonal steps for the matrices inside blocks, instead of AdamW.")
-    )
-    max_seconds: float = field(
-        default=math.inf, metadata=_doc("End after this time if the steps are not done by then.", show_default=False)
-    )
-    seed: int = field(default=0, metadata=_doc("Of a fresh model's weights and tokenizer."))
-    workers: int = field(default=4, metadata=_doc("Processes that make batches; 0 makes them between the steps."))
-    device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
-    log_every: int = field(default=25, metadata=_doc("Steps between two rows of the curves."))
-    shards: int = field(default=1, metadata=_doc("Weights files to save."))
-    atlas: Path = field(
-        default=DEFAULT_ATLAS_PATH,
-        metadata=_doc(
-            "Sprites to draw scenes with. Built from this machine's fonts when there is none.", metavar="FILE"
-        ),
+    lr: float = setting(1e-3, "Learning rate after the warm-up.")
+    final_lr: float = setting(1e-3, "Learning rate at the end, reached along a half cosine.")
+    warmup_steps: int = setting(200, "Steps in which the learning rate rises.")
+    ema_decay: float = setting(0.999, "How slowly the averaged weights follow; they are saved.")
+    orthogonal: bool = setting(True, "Orthogonal steps for the matrices inside blocks, instead of AdamW.")
+    max_seconds: float = setting(math.inf, "End after this time if the steps are not done by then.", show_default=False)
+    seed: int = setting(0, "Of a fresh model's weights and tokenizer.")
+    workers: int = setting(4, "Processes that make batches; 0 makes them between the steps.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
+    log_every: int = setting(25, "Steps between two rows of the curves.")
+    shards: int = setting(1, "Weights files to save.")
+    atlas: Path = setting(
+        DEFAULT_ATLAS_PATH,
+        "Sprites to draw scenes with. Built from this machine's fonts when there is none.",
+        metavar="FILE",
     )
 
     def __post_init__(self) -> None:
@@ -164,7 +147,7 @@ def run(
     progress = Progress.read(options.folder)
     atlas = load_or_build_atlas(options.atlas)
     model, tokenizer_json = _start_model(options, device)
-    _require_room(options, model.config)
+    _require_room(options, model)
     plan = _feed_plan(options, prompt_format(tokenizer_json, model.config.tokenizer), atlas, progress.next_seed)
     seconds = 0.0
 
@@ -196,8 +179,8 @@ def _make_folder(options: TinyRun) -> None:
         raise ConfigError("folder", f"{options.folder} cannot be made ({error.strerror}); name another one") from error
 
 
-def _require_room(options: TinyRun, config: MoondreamConfig) -> None:
-    most = config.text.max_context - IMAGE_POSITIONS
+def _require_room(options: TinyRun, model: MoondreamModel) -> None:
+    most = model.config.text.max_context - IMAGE_POSITIONS
     if options.length > most:
         raise ConfigError("length", f"must be {most} or less to fit the model's context (got {options.length})")
 
@@ -231,14 +214,11 @@ def _training_plan(options: TinyRun, device: torch.device) -> TrainingPlan:
 
 def _start_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:
     """The folder's model, or a fresh one; fp32 for training."""
-    content = read_config(options.folder)
-    if content is None:
+    if read_config(options.folder) is None:
         return _fresh_model(options, device)
-    config = MoondreamConfig.from_dict(content)
-    tokenizer_json = find_tokenizer(find_weights(options.folder), None).read_text(encoding="utf-8")
-    with open_checkpoint(options.folder) as checkpoint:
-        model = load_moondream(checkpoint, config, device, torch.float32)
-    return model.requires_grad_(True), tokenizer_json
+    located = resolve(RuntimeConfig(model_path=options.folder))
+    model = moondream(load(located, device, torch.float32))
+    return model.requires_grad_(True), located.tokenizer.read_text(encoding="utf-8")
 
 
 def _fresh_model(options: TinyRun, device: torch.device) -> tuple[MoondreamModel, str]:

@@ -1,6 +1,6 @@
-"""kestrel-tiny: the shape, first weights and tokenizer of a Moondream 3 small enough to ship and to answer on a laptop.
+"""The tokenizer of kestrel-tiny, and the templates of its prompts.
 
-The tokenizer is a byte-level BPE trained on task texts. Ids 0 to 20 are controls, then come the 256 bytes, so that any
+It is a byte-level BPE trained on task texts. Ids 0 to 20 are controls, then come the 256 bytes, so that any
 text can be written. Every number from 0 to 960 and every path letter is one token together with the blank before it,
 which makes an outline readable: "M 480 0 L 960 480 Z". Numbers never share a merge with letters, because text is split
 between the two before it is merged.
@@ -11,75 +11,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
 import numpy as np
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 
 from kestrel.errors import ConfigError
-from kestrel.layers.mlp import Moe
-from kestrel.moondream.config import (
-    MoeConfig,
-    MoondreamConfig,
-    RegionConfig,
-    TextConfig,
-    TokenizerConfig,
-    VisionConfig,
-    derived_generation,
-)
-from kestrel.moondream.model import MoondreamModel
-from kestrel.skills.base import SpecialIds, Template
+from kestrel.skills.base import RegionIds, Template
 from kestrel.skills.segment import UNITS
+from kestrel.train.model import TokenizerConfig
 from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at
 from kestrel.train.scenes.truth import MAX_OBJECTS, Scene
 from kestrel.train.tasks.example import PromptFormat, TaskExample
 from kestrel.train.tasks.mix import TaskMix, sample_tasks
 from kestrel.train.tasks.view import PathBook, TaskWorld, task_world
-
-
-def tiny_config(vocab_size: int, tokenizer: TokenizerConfig) -> MoondreamConfig:
-    text = TextConfig(
-        dim=256, ff_dim=1024, n_layers=6, vocab_size=vocab_size, max_context=2048, n_heads=4, n_kv_heads=4,
-        prefix_attn=730, rope_theta=10_000.0, tau_attn=True,
-        moe=MoeConfig(num_experts=8, start_layer=2, experts_per_token=2, expert_inner_dim=128),
-    )  # fmt: skip
-    vision = VisionConfig(
-        enc_dim=192, enc_patch_size=14, enc_n_layers=8, enc_ff_dim=768, enc_n_heads=3, proj_out_dim=text.dim,
-        crop_size=378, in_channels=3, max_crops=12, overlap_margin=4, proj_inner_dim=512,
-    )  # fmt: skip
-    region = RegionConfig(
-        text.dim, coord_feat_dim=128, coord_out_dim=1024, size_feat_dim=128, size_out_dim=2048, has_ln=True
-    )
-    generation = derived_generation(text, tokenizer)
-    # It was taught one right answer to each question, and to think about pictures only.
-    defaults = replace(generation.defaults, temperature=0.0, max_new_tokens=256, reasoning=False)
-    return MoondreamConfig(text, vision, region, tokenizer, replace(generation, defaults=defaults))
-
-
-def initialise(model: MoondreamModel, seed: int) -> MoondreamModel:
-    """Fresh weights: each block starts as the identity, so that depth does not hurt early training."""
-    torch.manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=module.in_features**-0.5)
-            nn.init.zeros_(module.bias)
-    nn.init.trunc_normal_(model.vision.pos_emb, std=0.02)
-    for block in model.vision.blocks:
-        nn.init.zeros_(block.attn.proj.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
-        nn.init.zeros_(block.mlp.fc2.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
-    for block in model.text.blocks:
-        nn.init.zeros_(block.attn.proj.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
-        if isinstance(block.mlp, Moe):
-            nn.init.trunc_normal_(block.mlp.router.weight, std=0.02)
-        nn.init.zeros_(block.mlp.fc2.weight)  # pyright: ignore[reportArgumentType,reportAttributeAccessIssue]
-    return model
-
-
-# ---------------------------------------------------------------------- tokenizer
 
 NUM_CONTROL_IDS = 21
 VOCAB_SIZE = 2048
@@ -155,17 +101,9 @@ def tokenizer_config(tokenizer_json: str) -> TokenizerConfig:
 
 def prompt_format(tokenizer_json: str, config: TokenizerConfig) -> PromptFormat:
     """The same as plain data for worker processes."""
-    ids = SpecialIds(
-        bos=config.bos_id,
-        eos=config.eos_id,
-        answer=config.answer_id,
-        thinking=config.thinking_id,
-        coord=config.coord_id,
-        size=config.size_id,
-        start_ground=config.start_ground_points_id,
-        end_ground=config.end_ground_id,
-    )
-    return PromptFormat(tokenizer_json, ids, dict(config.templates))
+    regions = RegionIds(config.coord_id, config.size_id, config.start_ground_points_id, config.end_ground_id)
+    ids = (config.bos_id, config.eos_id, config.answer_id, config.thinking_id)
+    return PromptFormat(tokenizer_json, *ids, regions, dict(config.templates))
 
 
 def _random_scenes(seed: int) -> Iterator[Scene]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kestrel.adapters import AdapterShape, ExpertShape
+from kestrel.adapters import AdapterShape
+from kestrel.moondream.config import MoondreamConfig
+from kestrel.moondream.decoder import adapter_shape
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 VARIANT = GOLDENS / "md2" / "lora_variant.safetensors"
@@ -16,15 +18,8 @@ HOSTED = GOLDENS / "md3" / "lora_adapter.safetensors"
 
 
 def golden_shape(model: str) -> AdapterShape:
-    text = json.loads((GOLDENS / model / "config.json").read_text())["text"]
-    head_dim = text["dim"] // text["n_heads"]
-    return AdapterShape(
-        num_layers=text["n_layers"],
-        dim=text["dim"],
-        qkv_dim=head_dim * (text["n_heads"] + 2 * text["n_kv_heads"]),
-        ff_dim=text["ff_dim"],
-        moe=ExpertShape(**text["moe"]) if "moe" in text else None,
-    )
+    config = json.loads((GOLDENS / model / "config.json").read_text())
+    return adapter_shape(MoondreamConfig.from_dict(config).text)
 
 
 MD2 = golden_shape("md2")

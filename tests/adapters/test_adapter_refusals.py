@@ -96,7 +96,9 @@ def test_rank_zero_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_model_is_refused() -> None:
-    assert "wrong shapes at rank 4" in refusal(VARIANT, replace(MD2, dim=64))
+    assert "wrong shapes at rank 4" in refusal(
+        VARIANT, replace(MD2, matrices=MD2.matrices | {"fc1": replace(MD2.matrices["fc1"], columns=7)})
+    )
     assert "missing tensors (8)" in refusal(VARIANT, replace(MD2, num_layers=4))
     assert "unexpected tensors (8)" in refusal(VARIANT, replace(MD2, num_layers=2))
     assert "unexpected tensors (8)" in refusal(HOSTED, replace(MD2, num_layers=1))
@@ -203,7 +205,12 @@ def test_other_suffixes_and_folders_are_refused(tmp_path: Path) -> None:
         ("proj_input", "somewhere", "proj_input is 'somewhere', expected attention or block_norm"),
         ("targets", "", "targets has ''"),
         ("targets", "0.qkv 0.qkv", "targets has '0.qkv'"),
-        ("targets", "0.wte", "targets has '0.wte'"),
+        ("targets", "0.Wte", "targets has '0.Wte'"),
+        (
+            "targets",
+            "0.wte",
+            "adapts the matrices wte, which the base model does not have (it has qkv, proj, fc1, fc2)",
+        ),
         ("targets", "0.qkv", "unexpected tensors (22)"),
         ("targets", "3.qkv", "adapts layers [3], but the base model has 3 layers"),
     ],

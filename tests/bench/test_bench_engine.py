@@ -138,7 +138,7 @@ def test_the_question_of_chart9_has_a_token_per_word_and_one_for_its_mark(
     vocabulary, merges = piece_vocabulary(question_pieces())
     tokenizer = TextTokenizer(byte_level_tokenizer(filled_up(vocabulary, config.text.vocab_size), merges))
     profile = moondream_profile(config, tokenizer, "full")
-    ask = find_workload("chart9").ask(Material([b"picture"], 30, profile.ids), 0)
+    ask = find_workload("chart9").ask(Material([b"picture"], 30, profile.stop_ids), 0)
     skill = QuerySkill()
     prompt = skill.prompt(skill.parse(ask.fields, profile), [ImageSpan("ab" * 32, 729)], profile)
     assert num_positions(prompt.items) == positions

@@ -100,7 +100,16 @@ def test_timing_without_a_gpu_says_what_is_missing(
 
 
 @without_gpu
-def test_checking_runs_the_named_kernels_once(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "kernels", "--check", "--ops", "layer_norm,attend_crops"]) == 0
-    lines = [line.split() for line in capfd.readouterr().out.splitlines() if "close" in line]
-    assert [line[0] for line in lines] == ["layer_norm", "attend_crops"]
+@pytest.mark.parametrize(
+    "ops",
+    [
+        ["layer_norm", "attend_crops"],
+        ["rms_norm", "add_rms_norm", "silu_gate", "rms_norm_to_fp8", "add_rms_norm_to_fp8", "silu_gate_to_fp8"],
+        ["moe_mlp_adapted", "add_deltas"],
+    ],
+)
+def test_checking_runs_the_named_kernels_once(ops: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "kernels", "--check", "--ops", ",".join(ops)]) == 0
+    lines = [line.split()[0] for line in capfd.readouterr().out.splitlines() if "close" in line]
+    assert sorted(lines) == sorted(case.op for case in all_cases(small_sizes(), ops))
+    assert set(lines) == set(ops)

@@ -10,6 +10,7 @@ import pytest
 from kestrel.bench.start import main, write_weights
 
 
+@pytest.mark.exhaustive
 def test_a_row_splits_the_start_into_parts_that_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, folder = tmp_path / "start.csv", tmp_path / "tiny"
     main(["--random", "tiny", "--folder", str(folder), "--device", "cpu", "--rounds", "1", "--output", str(output)])

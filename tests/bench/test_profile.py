@@ -83,7 +83,6 @@ async def test_the_parts_of_real_requests_add_up_to_the_whole(picture_folder: Pa
     assert sum(found.parts_ms.values()) == pytest.approx(found.whole_ms, rel=0.03)
     assert found.counts == {JPEG: 1, UPLOAD: 1, RESIZE: 1, VISION: 1, PREFILL: 1, DECODE: 4}
     assert all(ms > 0 for ms in found.parts_ms.values()), found.parts_ms
-    assert found.parts_ms[GAPS] < 0.5 * found.whole_ms
     for request in found.requests:
         assert all(0 <= span.start_s <= span.end_s <= request.whole_s for span in request.spans)
         order = [span.name for span in sorted(request.spans, key=lambda span: span.start_s)]

@@ -18,15 +18,15 @@ from kestrel.bench.kernels.measure import CannotRun, CaseTimer, all_cases
 from kestrel.bench.kernels.tune import LeftOut, Tuned, TuningRun, choose_cases
 from kestrel.cli.tune import run_tuning
 from kestrel.errors import ConfigError
-from kestrel.kernels.triton.best_ids import Tuning
+from kestrel.kernels.triton.launch import TunedSize, rows_range
 from kestrel.kernels.triton.ops import triton_ops
-from kestrel.kernels.triton.tuning_table import TunedSize, rows_range
+from kestrel.kernels.triton.sampling import BestTuning
 from kestrel.kernels.tuning import GrowingTable, MeasuredWith, RawTable, find_table
 
 DEVICE = torch.device(DEVICES[0])
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 HERE = MeasuredWith.here("NVIDIA L40S", (8, 9))
-NARROW, WIDE, SLOW = Tuning(16, 1), Tuning(32, 1), Tuning(64, 2)
+NARROW, WIDE, SLOW = BestTuning(16, 1), BestTuning(32, 1), BestTuning(64, 2)
 Clockwork = Callable[[Case, Any], float | None]
 
 

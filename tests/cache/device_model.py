@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kestrel.cache import CacheManager, PageLease
-from kestrel.cache.nodes import Keys, RadixNode, context_keys
-from kestrel.cache.radix import RadixPrefixCache
+from kestrel.cache.radix import Keys, RadixNode, RadixPrefixCache, context_keys
 from kestrel.tokens import ContextItem, ImageSpan, num_positions
 
 

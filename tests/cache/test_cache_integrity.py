@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kestrel.cache import CacheManager, PageLease
-from kestrel.cache.nodes import RadixNode, RadixRoot
-from kestrel.cache.radix import RadixPrefixCache
+from kestrel.cache.radix import RadixNode, RadixPrefixCache, RadixRoot
 from kestrel.tokens import TextToken
 
 from .builders import BASE, nodes_by_span, open_lease, remember, text

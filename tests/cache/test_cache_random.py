@@ -9,6 +9,7 @@ import pytest
 from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken
+from tests.exhaustive import sweep
 
 from .device_model import Device, SimulatedSequence
 
@@ -77,9 +78,8 @@ class RandomLoad:
         )
 
 
-@pytest.mark.parametrize(
-    ("page_size", "num_pages", "num_operations"), [(1, 20, 30_000), (3, 14, 30_000), (16, 12, 25_000), (64, 9, 20_000)]
-)
+@sweep("num_operations", [5_000, 30_000], always=[5_000])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 20), (3, 14), (16, 12), (64, 9)])
 def test_random_operations_keep_the_cache_whole(page_size: int, num_pages: int, num_operations: int) -> None:
     load = RandomLoad(page_size, page_size, num_pages)
     manager = load.device.manager

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel.cache.nodes import common_length, context_keys, count_positions, page_aligned_cut, pages_for
-from kestrel.cache.pages import CacheMisuse
+from kestrel.cache.manager import CacheMisuse
+from kestrel.cache.radix import common_length, context_keys, count_positions, page_aligned_cut, pages_for
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, num_positions
 
 coordinate = st.sampled_from([0.0, 0.5, 1.0])

@@ -173,4 +173,4 @@ def test_every_known_model_can_say_what_an_adapter_must_fit() -> None:
     shapes = {spec.name: families.adapter_shape(spec) for spec in families.known_models()}
     assert shapes["moondream2"].moe is None
     assert shapes["moondream3-preview"].moe is not None
-    assert (shapes["moondream2"].num_layers, shapes["moondream2"].qkv_dim) == (24, 6144)
+    assert (shapes["moondream2"].num_layers, shapes["moondream2"].matrices["qkv"].rows) == (24, 6144)

@@ -56,7 +56,7 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         (("query", str(GOLDENS / "md3" / "config.json"), "hi", *MD3), 2, "image: "),
         (("query", " ", *MD3), 2, "question: is empty"),
         (("query", "hi", *MD3, "--temperature", "500"), 2, "--temperature: must be a number from 0 to 2"),
-        (("query", "hi", *MD3, "--top-p", "0"), 2, "--top-p: must be above 0"),
+        (("query", "hi", *MD3, "--top-p", "-0.01"), 2, "--top-p: must be a number from 0 to 1"),
         (("query", "hi", *MD3, "--logprobs", "2"), 2, "add --json"),
         (("query", "hi", *MD3, "--spatial-ref", "0.1,0.1"), 2, "give an image"),
         (

@@ -66,7 +66,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_ends_with_130_and_no_traceback() -> No
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors == b"interrupted\n"
 
@@ -79,7 +79,7 @@ def test_a_reader_that_leaves_early_ends_the_program_quietly() -> None:
     assert process.stderr is not None
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=60) == 1
     assert errors == b""
 
 

@@ -60,6 +60,7 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
     assert kestrel("train", "adapter", *flags, "--resume").code == 0
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path, tmp_path: Path) -> None:
     output = tmp_path / "new.safetensors"
     flags = ("train", "adapter", "--data", data, "--output", output, "--epochs", "100000", *base())

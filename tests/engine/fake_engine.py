@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -16,7 +15,6 @@ from kestrel.moondream.prompts import moondream_profile
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.fake import FakeRuntime
-from kestrel.skills import default_registry
 from tests.engine.conftest import GOLDENS
 
 
@@ -34,9 +32,7 @@ def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> Inference
         num_image_positions=config.vision.num_patches,
         adapter_shape=adapter_shape(config.text),
     )
-    engine = InferenceEngine(RuntimeConfig(**changes), ready, default_registry(), asyncio.get_running_loop())
-    engine._worker.start()
-    return engine
+    return InferenceEngine.start(RuntimeConfig(**changes), ready)
 
 
 def fake_limits(**changes: int) -> RuntimeLimits:

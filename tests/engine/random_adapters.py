@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair, save_adapter
-from kestrel.adapters.adapter import MATRICES, Side
+from kestrel.adapters.adapter import Side
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.decoder import adapter_shape
 from tests.engine.conftest import GOLDENS
@@ -23,7 +23,7 @@ def random_adapter(family: str, rank: int, seed: int, size: float = 0.15) -> Ada
     def factor(target: AdapterTarget, side: Side) -> Tensor:
         return torch.randn(shape.tensor_shape(target, side, rank), generator=dice) * size
 
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES]
+    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in shape.matrices]
     pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
     return Adapter("kestrel-adapter", rank, pairs)
 

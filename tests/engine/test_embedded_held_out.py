@@ -15,6 +15,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import RequestCancelled
 from kestrel.evals.scoring import AnswerResult, CaptionResult, CountResult, DetectResult, ThinkingResult
+from tests.exhaustive import sweep
 
 from .held_out import Asked, asked_about, scored
 
@@ -60,10 +61,15 @@ def assert_all_pages_came_back(running: InferenceEngine) -> None:
     assert running._cache.num_free_pages == running._cache.num_pages
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_counts_names_and_boxes_are_right_in_a_crowd_and_alone(dtype: str) -> None:
+@sweep(
+    ("dtype", "num_scenes", "num_alone"),
+    [("float32", 5, 1), ("float32", 8, 3), ("bfloat16", 5, 1)],
+    always=[("float32", 5, 1)],
+)
+async def test_counts_names_and_boxes_are_right_in_a_crowd_and_alone(
+    dtype: str, num_scenes: int, num_alone: int
+) -> None:
     """The crowd asks about many pictures at once. Alone, another tenant asks: it shares nothing with the crowd."""
-    num_scenes, num_alone = (8, 3) if dtype == "float32" else (5, 1)
     crowd = asked_about(FAMILIES, num_scenes=num_scenes)
     assert sum(each.question.family == "count" for each in crowd) == num_scenes
     alone = asked_about(FAMILIES, num_scenes=num_alone)

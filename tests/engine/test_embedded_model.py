@@ -9,13 +9,13 @@ import asyncio
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kestrel.cli.demo import SCENE, SCENE_SEED, SCENE_SIZE
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.evals.metrics import box_iou, match_points
 from kestrel.train.scenes.sampling import HELD_OUT, sample_batch, scene_at
+from tests.exhaustive import sweep
 
 OBJECTS = scene_at(sample_batch(np.array([SCENE_SEED]), *SCENE_SIZE, HELD_OUT), 0).objects
 BEES = [thing.box for thing in OBJECTS if thing.name == "bee"]
@@ -35,7 +35,7 @@ async def engine(**changes: Any) -> InferenceEngine:
     return await InferenceEngine.create(RuntimeConfig(device="cpu", kv_cache_pages=600, **changes))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@sweep("dtype", ["float32", "bfloat16"], always=["bfloat16"])
 async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str) -> None:
     async with await engine(dtype=dtype, max_batch_size=16) as running:
         for question, answer in ANSWERS.items():

@@ -16,6 +16,7 @@ from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable,
 from tests.adapters.adapter_hosts import host, slow
 from tests.engine.conftest import GOLDENS, MakeEngine, ask, assert_same_output, cases, picture
 from tests.engine.random_adapters import random_adapter, write_adapters
+from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS
 
 QUESTION = "what is the cat?"
@@ -55,7 +56,7 @@ async def test_a_variant_answers_as_the_reference_alone_and_beside_the_base(
     assert base.adapter is None
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 async def test_sixteen_adapters_over_four_slots_answer_64_at_once_as_each_alone(
     family: str, make_coarse_engine: MakeEngine, folder: Path
 ) -> None:

@@ -27,7 +27,7 @@ class GatedRuntime(FakeRuntime):
 
     def launch(self, plan: StepPlan) -> FakeStep:
         self.num_launches_begun += 1
-        assert self.gate.acquire(timeout=10)
+        assert self.gate.acquire(timeout=60)
         return super().launch(plan)
 
     def open(self) -> None:

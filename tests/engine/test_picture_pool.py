@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kestrel import threads
 from kestrel.config import RuntimeConfig
-from kestrel.engine import pools
+from kestrel.engine import api, pools
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled, RequestError
-from kestrel.images import decode
+from kestrel.images import decode, rgb
 from kestrel.images.decode import OpenedImage, find_or_open
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.rgb import RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import TilingParams
+from kestrel.runtime.fake import FakeRuntime
+from tests.engine.fake_engine import fake_engine, fake_limits
 
 FORM = PictureForm(TilingParams(crop_size=378, patch_size=14, overlap_margin=4, max_crops=12))
 LARGE = np.zeros((30, 40, 3), np.uint8)
@@ -41,7 +45,7 @@ class SlowDecoding:
             self.num_running += 1
             self.most_running = max(self.most_running, self.num_running)
         if opened.is_large:
-            assert self.go.wait(30)
+            assert self.go.wait(60)
         with self._lock:
             self.num_running -= 1
         return RgbImage.from_pixels(opened.load().pixels())
@@ -136,3 +140,75 @@ async def test_what_is_kept_is_what_the_model_needs() -> None:
     pool.release("a")
     assert pool._num_bytes == 0
     pool.close()
+
+
+class Clock:
+    """Takes the place of `time`: a stretch of work takes a tenth of a second, and rests are added up."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.rested_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.1
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.rested_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(threads, "time", clock)
+    monkeypatch.setattr(decode, "LARGE_PIXELS", 100_000)
+    monkeypatch.setattr(rgb, "PART_BYTES", 2**14)
+    return clock
+
+
+@pytest.mark.parametrize("is_computing", [True, False])
+async def test_large_pictures_rest_while_the_model_computes(clock: Clock, is_computing: bool) -> None:
+    pool = PicturePool(RuntimeConfig(), FORM, lambda: is_computing)
+    await pool.decode("a", [np.zeros((400, 300, 3), np.uint8)])
+    assert clock.now_s > 2.0
+    assert clock.rested_s == pytest.approx(clock.now_s / 2, rel=0.1) if is_computing else clock.rested_s == 0.0
+    pool.close()
+
+
+async def test_others_never_rest(clock: Clock) -> None:
+    pool = PicturePool(RuntimeConfig(), FORM, lambda: True)
+    await pool.decode("a", [np.zeros((300, 300, 3), np.uint8)])
+    assert clock.rested_s == 0.0
+    pool.close()
+
+
+def test_work_done_while_nobody_waited_is_not_made_up_for(clock: Clock) -> None:
+    is_needed = False
+    pace = threads.Pace(lambda: is_needed)
+    for _ in range(100):
+        pace.rest()
+    is_needed = True
+    pace.rest()
+    assert clock.rested_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("paces_pictures", [True, False])
+async def test_the_engine_tells_when_a_model_computes_on_this_processor(
+    paces_pictures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Callable[[], bool]] = []
+
+    class Pool(PicturePool):
+        def __init__(self, config: RuntimeConfig, form: PictureForm | None, is_computing: Callable[[], bool]) -> None:
+            super().__init__(config, form, is_computing)
+            told.append(is_computing)
+
+    monkeypatch.setattr(api, "PicturePool", Pool)
+    limits = fake_limits(steps_in_flight=0, paces_pictures=paces_pictures)
+    async with fake_engine(FakeRuntime(limits, vocab_size=320)) as engine:
+        [is_computing] = told
+        stream = await engine.query(None, "What?", stream=True, settings={"max_tokens": 300})
+        seen = {is_computing() async for _ in stream}
+        assert (True in seen) == paces_pictures
+        while is_computing():
+            await asyncio.sleep(0.001)

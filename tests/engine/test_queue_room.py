@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kestrel.engine.queue_room import QueueRoom
+from kestrel.engine.intake import QueueRoom
 from kestrel.errors import QueueFull
 from tests.engine.fake_engine import fake_engine
 

@@ -40,7 +40,7 @@ async def test_stop_strings_cut_captions_where_str_find_does(engine: InferenceEn
         expected = whole[: whole.find(stop)] if stop in whole else whole
         assert "".join(chunks) == result.text == result.output["caption"] == expected
         assert stop not in whole or result.finish_reason == "stop"
-    assert engine._scheduler.num_running == 0
+    assert engine.snapshot().num_running == 0
 
 
 async def test_streamed_logprobs_are_those_of_the_result(engine: InferenceEngine) -> None:
@@ -76,6 +76,19 @@ async def test_the_same_seed_gives_the_same_text_in_any_company(engine: Inferenc
     assert alone.metrics.output_tokens >= 12
     other = await engine.query(SCENE, QUESTION, reasoning=False, settings=everything | {"seed": 99})
     assert other.text != alone.text
+
+
+async def test_settings_at_their_lowest_values_run(engine: InferenceEngine) -> None:
+    async def caption(**settings: Any) -> str:
+        return (await engine.caption(SCENE, "normal", max_tokens=12, **settings)).text
+
+    warm = {"temperature": 2.0, "top_p": 1.0}
+    assert await caption(temperature=2.0, top_p=0) == await caption(temperature=0)
+    assert await caption(**warm, seed=3, top_k=-1) == await caption(**warm, seed=3, top_k=0)
+    lowest, highest = -(2**63), 2**63 - 1
+    texts = [await caption(**warm, seed=seed) for seed in (lowest, -1, highest, 0, lowest)]
+    assert texts[0] == texts[-1]
+    assert len(set(texts)) == 4
 
 
 async def test_ends_can_be_put_off_and_ignored(engine: InferenceEngine) -> None:

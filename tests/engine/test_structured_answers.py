@@ -23,6 +23,7 @@ from kestrel.errors import CapacityError, EngineStopped, QueueFull, RequestCance
 from tests.constraints.json_walks import SCHEMAS, assert_valid
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
+from tests.exhaustive import sweep
 from tests.scene import SCENE
 
 PICTURE = GOLDENS / "image_small.png"
@@ -33,7 +34,7 @@ def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_every_schema_is_kept_by_random_weights(
     family: str, temperature: float, make_coarse_engine: MakeEngine
@@ -244,7 +245,7 @@ async def test_skills_that_write_no_free_text_refuse_a_format() -> None:
 async def test_formats_wait_for_each_other_in_a_queue_that_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MAX_WAITING", 6)
     threads, may_go_on = FormatThreads(None), threading.Event()
-    waiting = [asyncio.create_task(threads.run(False, may_go_on.wait, 20)) for _ in range(6)]
+    waiting = [asyncio.create_task(threads.run(False, may_go_on.wait, 60)) for _ in range(6)]
     await asyncio.sleep(0.05)
     with pytest.raises(QueueFull, match="6 answer formats are waiting"):
         await threads.run(False, int, "7")
@@ -267,7 +268,7 @@ async def test_reading_the_vocabulary_does_not_hold_the_loop() -> None:
 
     def slowly() -> str:
         is_reading.set()
-        went_on.append(may_go_on.wait(5))
+        went_on.append(may_go_on.wait(60))
         return read()
 
     constraints._tokenizer_json = slowly
@@ -337,7 +338,7 @@ async def test_a_format_that_is_kept_does_not_wait_for_one_that_compiles(monkeyp
 
     def slowly(self: ConstraintCompiler, wanted: ResponseFormat) -> Any:
         is_compiling.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return compile_it(self, wanted)
 
     try:
@@ -345,9 +346,9 @@ async def test_a_format_that_is_kept_does_not_wait_for_one_that_compiles(monkeyp
         await engine.run("query", **QUESTION, max_tokens=3, response_format=known)
         monkeypatch.setattr(ConstraintCompiler, "_compile", slowly)
         slow = asyncio.create_task(engine.run("query", **QUESTION, max_tokens=3, response_format=new))
-        await asyncio.to_thread(is_compiling.wait, 20)
+        await asyncio.to_thread(is_compiling.wait, 60)
         quick = engine.run("query", **QUESTION, max_tokens=3, response_format=known)
-        assert (await asyncio.wait_for(quick, 3)).output["answer"].startswith("{")
+        assert (await asyncio.wait_for(quick, 50)).output["answer"].startswith("{")
         assert not slow.done()
         may_go_on.set()
         assert (await slow).output["answer"].startswith("{")

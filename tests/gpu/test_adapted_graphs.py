@@ -6,11 +6,11 @@ import pytest
 
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.bring_up import batch_sizes
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.graph_pool import GraphPool
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.tokens import Token

@@ -10,16 +10,16 @@ import torch
 from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.bring_up import batch_sizes
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps
 from kestrel.runtime.graph_pool import GraphPool
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
+from kestrel.settings import SamplingParams
 from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, Paged, RecordingDecoder

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.paged import paged
 from tests.runtime.test_paged_equality import all_skills

@@ -9,9 +9,8 @@ from kestrel.grammar import free_text
 from kestrel.kernels.commit_ids import advance, stop
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.device import upload
-from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.runtime.rows import RowTable
-from kestrel.sampling_params import SamplingParams
+from kestrel.runtime.rows import GrammarTables, RowTable
+from kestrel.settings import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -51,12 +51,12 @@ def test_the_filter_stays_until_the_last_thread_leaves():
     def hold() -> None:
         with quiet:
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     before = list(warnings.filters)
     thread = threading.Thread(target=hold)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     with quiet:
         pass
     _warn_as("PIL.PngImagePlugin")

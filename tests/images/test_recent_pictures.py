@@ -69,7 +69,7 @@ def test_threads_that_ask_for_one_file_decode_it_once() -> None:
 
     def decode() -> RgbImage:
         calls.append(1)
-        assert going.wait(10)
+        assert going.wait(60)
         return rgb(1)
 
     with ThreadPoolExecutor(4) as pool:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from kestrel.images import rgb, shrink
+from kestrel.images import rgb
 from kestrel.images.crops import cut_crops, make_crops, shrunk_tensors
 from kestrel.images.decode import decode_image, decode_opened, find_or_open
 from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.images.shrink import PictureForm, ShrunkImage
 from kestrel.images.tiling import plan_tiling
+from tests.exhaustive import sweep
 
 from .pictures import MOONDREAM, ROOMY, encode, pattern
 
@@ -24,8 +25,7 @@ FORM = PictureForm(MOONDREAM)
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that pictures of a test are cut into dozens."""
-    for module in (rgb, shrink):
-        monkeypatch.setattr(module, "PART_PIXELS", 10_000)
+    monkeypatch.setattr(rgb, "PART_BYTES", 2**14)
 
 
 def shrunk(source: Any, form: PictureForm = FORM) -> ShrunkImage:
@@ -44,9 +44,10 @@ def require_same_crops(source: Any) -> None:
     assert torch.equal(cut_crops(*shrunk_tensors(reduced), plan), make_crops(image, plan))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("height", "width"),
     [(378, 378), (100, 60), (300, 1500), (1500, 300), (900, 700), (1300, 400), (420, 3000), (3000, 420), (379, 378)],
+    always=[(378, 378), (100, 60), (1500, 300), (900, 700), (379, 378)],
 )
 @pytest.mark.usefixtures("small_parts")
 def test_crops_are_those_of_the_whole_picture(height: int, width: int) -> None:
@@ -57,17 +58,47 @@ def test_pictures_of_one_part_are_resized_alike() -> None:
     require_same_crops(pattern(700, 500, 2))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "La", "P", "RGBA", "RGBa", "CMYK", "I;16"])
 @pytest.mark.usefixtures("small_parts")
 def test_parts_are_converted_as_the_whole(mode: str) -> None:
     image = Image.fromarray(pattern(500, 700, 3))
-    image = image.convert("L").convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
+    by_way_of = {"I;16": ["L", "I", "I;16"], "La": ["LA", "La"], "RGBa": ["RGBA", "RGBa"]}
+    for step in by_way_of.get(mode, [mode]):
+        image = image.convert(step)
     require_same_crops(image)
-    require_same_crops(encode(image, "TIFF" if mode == "CMYK" else "PNG"))
+    if mode not in ("La", "RGBa"):  # no format keeps these two
+        require_same_crops(encode(image, "TIFF" if mode == "CMYK" else "PNG"))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "I;16"])
+@pytest.mark.usefixtures("small_parts")
+def test_grey_pictures_are_resized_as_one_channel(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: set[str] = set()
+    resize = Image.Image.resize
+
+    def noted(image: Image.Image, *how: Any) -> Image.Image:
+        modes.add(image.mode)
+        return resize(image, *how)
+
+    monkeypatch.setattr(Image.Image, "resize", noted)
+    image = Image.new(mode, (700, 500))
+    opened = find_or_open(encode(image, "PNG"), ROOMY)
+    assert not isinstance(opened, (RgbImage, ShrunkImage))
+    assert isinstance(decode_opened(opened, form=FORM), ShrunkImage)
+    assert modes == {"L"}
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_thread_may_rest_before_every_part() -> None:
+    opened = find_or_open(pattern(500, 700, 8), ROOMY)
+    assert not isinstance(opened, (RgbImage, ShrunkImage))
+    rests: list[None] = []
+    decode_opened(opened, form=FORM, rest=lambda: rests.append(None))
+    assert len(rests) >= 500 * 700 / (rgb.PART_BYTES / 4)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+@sweep("image_format", ["JPEG", "PNG"], always=["JPEG"])
 @pytest.mark.usefixtures("small_parts")
 def test_parts_of_turned_pictures_are_upright(orientation: int, image_format: str) -> None:
     exif = Image.Exif()

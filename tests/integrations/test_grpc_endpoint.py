@@ -84,7 +84,7 @@ def test_without_a_known_key_nothing_is_computed(
 
 def test_a_stream_without_a_key_is_refused(locked: Endpoint) -> None:
     with open_stream(locked.url, authorization="Bearer wrong") as (_, arrived):
-        _, error = arrived.get(timeout=30)
+        _, error = arrived.get(timeout=60)
     assert error.status() == "StatusCode.UNAUTHENTICATED"
 
 
@@ -151,7 +151,7 @@ def raw(locked: Endpoint, request: Any) -> Any:
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=service_pb2.ModelInferResponse.FromString,
         )
-        return call(request, metadata=tuple(BEARER.items()), timeout=30)
+        return call(request, metadata=tuple(BEARER.items()), timeout=60)
 
 
 def request_with(*inputs: tuple[str, bytes], contents: bool = False) -> Any:
@@ -201,19 +201,19 @@ def test_a_client_with_too_many_requests_is_refused(locked: Endpoint) -> None:
     with open_stream(locked.url, leaves=True, **BEARER) as (stream, arrived):
         for _ in range(2):
             stream.async_stream_infer("moondream", tensors(skill="query", **long_query(0, stream=True)))
-            assert arrived.get(timeout=30)[1] is None
+            assert arrived.get(timeout=60)[1] is None
         with grpcclient.InferenceServerClient(locked.url) as client:
             assert "max_requests_per_client" in refused(client, code="RESOURCE_EXHAUSTED", **QUICK)
             assert infer(client, {"x-moondream-auth": "other-key"}, **QUICK) is not None
         http = httpx.post(
-            f"http://127.0.0.1:{locked.http_port}/v1/query", json={"question": "Who?"}, headers=BEARER, timeout=30
+            f"http://127.0.0.1:{locked.http_port}/v1/query", json={"question": "Who?"}, headers=BEARER, timeout=60
         )
         assert http.status_code == 429
 
 
 def test_requests_are_counted_with_those_over_http(locked: Endpoint, client: grpcclient.InferenceServerClient) -> None:
     def finished() -> float:
-        page = httpx.get(f"http://127.0.0.1:{locked.http_port}/metrics", headers=BEARER, timeout=30).text
+        page = httpx.get(f"http://127.0.0.1:{locked.http_port}/metrics", headers=BEARER, timeout=60).text
         lines = [line for line in page.splitlines() if line.startswith("kestrel_requests_finished_total")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -244,10 +244,10 @@ def test_the_health_service_says_serving(locked: Endpoint) -> None:
     with grpc.insecure_channel(locked.url) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=10).status == serving
-        assert next(health.Watch(health_pb2.HealthCheckRequest(), timeout=10)).status == serving
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == serving
+        assert next(health.Watch(health_pb2.HealthCheckRequest(), timeout=60)).status == serving
         with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
-            health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=10)
+            health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=60)
 
 
 # ---------------------------------------------------------------------- starting and draining
@@ -299,7 +299,7 @@ def test_while_it_drains_it_refuses_and_says_so(locked: Endpoint, client: grpccl
     """The last test: it ends the server that the others share."""
     with open_stream(locked.url, authorization=BEARER["authorization"]) as (stream, arrived):
         stream.async_stream_infer("moondream", tensors(skill="query", **long_query(0, 200, stream=True)))
-        assert arrived.get(timeout=30)[1] is None
+        assert arrived.get(timeout=60)[1] is None
         locked.terminate()
         deadline_s = time.monotonic() + 30
         while client.is_server_ready():

@@ -67,7 +67,7 @@ QUICK = message(SKILL=b"query", QUESTION=b"Who are you?", SETTINGS=b'{"max_token
 def ask(endpoint: Endpoint, method: str, data: bytes, metadata: dict[str, str], **options: Any) -> bytes:
     """The raw answer of a call with one message of any bytes."""
     with grpc.insecure_channel(endpoint.url) as channel:
-        return channel.unary_unary(method)(data, metadata=tuple(metadata.items()), timeout=30, **options)
+        return channel.unary_unary(method)(data, metadata=tuple(metadata.items()), timeout=60, **options)
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, str]:
@@ -128,11 +128,11 @@ def test_readers_who_stop_lock_nobody_out_and_are_ended_at_the_deadline(endpoint
     assert len(picture) + len(data_url(picture)) > MAX_PENDING
     with RawConnection(endpoint.url, window=0) as many, RawConnection(endpoint.url, window=0) as one:
         many.call(1, STREAM, message(**values, STREAM=b"1"), **READER)
-        assert eventually(lambda: num_unanswered(endpoint) == 1 and num_running(endpoint) == 0, 30)
+        assert eventually(lambda: num_unanswered(endpoint) == 1 and num_running(endpoint) == 0, 60)
         one.call(1, INFER, message(**values), **READER)
         # Both bodies at the same time would be too many.
-        assert eventually(lambda: "ModelInfer skill=query status=200" in endpoint.log, 30)
-        answer = httpx.post(f"{http_url(endpoint)}/v1/query", json=http, headers=OTHER, timeout=30)
+        assert eventually(lambda: "ModelInfer skill=query status=200" in endpoint.log, 60)
+        answer = httpx.post(f"{http_url(endpoint)}/v1/query", json=http, headers=OTHER, timeout=60)
         assert answer.status_code == 200, answer.text
         assert many.is_ended_by_server()
         assert one.is_ended_by_server()
@@ -160,7 +160,7 @@ def num_unanswered(endpoint: Endpoint) -> float:
 
 
 def metric(endpoint: Endpoint, name: str) -> float:
-    page = httpx.get(f"{http_url(endpoint)}/metrics", headers=OTHER, timeout=30).text
+    page = httpx.get(f"{http_url(endpoint)}/metrics", headers=OTHER, timeout=60).text
     lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -177,7 +177,7 @@ def test_watches_are_few_and_take_nothing_from_other_calls(endpoint: Endpoint) -
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         code, words = refusal(lambda: next(health.Watch(health_pb2.HealthCheckRequest(), timeout=60)))
         assert (code, "call Check" in words) == ("RESOURCE_EXHAUSTED", True)
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status
         assert is_answered(endpoint, OTHER)
 
 
@@ -188,7 +188,7 @@ def test_a_connection_ends_after_the_last_call_on_it_and_only_when_one_was_not_r
     connections = Connections()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         for is_stalled in (False, True):
-            with socket.create_connection(listening.getsockname(), timeout=30) as client:
+            with socket.create_connection(listening.getsockname(), timeout=60) as client:
                 accepted, address = listening.accept()
                 with accepted:
                     peer = f"ipv4:{address[0]}:{address[1]}"

@@ -96,7 +96,7 @@ def truth(endpoint: Endpoint, adapters: Path) -> dict[str, Asked]:
     return dict(zip(calls, direct_answers(list(calls.values()), adapters, model), strict=True))
 
 
-@pytest.fixture(scope="module", params=["triton", "native"])
+@pytest.fixture(scope="module", params=[pytest.param("triton", marks=pytest.mark.exhaustive), "native"])
 def endpoint(
     request: pytest.FixtureRequest, adapters: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Endpoint]:
@@ -391,6 +391,7 @@ def test_over_http_triton_answers_at_generate(endpoint: Endpoint, truth: dict[st
 # ---------------------------------------------------------------------- beginning and end
 
 
+@pytest.mark.exhaustive
 def test_triton_ends_with_the_reason_when_a_setting_cannot_work(tmp_path: Path) -> None:
     install_triton()
     failing = launch_triton(tmp_path / "log", KESTREL_MAX_BATCH_SIZE="0")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel.kernels.fp8_linear import fp8_linear, scaled_mm_linear, weights_to_fp8
-from kestrel.kernels.fp8_rows import rows_to_fp8
+from kestrel.kernels.fp8 import fp8_linear, rows_to_fp8, scaled_mm_linear, weights_to_fp8
 from tests.kernels.triton_mode import Draw
 
 SHAPES = [(1, 64, 32), (5, 48, 80), (750, 2048, 2048), (0, 32, 16)]

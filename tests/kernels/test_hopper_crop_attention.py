@@ -14,13 +14,13 @@ import pytest
 import torch
 import triton
 
-from kestrel.kernels.crop_attention import attend_crops as plain
-from kestrel.kernels.triton import crop_attention_choice
-from kestrel.kernels.triton.crop_attention_choice import attend_crops_on_hopper, fastest_attend_crops
-from kestrel.runtime.cpu_products import computing
+from kestrel.kernels.triton import vision
+from kestrel.kernels.triton.vision import attend_crops_on_hopper, fastest_attend_crops
+from kestrel.kernels.vision import attend_crops as plain
+from kestrel.runtime.device import computing
 
 BF16 = torch.bfloat16
-is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == crop_attention_choice.HOPPER
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == vision.HOPPER
 on_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
 CASES = {
     "one position": (1, 1, 1, 72),
@@ -111,8 +111,8 @@ def wrong(qkv: torch.Tensor, heads: int) -> torch.Tensor:
 def test_where_it_fails_the_log_says_why_and_torch_does_it(
     kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(crop_attention_choice, "attend_crops_on_hopper", kernel)
-    monkeypatch.setattr(crop_attention_choice, "DEVICE", "cpu")
+    monkeypatch.setattr(vision, "attend_crops_on_hopper", kernel)
+    monkeypatch.setattr(vision, "DEVICE", "cpu")
     with caplog.at_level(logging.WARNING), computing(torch.device("cpu"), BF16):
         assert fastest_attend_crops((9, 0)) is plain
     (line,) = caplog.messages
@@ -136,6 +136,7 @@ print("wgmma.mma_async" in made.asm["ptx"], len(made.asm["cubin"]) > 0)
 
 
 @pytest.mark.skipif(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6), reason="needs Triton 3.6")
+@pytest.mark.exhaustive
 def test_it_compiles_for_hopper_on_any_machine() -> None:
     """In a process of its own, since the interpreter that other tests run kernels in is chosen at the import."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

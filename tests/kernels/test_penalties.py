@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kestrel.kernels.penalties import Penalties, penalise
+from kestrel.kernels.sampling import Penalties, penalise
 
 VOCAB = 7
 SCORES = st.lists(st.floats(-30, 30, width=32), min_size=VOCAB, max_size=VOCAB)

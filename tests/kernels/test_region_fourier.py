@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kestrel.kernels.region_fourier import fourier_features
+from kestrel.kernels.vision import fourier_features
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kestrel.kernels.rope import apply_rope, rope_tables
+from kestrel.kernels.rotary import apply_rope, rope_tables
 
 
 @pytest.fixture(autouse=True)

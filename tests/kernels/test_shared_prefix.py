@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.paged_attention import attend_padded, write_kv
-from kestrel.kernels.shared_prefix import attend_joined, attend_shared, join_keys
+from kestrel.kernels.paged_attention import attend_joined, attend_padded, attend_shared, join_keys, write_kv
 
 SLOTS, HEAD_DIM = 400, 16
 FP8 = torch.float8_e4m3fn

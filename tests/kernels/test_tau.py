@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kestrel.kernels.tau import scale_heads, tau_factors, tau_position
+from kestrel.kernels.rotary import scale_heads, tau_factors, tau_position
 
 
 @pytest.fixture(autouse=True)

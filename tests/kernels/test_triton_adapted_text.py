@@ -19,6 +19,7 @@ ON_DEVICE = FAMILIES if torch.cuda.is_available() else ["md2"]
 """Experts take minutes in the interpreter; tests of their kernel alone are in test_triton_moe_deltas.py."""
 
 
+@pytest.mark.exhaustive
 @devices
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("family", ON_DEVICE)

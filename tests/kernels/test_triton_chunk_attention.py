@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.chunk_attention import attend_chunks as plain
-from kestrel.kernels.triton.chunk_attention import Tuning, attend_chunks
+from kestrel.kernels.paged_attention import attend_chunks as plain
+from kestrel.kernels.triton.paged_attention import ChunksTuning, attend_chunks
+from tests.exhaustive import sweep
 
-BLOCKS = {"more keys": Tuning(16, 32), "more queries": Tuning(32, 16), "chosen": None}
+BLOCKS = {"more keys": ChunksTuning(16, 32), "more queries": ChunksTuning(32, 16), "chosen": None}
 PICTURE, TEXT = 1, 0
 CASES = {
     "one query": (1, 1, 64, 16, [(0, 1, TEXT)]),
@@ -115,10 +116,11 @@ def test_the_plain_version_does_what_its_contract_says(case: str) -> None:
 # The blocks that are chosen have the sizes of both others in another pairing: a few cases are enough for them.
 CHOSEN = ("one query", "odd sizes, an empty chunk", "groups of seven, odd head", "pictures and prompts", "no chunks")
 WAYS = [(case, blocks) for case in CASES for blocks in BLOCKS if blocks != "chosen" or case in CHOSEN]
+PAIRS = [("odd sizes, an empty chunk", "more keys"), ("groups of two", "more queries")]
 
 
 @devices
-@pytest.mark.parametrize(("case", "blocks"), WAYS)
+@sweep(("case", "blocks"), WAYS, always=[way for way in WAYS if way[1] == "chosen" or way in PAIRS])
 def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: str, device: str) -> None:
     given = chunks(case, device)
     got = attend_chunks(*given.arguments(), tuning=BLOCKS[blocks])[given.owned()]
@@ -126,7 +128,7 @@ def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: 
 
 
 @devices
-@pytest.mark.parametrize("case", ["full blocks", "groups of two", "pictures and prompts", "a prompt"])
+@sweep("case", ["full blocks", "groups of two", "pictures and prompts", "a prompt"], always=["groups of two"])
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(case: str, device: str) -> None:
     """In the blocks chosen for it."""
     given = chunks(case, device, HALF[device])
@@ -180,7 +182,7 @@ def test_what_describes_the_chunks_may_be_narrow(device: str) -> None:
 def test_more_room_than_the_longest_chunk_needs_changes_nothing(device: str) -> None:
     given = chunks("odd sizes, an empty chunk", device)
     roomy = replace(given, max_count=3 * given.max_count)
-    for version in (plain, partial(attend_chunks, tuning=Tuning(16, 16))):
+    for version in (plain, partial(attend_chunks, tuning=ChunksTuning(16, 16))):
         got, expected = version(*roomy.arguments()), version(*given.arguments())
         torch.testing.assert_close(got[given.owned()], expected[given.owned()], rtol=1e-6, atol=1e-6)
 
@@ -201,4 +203,4 @@ def test_a_captured_launch_serves_other_chunks() -> None:
 
 @pytest.mark.parametrize("max_count", [1, 20, 64, 730, 4096])
 def test_blocks_of_full_precision_are_small(max_count: int) -> None:
-    assert Tuning.of(max_count, head_dim=64, bytes_per_number=4).block_queries <= 32
+    assert ChunksTuning.of(max_count, head_dim=64, bytes_per_number=4).block_queries <= 32

@@ -7,10 +7,10 @@ from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: sk
 import pytest
 import torch
 
-from kestrel.kernels.crop_attention import attend_crops as plain
-from kestrel.kernels.triton.crop_attention import Tuning, attend_crops, split_head
+from kestrel.kernels.triton.vision import CropTuning, attend_crops, split_head
+from kestrel.kernels.vision import attend_crops as plain
 
-SMALL = Tuning(block_queries=32, block_keys=32)
+SMALL = CropTuning(block_queries=32, block_keys=32)
 CASES = {
     "one position": (1, 1, 1, 72),
     "full blocks": (2, 64, 2, 64),

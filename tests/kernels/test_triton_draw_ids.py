@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.best_ids import chosen
-from kestrel.kernels.draw_ids import draw_ids as plain_draw_ids
 from kestrel.kernels.row_tables import DrawingRows
-from kestrel.kernels.sampling import Truncation, exponentials, truncate
-from kestrel.kernels.triton.draw_ids import Tuning, draw_ids, exponential, uniform
+from kestrel.kernels.sampling import Truncation, chosen, exponentials, truncate
+from kestrel.kernels.sampling import draw_ids as plain_draw_ids
+from kestrel.kernels.triton.sampling import DrawTuning, draw_ids, exponential, uniform
+from tests.exhaustive import sweep
 
-SMALL = Tuning(block_ids=32, num_warps=1, row_ids=64, row_warps=1)
+SMALL = DrawTuning(block_ids=32, num_warps=1, row_ids=64, row_warps=1)
+TUNINGS = [SMALL, DrawTuning(64, 1, 16, 1), DrawTuning(256, 1, 512, 1)]
 NARROW = 1e-5
 """Rounding may decide where shares or times are closer than this."""
 INF = float("inf")
@@ -79,7 +80,7 @@ def is_sure(scores_BV: Tensor, rows_B: Tensor, rows: DrawingRows) -> Tensor:
 
 
 def check(
-    scores_BV: Tensor, rows: DrawingRows, rows_B: Tensor | None = None, tuning: Tuning = SMALL, unsure: int = 0
+    scores_BV: Tensor, rows: DrawingRows, rows_B: Tensor | None = None, tuning: DrawTuning = SMALL, unsure: int = 0
 ) -> Tensor:
     """Both versions give the same, but for so many entries at most; gives the ids."""
     rows_B = torch.arange(len(scores_BV), device=scores_BV.device) if rows_B is None else rows_B
@@ -92,7 +93,7 @@ def check(
 
 
 @devices
-@pytest.mark.parametrize("cut", CUTS)
+@sweep("cut", CUTS, always=["nothing", "top_p", "everything"])
 def test_draws_are_those_of_the_plain_version(cut: str, device: str) -> None:
     count = few(device, 8)
     flat, peaked = randn(count, 101, device=device), randn(count, 101, device=device, scale=4.0, seed=1)
@@ -101,7 +102,7 @@ def test_draws_are_those_of_the_plain_version(cut: str, device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("cut", CUTS)
+@sweep("cut", CUTS, always=["top_k", "everything"])
 def test_of_equal_scores_the_smaller_ids_come_first(cut: str, device: str) -> None:
     # No share of whole ids among 101 or 12 equals is a top_p; of three heights, many are equal at every edge.
     count = few(device, 6)
@@ -113,7 +114,7 @@ def test_of_equal_scores_the_smaller_ids_come_first(cut: str, device: str) -> No
 
 
 @devices
-@pytest.mark.parametrize("cut", ["nothing", "top_p", "top_k", "everything", "more than there are"])
+@sweep("cut", ["nothing", "top_p", "top_k", "everything", "more than there are"], always=["top_p", "everything"])
 def test_masked_ids_are_never_drawn(cut: str, device: str) -> None:
     scores_BV = randn(8, 70, device=device)
     mask_BV = torch.rand(8, 70, generator=torch.Generator().manual_seed(3)) < 0.8
@@ -137,7 +138,7 @@ def test_rows_that_take_the_most_likely_id_stand_beside_rows_that_draw(device: s
 
 
 @devices
-@pytest.mark.parametrize("cut", ["nothing", "top_p", "top_k and top_p"])
+@sweep("cut", ["nothing", "top_p", "top_k and top_p"], always=["top_k and top_p"])
 @pytest.mark.parametrize("temperature", [1e-6, 1e-2, 1e5])
 def test_temperatures_of_any_size(temperature: float, cut: str, device: str) -> None:
     scores_BV = randn(6, 65, device=device, scale=20.0).round().clamp(max=20.0) * 1000.0
@@ -145,12 +146,13 @@ def test_temperatures_of_any_size(temperature: float, cut: str, device: str) -> 
 
 
 @devices
-def test_blocks_of_any_size_and_vocabularies_that_fill_none_of_them(device: str) -> None:
-    rows = drawing(4, device, top_k=30, top_p=0.9)
-    for vocab in (1, 31, 64, 129):
-        scores_BV = randn(4, vocab + 3, device=device, seed=vocab)[:, :vocab]
-        for tuning in (SMALL, Tuning(64, 1, 16, 1), Tuning(256, 1, 512, 1)):
-            check(scores_BV, rows, tuning=tuning)
+@sweep("tuning", TUNINGS, always=TUNINGS[1:2])
+@pytest.mark.parametrize("vocab", [1, 31, 64, 129])
+def test_blocks_of_any_size_and_vocabularies_that_fill_none_of_them(
+    vocab: int, tuning: DrawTuning, device: str
+) -> None:
+    scores_BV = randn(4, vocab + 3, device=device, seed=vocab)[:, :vocab]
+    check(scores_BV, drawing(4, device, top_k=30, top_p=0.9), tuning=tuning)
 
 
 @devices
@@ -226,4 +228,4 @@ def test_a_gpu_draws_ids_as_often_as_they_are_likely(how: dict[str, float]) -> N
 def test_full_vocabularies_of_many_rows(scale: float, cut: str) -> None:
     logits_BV = randn(64, 51201, device="cuda", scale=scale)
     for scores_BV in (logits_BV[:, :51200], logits_BV[:, :51200].bfloat16().float()):
-        check(scores_BV, drawing(64, "cuda", temperature=0.7, **CUTS[cut]), tuning=Tuning(), unsure=2)
+        check(scores_BV, drawing(64, "cuda", temperature=0.7, **CUTS[cut]), tuning=DrawTuning(), unsure=2)

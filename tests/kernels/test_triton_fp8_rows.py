@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel.kernels.fp8_rows import gelu_to_fp8 as plain_gelu
-from kestrel.kernels.fp8_rows import rows_to_fp8 as plain
-from kestrel.kernels.triton.fp8_rows import Tuning, gelu_to_fp8, rows_to_fp8
+from kestrel.kernels.fp8 import gelu_to_fp8 as plain_gelu
+from kestrel.kernels.fp8 import rows_to_fp8 as plain
+from kestrel.kernels.triton.fp8 import RowTuning, gelu_to_fp8, rows_to_fp8
 
 SHAPES = [(1, 1152), (5, 2048), (3, 77), (2, 1), (3, 4304), (0, 16)]
 
@@ -74,7 +74,7 @@ def test_activated_rows_are_rounded_to_the_nearest(shape: tuple[int, int], scale
 @pytest.mark.parametrize("num_warps", [1, 8])
 def test_rows_may_be_columns_of_a_wider_tensor(to_fp8: Callable[..., Any], num_warps: int, device: str) -> None:
     wide = Draw(device, HALF[device])(5, 96)
-    got, expected = to_fp8(wide[:, 30:], Tuning(num_warps)), to_fp8(wide[:, 30:].contiguous())
+    got, expected = to_fp8(wide[:, 30:], RowTuning(num_warps)), to_fp8(wide[:, 30:].contiguous())
     assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(got[1], expected[1])
 

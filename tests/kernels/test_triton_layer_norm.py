@@ -7,8 +7,8 @@ from tests.kernels.triton_mode import HALF, Draw, devices, distance, fp8_steps, 
 import pytest
 import torch
 
-from kestrel.kernels import layer_norm as plain
-from kestrel.kernels.triton.layer_norm import (
+from kestrel.kernels import norms as plain
+from kestrel.kernels.triton.norms import (
     Tuning,
     add_layer_norm,
     add_layer_norm_to_fp8,
@@ -112,7 +112,7 @@ def test_normed_rows_in_float8_are_those_of_the_plain_version(
         total, (narrow, scale) = x, layer_norm_to_fp8(x, weight, bias, EPS)
     else:
         total, narrow, scale = add_layer_norm_to_fp8(x, a, b if num_deltas == 2 else None, weight, bias, EPS)
-        assert torch.equal(total, plain.add_deltas(x, a, b if num_deltas == 2 else None))
+        assert torch.equal(total, plain.residual_sum(x, a, b if num_deltas == 2 else None))
     exact = plain.layer_norm(total.double(), weight.double(), bias.double(), EPS)
     largest = exact.abs().amax(dim=1, keepdim=True)
     torch.testing.assert_close(scale, (largest / 448.0).float(), rtol=1e-5, atol=1e-7)

@@ -16,6 +16,7 @@ from kestrel.kernels import low_rank as plain
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
 from kestrel.kernels.triton import low_rank as fast
 from kestrel.kernels.triton.low_rank import Tuning
+from tests.exhaustive import sweep
 
 DIM, QKV, FF = 96, 130, 200
 ODD = "odd ranks and an empty slot"
@@ -119,10 +120,11 @@ WAYS = [
     if shape == ODD or activates_base == (rows_per_tile == 64)
 ]
 """All of the odd ranks, else both tiles and both ways to treat the base, in pairs."""
+LARGE = ("the largest rank beside a small one", 16, False)
 
 
 @devices
-@pytest.mark.parametrize(("shape", "rows_per_tile", "activates_base"), WAYS)
+@sweep(("shape", "rows_per_tile", "activates_base"), WAYS, always=[(ODD, 16, False), (ODD, 64, True), LARGE])
 def test_both_versions_are_the_formula_and_leave_rows_of_the_base_untouched(
     shape: str, rows_per_tile: int, activates_base: bool, device: str
 ) -> None:
@@ -141,7 +143,7 @@ def test_both_versions_are_the_formula_and_leave_rows_of_the_base_untouched(
 
 @devices
 @pytest.mark.parametrize("rows_per_tile", [16, 64])
-@pytest.mark.parametrize("shape", [ODD, "the largest rank beside a small one", "several tiles of one adapter"])
+@sweep("shape", [ODD, "the largest rank beside a small one", "several tiles of one adapter"], always=[ODD])
 def test_the_deltas_of_one_matrix_alone_are_the_formula(shape: str, rows_per_tile: int, device: str) -> None:
     block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
     slot_T, num_slots = torch.tensor(owners, device=device), len(SHAPES[shape][2])
@@ -176,7 +178,7 @@ def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(devi
 
 
 @devices
-@pytest.mark.parametrize(("columns", "rows_per_tile"), [(64, 16), (128, 64), (512, 16)])
+@sweep(("columns", "rows_per_tile"), [(64, 16), (128, 64), (512, 16)], always=[(64, 16)])
 def test_however_columns_are_split_the_sum_is_the_same_up_to_rounding(
     columns: int, rows_per_tile: int, device: str
 ) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.moe_mlp import moe_mlp as plain
 from kestrel.kernels.moe_mlp import moe_mlp_fp8, route_top_k
-from kestrel.kernels.triton.moe_grouped import Tuning, moe_grouped, moe_grouped_fp8
-from kestrel.kernels.triton.moe_grouping import group_pairs
-from kestrel.kernels.triton.moe_small import Tuning as SmallTuning
-from kestrel.kernels.triton.moe_small import moe_small
+from kestrel.kernels.triton.moe_grouped import Tuning, group_pairs, moe_grouped, moe_grouped_fp8
+from kestrel.kernels.triton.moe_mlp import Tuning as SmallTuning
+from kestrel.kernels.triton.moe_mlp import moe_small
+from tests.exhaustive import sweep
 
 CASES = {
     "one token": (1, 32, 16, 8, 2),
@@ -44,7 +44,7 @@ def in_double(x: Tensor, weights: Tensor, ids: Tensor, fc1: Tensor, fc2: Tensor)
 
 @devices
 @BOTH
-@pytest.mark.parametrize("case", CASES)
+@sweep("case", CASES, always=["odd sizes", "every expert", "no tokens"])
 def test_tokens_go_through_their_experts_as_in_the_plain_version(
     case: str, run: Callable[..., Tensor], device: str
 ) -> None:

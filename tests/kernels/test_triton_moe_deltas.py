@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: skip - before any kernel
 
-import pytest
 import torch
 from torch import Tensor
 
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, expert_mlp, moe_mlp_adapted, route_top_k
 from kestrel.kernels.triton.moe_grouped import moe_grouped
+from tests.exhaustive import sweep
 
 DIM, INNER, EXPERTS, TOP_K, SLOTS, MAX_RANK = 40, 24, 5, 2, 3, 4
 RANKS = [4, 0, 1]
@@ -52,7 +52,7 @@ def test_the_plain_version_equals_experts_with_the_adapter_built_in() -> None:
 
 
 @devices
-@pytest.mark.parametrize("num_tokens", [1, 6, 37])
+@sweep("num_tokens", [1, 6, 37], always=[1, 6])
 def test_tokens_get_the_deltas_of_their_adapters(num_tokens: int, device: str) -> None:
     inputs, deltas = drawn(num_tokens, device, torch.float32)
     found = moe_grouped(*inputs, deltas=deltas)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kestrel.kernels.paged_attention import attend_rows as plain
-from kestrel.kernels.triton.paged_attention import Tuning, attend_rows
+from kestrel.kernels.triton.paged_attention import RowsTuning, attend_rows
+from tests.exhaustive import sweep
 
-SPLITS = {"one split": Tuning(target_programs=1), "many splits": Tuning(block_keys=16, min_keys_per_split=16)}
+SPLITS = {"one split": RowsTuning(target_programs=1), "many splits": RowsTuning(block_keys=16, min_keys_per_split=16)}
 CASES = {
     "one head, one key": (1, 1, 64, 16, [1]),
     "full pages": (4, 4, 64, 16, [32, 64]),
@@ -79,8 +80,8 @@ def test_the_plain_version_does_what_its_contract_says(case: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("tuning", SPLITS)
-@pytest.mark.parametrize("case", CASES)
+@sweep("tuning", SPLITS, always=["many splits"])
+@sweep("case", CASES, always=["odd sizes, an empty row", "groups of two", "groups of seven, odd head", "no rows"])
 def test_rows_attend_to_their_own_keys_and_to_nothing_else(case: str, tuning: str, device: str) -> None:
     given = rows(case, device)
     got = attend_rows(*given.arguments(), tuning=SPLITS[tuning])

@@ -13,10 +13,9 @@ from kestrel.images.crops import cut_patches, make_crops, normalise_and_patchify
 from kestrel.images.resize import lanczos_taps, resize_by_taps
 from kestrel.images.tiling import TilingParams, plan_tiling
 from kestrel.kernels.ops import PLAIN
-from kestrel.kernels.patchify import patchify as plain_patchify
-from kestrel.kernels.resample import resample as plain_resample
-from kestrel.kernels.triton.patchify import patchify
-from kestrel.kernels.triton.resample import resample
+from kestrel.kernels.triton.vision import patchify, resample
+from kestrel.kernels.vision import patchify as plain_patchify
+from kestrel.kernels.vision import resample as plain_resample
 from tests.images.pictures import MOONDREAM, pattern
 
 SIZES = [((20, 30), (31, 17)), ((90, 40), (12, 40)), ((5, 7), (60, 61)), ((33, 21), (33, 50)), ((100, 20), (30, 19))]

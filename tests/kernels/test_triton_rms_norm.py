@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kestrel.kernels import rms_norm as plain
-from kestrel.kernels.silu_gate import silu_gate as plain_gate
-from kestrel.kernels.triton import layer_norm as fast
-from kestrel.kernels.triton.silu_gate import silu_gate, silu_gate_to_fp8
+from kestrel.kernels import norms as plain
+from kestrel.kernels.linear import silu_gate as plain_gate
+from kestrel.kernels.triton import norms as fast
+from kestrel.kernels.triton.linear import silu_gate, silu_gate_to_fp8
 
 EPS = 1e-6
 SHAPES = [(1, 2048), (5, 896), (3, 720), (2, 1), (9, 7), (2, 3, 64), (0, 64)]

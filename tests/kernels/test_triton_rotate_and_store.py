@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.rms_norm import rms_norm
-from kestrel.kernels.rope import apply_rope, rope_tables
-from kestrel.kernels.rotate_and_store import rotate_and_store as plain
-from kestrel.kernels.triton.rotate_and_store import Tuning, rotate_and_store
+from kestrel.kernels.norms import rms_norm
+from kestrel.kernels.rotary import apply_rope, rope_tables
+from kestrel.kernels.rotary import rotate_and_store as plain
+from kestrel.kernels.triton.rotary import RotateTuning, rotate_and_store
 
 NUM_SLOTS = 50
 CASES = {
@@ -72,7 +72,7 @@ def test_rows_may_be_columns_of_a_wider_projection(device: str) -> None:
     (qkv, *rest), tau = given(case, device)
     wide = torch.cat([qkv, torch.full_like(qkv, float("nan"))], dim=1)
     got_caches, expected_caches = caches(case, device), caches(case, device)
-    tuning = Tuning(heads_per_program=4, num_warps=1)
+    tuning = RotateTuning(heads_per_program=4, num_warps=1)
     got = rotate_and_store(wide[:, : qkv.shape[1]], *rest, *got_caches, tau=tau, tuning=tuning)
     assert torch.equal(got, rotate_and_store(qkv, *rest, *expected_caches, tau=tau))
     assert torch.equal(got_caches[0], expected_caches[0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kestrel.kernels.moe_mlp import route_top_k as plain
-from kestrel.kernels.triton.route import route_top_k
+from kestrel.kernels.triton.moe_mlp import route_top_k
 
 
 @devices

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import END, Carries
-from kestrel.kernels.best_ids import best_ids as plain_best_ids
-from kestrel.kernels.best_ids import chosen, rank
 from kestrel.kernels.commit_ids import commit_ids as plain_commit_ids
-from kestrel.kernels.row_inputs import row_inputs as plain_row_inputs
 from kestrel.kernels.row_tables import (
     CARRIES_COORD,
     CARRIES_SIZE,
@@ -25,17 +22,23 @@ from kestrel.kernels.row_tables import (
     STOPPED,
     RegionHeads,
 )
-from kestrel.kernels.triton.best_ids import Tuning, best_ids
+from kestrel.kernels.row_tables import row_inputs as plain_row_inputs
+from kestrel.kernels.sampling import best_ids as plain_best_ids
+from kestrel.kernels.sampling import chosen, rank
 from kestrel.kernels.triton.commit_ids import commit_ids
-from kestrel.kernels.triton.row_inputs import row_inputs
+from kestrel.kernels.triton.row_tables import row_inputs
+from kestrel.kernels.triton.sampling import BestTuning, best_ids
+from tests.exhaustive import sweep
 from tests.kernels.random_rules import RandomRules, Rules, columns
 
 NUM_ROWS = 12
-SMALL = Tuning(block_ids=32, num_warps=1)
+SMALL = BestTuning(block_ids=32, num_warps=1)
 INF = float("inf")
 
 
-def best(rules: Rules, logits_BV: Tensor, rows_B: Tensor, has_endings: bool, tuning: Tuning = SMALL) -> list[Tensor]:
+def best(
+    rules: Rules, logits_BV: Tensor, rows_B: Tensor, has_endings: bool, tuning: BestTuning = SMALL
+) -> list[Tensor]:
     """Of both versions: which scores are finite, and the ids."""
     tables = (rules.rows, rules.grammar, rules.endings if has_endings else None)
     got = chosen(best_ids(logits_BV, rows_B, *tables, tuning=tuning))
@@ -46,7 +49,7 @@ def best(rules: Rules, logits_BV: Tensor, rows_B: Tensor, has_endings: bool, tun
 
 @devices
 @pytest.mark.parametrize("has_endings", [False, True])
-@pytest.mark.parametrize("vocab", [13, 64, 101])
+@sweep("vocab", [13, 64, 101], always=[64, 101])
 def test_the_best_id_is_that_of_the_plain_version(vocab: int, has_endings: bool, device: str) -> None:
     for seed in range(2):
         make = RandomRules(vocab, device, seed)
@@ -65,7 +68,7 @@ def test_blocks_of_any_size_and_logits_lying_anyhow_give_the_same(device: str) -
     wide[:, :202:2] = logits_BV
     turned = logits_BV.t().contiguous().t()
     apart, bf16, half = wide[:, :202:2], logits_BV.bfloat16(), logits_BV.half()
-    ways = ((apart, SMALL), (apart, Tuning()), (turned, Tuning()), (bf16, SMALL), (half, Tuning()))
+    ways = ((apart, SMALL), (apart, BestTuning()), (turned, BestTuning()), (bf16, SMALL), (half, BestTuning()))
     for lying, tuning in ways:
         assert best(rules, lying, rows_B, has_endings=True, tuning=tuning)[1].tolist() == expected
 

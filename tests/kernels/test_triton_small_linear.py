@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel.kernels.small_linear import small_linear as plain
-from kestrel.kernels.triton.small_linear import Tuning, small_linear
+from kestrel.kernels.linear import small_linear as plain
+from kestrel.kernels.triton.linear import Tuning, small_linear
 
 SHAPES = [(1, 48, 64), (1, 7, 100), (2, 5, 33), (4, 32, 128), (5, 40, 72), (16, 32, 128), (13, 3, 5), (0, 8, 16)]
 

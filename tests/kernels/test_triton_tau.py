@@ -7,8 +7,8 @@ from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: sk
 import pytest
 import torch
 
-from kestrel.kernels.tau import stacked_tau_factors as plain
-from kestrel.kernels.triton.tau import DotTuning, SumTuning, tau_factors
+from kestrel.kernels.rotary import stacked_tau_factors as plain
+from kestrel.kernels.triton.rotary import DotTuning, SumTuning, tau_factors
 
 MANY_HEADS = 32 if torch.cuda.is_available() else 5
 """In the interpreter each head of a token is two programs."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kestrel.kernels.triton.widening import widened
+from kestrel.kernels.triton.device_functions import widened
 
 ALL_CODES = 256
 PACK = 4

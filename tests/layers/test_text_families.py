@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import PLAIN
 from kestrel.layers.attention import Attention, Heads, Rope
-from kestrel.layers.blocks import SequentialBlock
-from kestrel.layers.decoder import TextDecoder
+from kestrel.layers.decoder import SequentialBlock, TextDecoder
 from kestrel.layers.mlp import GatedMlp
 from kestrel.layers.norm import RmsNorm
 
@@ -22,15 +21,13 @@ COMMON = {
     "head_dim": HEAD_DIM, "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attn_implementation": "eager",
 }  # fmt: skip
-FAMILIES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"qkv_bias": True}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"qk_norm_eps": 1e-5}),
-}
+FAMILIES = {"llama": ("Llama", {}), "qwen2": ("Qwen2", {"qkv_bias": True}), "qwen3": ("Qwen3", {"qk_norm_eps": 1e-5})}
+"""What their classes in `transformers` begin with, and what is theirs alone."""
 
 
 def reference(family: str) -> Any:
-    make_config, make_model, _ = FAMILIES[family]
+    name, _ = FAMILIES[family]
+    make_config, make_model = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(5)
     model = make_model(make_config(**COMMON)).eval()
     for parameter in model.parameters():
@@ -39,7 +36,7 @@ def reference(family: str) -> Any:
 
 
 def from_layers(family: str, state: dict[str, Tensor]) -> TextDecoder:
-    extras = {"qkv_bias": False, **FAMILIES[family][2]}
+    extras = {"qkv_bias": False, **FAMILIES[family][1]}
     blocks = (
         SequentialBlock(
             layer,

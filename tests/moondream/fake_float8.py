@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels.moe_mlp import gate_hidden, mix_experts, route_top_k
-from kestrel.layers.blocks import ParallelBlock
+from kestrel.layers.decoder import ParallelBlock
 from kestrel.layers.linear import Linear, Rows
 from kestrel.layers.mlp import Moe
 from kestrel.moondream.model import MoondreamModel

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from kestrel.runtime.cpu_products import computing
+from kestrel.runtime.device import computing
 
 from .goldens import FAMILIES, golden, pixels, tensors
 from .naive import NaiveMoondream

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.errors import ConfigError
-from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.ops import PLAIN
 from kestrel.layers.mlp import Moe
 from kestrel.models.adapting import SingleAdapter
@@ -24,10 +24,10 @@ from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B
 from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
 from kestrel.moondream.model import MoondreamModel, check_quantisable
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.attention import ChunkAttention, PagedKVCache, StoredChunks
 from kestrel.runtime.bring_up import cache_scales
 from kestrel.runtime.contract import AdapterLoad, PageCopy
-from kestrel.runtime.kv_cache import PagedKVCache
-from kestrel.runtime.step_attention import ChunkAttention, StoredChunks
+from tests.exhaustive import sweep
 from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, fake_fp8_weights, rounded
 from tests.moondream.goldens import FAMILIES, golden, golden_adapter
 from tests.moondream.test_lora import own_values, random_adapter
@@ -65,7 +65,7 @@ def one_block(model: MoondreamModel, index: int) -> MoondreamModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("index", [0, 1, 13, 26])
+@sweep("index", [0, 1, 13, 26], always=[0, 26])
 @torch.inference_mode()
 def test_a_vision_block_computes_with_rounded_numbers(family: str, index: int) -> None:
     model = one_block(golden(family).model, index)
@@ -89,7 +89,7 @@ def attention(model: MoondreamModel, num_positions: int) -> ChunkAttention:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("num_positions", [1, 16, 17, 40])
+@sweep("num_positions", [1, 16, 17, 40], always=[16, 17])
 @torch.inference_mode()
 def test_a_text_block_computes_with_rounded_numbers(family: str, index: int, num_positions: int) -> None:
     model = one_block(golden(family).model, index)
@@ -126,10 +126,11 @@ def test_with_experts_alone_in_float8_pictures_and_texts_are_those_of_rounded_ex
     assert 1e-2 < relative(found, all_logits(paged(g.model), "md3", names)) < 0.08
 
 
-@pytest.mark.parametrize(("family", "to_rounded", "to_exact", "agreement"), [
-    ("md2", 0.04, 0.15, 0.90),
-    ("md3", 0.08, 0.30, 0.70),
-])  # fmt: skip
+@sweep(
+    ("family", "to_rounded", "to_exact", "agreement"),
+    [("md2", 0.04, 0.15, 0.90), ("md3", 0.08, 0.30, 0.70)],
+    always=[("md2", 0.04, 0.15, 0.90)],
+)
 def test_pictures_and_texts_in_float8_stay_near(
     family: str, to_rounded: float, to_exact: float, agreement: float
 ) -> None:
@@ -185,7 +186,7 @@ def test_the_originals_are_given_up_and_cannot_be_quantised_otherwise(family: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_positions", [5, 40, 80])
+@sweep("num_positions", [5, 40, 80], always=[5, 40])
 @torch.inference_mode()
 def test_adapters_are_added_to_a_float8_base(family: str, num_positions: int) -> None:
     """Their deltas are not rounded; the base rows that they are added to are, as without them."""
@@ -219,7 +220,7 @@ def test_models_that_cannot_be_quantised_are_refused_with_the_remedy() -> None:
 
 # That a fused pass in any size reads and writes float8 as well is told by the scales below.
 @pytest.mark.parametrize(("family", "largest"), [("md2", 0.05), ("md3", 0.15)])
-@pytest.mark.parametrize("choices", [{"is_fused": True, "in_fixed_sizes": True}, {}])
+@sweep("choices", [{"is_fused": True, "in_fixed_sizes": True}, {}], always=[{"is_fused": True, "in_fixed_sizes": True}])
 def test_keys_and_values_in_float8_cost_little(family: str, largest: float, choices: dict[str, bool]) -> None:
     g = golden(family)
     names = [name for name in text_cases(g) if not choices or g.cases[name]["image"] != "multi"]
@@ -229,7 +230,7 @@ def test_keys_and_values_in_float8_cost_little(family: str, largest: float, choi
     assert close.agreement >= 0.9
 
 
-@pytest.mark.parametrize("choices", [{"is_fused": True}, {"is_fused": True, "in_fixed_sizes": True}, {}])
+@sweep("choices", [{"is_fused": True}, {"is_fused": True, "in_fixed_sizes": True}, {}], always=[{"is_fused": True}, {}])
 def test_scales_of_the_cache_are_divided_by_and_multiplied_with(choices: dict[str, bool]) -> None:
     g = golden("md2")
     names = text_cases(g)[:1]

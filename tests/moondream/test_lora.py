@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
-from kestrel.adapters.adapter import MATRICES
 from kestrel.kernels.ops import PLAIN
 from kestrel.layers.attention import Heads
 from kestrel.models.adapting import SingleAdapter, merged_delta
@@ -49,7 +48,7 @@ def random_adapter(family: str, rank: int, seed: int, alpha: float | None = None
     def factor(target: AdapterTarget, side: str) -> Tensor:
         return torch.randn(shape.tensor_shape(target, side, rank), generator=dice) * 0.1  # type: ignore[arg-type]
 
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in MATRICES]
+    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in shape.matrices]
     pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
     return Adapter("kestrel-adapter", rank, pairs, alpha=alpha)
 

@@ -9,7 +9,7 @@ import pytest
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B, MoondreamConfig
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.skills.base import SkillDefaults, SpecialIds, Template
+from kestrel.skills.base import RegionIds, SkillDefaults, Template
 
 from .weight_sets import ROOT, golden_config
 
@@ -43,7 +43,9 @@ def test_openers_comparison_and_defaults_follow_the_generation(
 
 
 def test_ids_are_those_of_the_config() -> None:
-    assert moondream_profile(MOONDREAM3, TOKENIZER, "m").ids == SpecialIds(0, 0, 3, 4, 5, 6, 7, 9)
+    profile = moondream_profile(MOONDREAM3, TOKENIZER, "m")
+    assert (profile.bos, profile.stop_ids, profile.answer_id) == (0, (0,), 3)
+    assert profile.regions == RegionIds(5, 6, 7, 9)
 
 
 def test_only_the_real_moondream_3_offers_segment() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.moondream.refiner import NUM_ITERATIONS, RefinerConfig, RefinerHead, load_refiner
-from kestrel.runtime.cpu_products import computing
+from kestrel.runtime.device import computing
 
 from .refiner_parts import TINY
 

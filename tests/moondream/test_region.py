@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.region_fourier import fourier_features
+from kestrel.kernels.vision import fourier_features
 from kestrel.moondream.config import RegionConfig
 from kestrel.moondream.region import RegionModel, coord_from_bins, size_from_bins
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.kernels.rope import apply_rope
-from kestrel.kernels.tau import tau_position
+from kestrel.kernels.rotary import apply_rope, tau_position
 from kestrel.layers.attention import Attention, Heads, Rope, Step
 from kestrel.moondream.config import MoeConfig, TextConfig
 from kestrel.moondream.text import TextModel
-from kestrel.runtime.cpu_products import computing
+from kestrel.runtime.device import computing
 
 from .goldens import FAMILIES, golden, tensors
 from .naive_generator import NO_BLOCK, DenseAttention

@@ -17,12 +17,14 @@ from tests.runtime.repeating_pool import RepeatingPool
 def test_numbers_of_crops_run_once_before_they_are_captured() -> None:
     decoder, pool = MoondreamDecoder(copy.deepcopy(coarse("md2").model)), RepeatingPool()
     decoder.fuse(PLAIN)
-    graphs = VisionGraphs(decoder, 4, pool)
+    vision = decoder.vision
+    assert vision is not None
+    graphs = VisionGraphs(vision, 4, pool)
     graphs.prepare(1)
     assert pool.has_run == [False, False]
-    patches, _ = decoder.new_crop_buffers(5)
+    patches, _ = vision.new_crop_buffers(5)
     patches.normal_(generator=torch.Generator().manual_seed(1))
-    expected = decoder.encode_crops([patches])
+    expected = vision.encode_crops([patches])
     for later, parts in (
         ([], (4,)),
         ([], (3,)),

@@ -75,6 +75,7 @@ def write_large_model(folder: Path, suffix: str) -> None:
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_peak_memory_stays_within_1_3_of_the_weights_in_either_format(tmp_path: Path) -> None:
     folders = [tmp_path / "safetensors", tmp_path / "pt"]

@@ -15,44 +15,52 @@ from kestrel.grammar import Grammar
 from kestrel.images.rgb import RgbImage
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
-from kestrel.moondream.decoder import MoondreamDecoder
+from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision
 from kestrel.moondream.model import MoondreamModel
 from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, StreamUpdate
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, Token
 from tests.moondream.seen_crops import encoded_once
 from tests.scheduler.harness import Recorder, run, tokens_of
 
 
-class RecordingDecoder(MoondreamDecoder):
-    """Keeps the raw logits of every sampling step. `original`: whose weights the model has, if it is a copy."""
+class RememberingVision(MoondreamVision):
+    """Encodes each crop once for all tests. `original`: whose weights the model has."""
 
-    def __init__(self, model: MoondreamModel, original: MoondreamModel | None = None) -> None:
+    def __init__(self, model: MoondreamModel, original: MoondreamModel) -> None:
         super().__init__(model)
-        self.logits_seen: list[Tensor] = []
-        self._original = original or model
-        self._way: Hashable = "plain"
-
-    def fuse(self, ops: Ops) -> None:
-        super().fuse(ops)
-        self._way = ("fused", ops)
-
-    def quantise(self, quantization: str) -> None:
-        super().quantise(quantization)
-        self._way = (quantization, self._way)
+        self._original = original
+        self.way: Hashable = "plain"
 
     def encode_crops(self, patches: Sequence[Tensor]) -> Tensor:
         encode = super().encode_crops
         if patches[0].is_cuda:
             return encode(patches)
         crops_NPC = torch.cat(list(patches))
-        return encoded_once(self._original.vision, crops_NPC, lambda unseen: encode([unseen]), self._way)
+        return encoded_once(self._original.vision, crops_NPC, lambda unseen: encode([unseen]), self.way)
+
+
+class RecordingDecoder(MoondreamDecoder):
+    """Keeps the raw logits of every sampling step. `original`: whose weights the model has, if it is a copy."""
+
+    def __init__(self, model: MoondreamModel, original: MoondreamModel | None = None) -> None:
+        self._remembering = RememberingVision(model, original or model)
+        super().__init__(model, self._remembering)
+        self.logits_seen: list[Tensor] = []
+
+    def fuse(self, ops: Ops) -> None:
+        super().fuse(ops)
+        self._remembering.way = ("fused", ops)
+
+    def quantise(self, quantization: str) -> None:
+        super().quantise(quantization)
+        self._remembering.way = (quantization, self._remembering.way)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits = super().logits(hidden_ND)

@@ -9,12 +9,13 @@ from kestrel.kernels.ops import PLAIN
 from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import SlotAdapt
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
+from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.runtime.adapted import (
     ValuesAlone,
@@ -58,7 +59,7 @@ def usual_steps(monkeypatch: pytest.MonkeyPatch) -> list[SlotAdapt]:
     return seen
 
 
-@pytest.mark.parametrize(("family", "num_slots"), [("md2", 5), ("md2", 2), ("md3", 5)])
+@sweep(("family", "num_slots"), [("md2", 5), ("md2", 2), ("md3", 5)], always=[("md2", 2), ("md3", 5)])
 def test_a_mixed_crowd_is_told_what_each_is_told_alone(
     family: str, num_slots: int, usual_steps: list[SlotAdapt]
 ) -> None:
@@ -86,7 +87,7 @@ def test_pictures_too_long_for_a_captured_form_run_as_usual_and_their_questions_
 
 
 @pytest.mark.parametrize("family", ["md2", "md3"])
-@pytest.mark.parametrize("num_rows", [1, 7, 16, 40])
+@sweep("num_rows", [1, 7, 16, 40], always=[7, 40])
 @torch.inference_mode()
 def test_positions_of_the_base_keep_their_bits_and_the_others_equal_each_adapter_alone(
     family: str, num_rows: int

@@ -9,9 +9,9 @@ import torch
 
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
 from tests.moondream.coarse import coarse
 from tests.runtime.paged import Paged, RecordingDecoder, paged_in_steps

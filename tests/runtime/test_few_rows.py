@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.backends import mkldnn
 
-from kestrel.runtime import cpu_products as module
-from kestrel.runtime.cpu_products import MOST_ROWS, few_rows
+from kestrel.runtime import device as module
+from kestrel.runtime.device import MOST_ROWS, few_rows
 from tests.moondream.coarse import coarse
 from tests.runtime.paged import RecordingDecoder, paged
 from tests.runtime.test_paged_equality import all_skills

@@ -9,7 +9,7 @@ import pytest
 
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.sampler import Sampled
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES
 from tests.moondream.grammars import text_grammar

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.grammar import END, Carries, Edge, Grammar, State
-from kestrel.kernels.best_ids import mask
 from kestrel.kernels.commit_ids import advance
+from kestrel.kernels.sampling import mask
 from kestrel.runtime import rows
 from kestrel.runtime.contract import RowStart
-from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.sampling_params import SamplingParams
+from kestrel.runtime.rows import GrammarTables
+from kestrel.settings import SamplingParams
+from tests.exhaustive import given_examples
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -38,8 +38,7 @@ def grammars(draw: st.DrawFn) -> Grammar:
     return Grammar("random", tuple(draw(st.lists(states, min_size=size, max_size=size))))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(grammars(), min_size=1, max_size=3), st.data())
+@given_examples(40, 150, st.lists(grammars(), min_size=1, max_size=3), st.data())
 def test_advance_equals_the_plain_machine(many: list[Grammar], data: st.DataObject) -> None:
     tables = GrammarTables(VOCAB, CPU)
     bases = [tables.base_of(grammar) for grammar in many]
@@ -60,8 +59,7 @@ def test_advance_equals_the_plain_machine(many: list[Grammar], data: st.DataObje
         assert moved.carries_B[b] == int(state.carries)
 
 
-@settings(max_examples=100, deadline=None)
-@given(grammars())
+@given_examples(30, 100, grammars())
 def test_mask_leaves_exactly_what_a_state_allows(grammar: Grammar) -> None:
     tables = GrammarTables(VOCAB, CPU)
     base = tables.base_of(grammar)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from kestrel.moondream.model import MoondreamModel
-from kestrel.runtime import cpu_products
+from kestrel.runtime import device
+from tests.exhaustive import sweep
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.forced import compare_engine, compare_with_golden, text_cases
 from tests.runtime.paged import paged
@@ -52,8 +53,8 @@ def test_bf16_stays_close(family: str, device: str) -> None:
     check_close(family, deepcopy(golden(family).model).to(device, torch.bfloat16), device)
 
 
-@pytest.mark.skipif(not cpu_products.has_fast_bfloat16(), reason="this processor has none: the test above is this one")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.skipif(not device.has_fast_bfloat16(), reason="this processor has none: the test above is this one")
+@sweep("family", FAMILIES, always=["md3"])
 def test_bf16_stays_close_on_a_processor_without_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "has_fast_bfloat16", lambda: False)
     check_close(family, deepcopy(golden(family).model).to(torch.bfloat16), "in wide products")

@@ -9,7 +9,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
-from kestrel.runtime.kv_cache import PagedKVCache, bytes_per_page
+from kestrel.runtime.attention import PagedKVCache, bytes_per_page
 from kestrel.runtime.memory import MemoryPlan, naming_memory_knobs, picture_bytes, plan_pages
 from tests.runtime.paged import usual_limits
 
@@ -21,8 +21,6 @@ SHAPE = DecoderShape(
     vocab_size=100,
     max_context=1024,
     num_image_positions=729,
-    coord_id=5,
-    size_id=6,
 )
 CPU = torch.device("cpu")
 

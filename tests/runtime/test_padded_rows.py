@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.runtime.grammar_tables import GrammarTables
-from kestrel.runtime.grouped_attention import (
+from kestrel.runtime.attention import (
     LEAST_SHARED,
     AttentionGroup,
     JoinedRows,
@@ -19,9 +18,9 @@ from kestrel.runtime.grouped_attention import (
     RowQueries,
     SharedRows,
     padded_groups,
+    slots_of,
 )
-from kestrel.runtime.rows import RowTable
-from kestrel.runtime.step_attention import slots_of
+from kestrel.runtime.rows import GrammarTables, RowTable
 from tests.moondream.goldens import golden
 from tests.runtime.paged import paged
 from tests.runtime.test_paged_equality import all_skills, dense

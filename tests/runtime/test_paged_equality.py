@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kestrel.runtime.contract import POSITIONS_PER_CROP
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
+from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import FAMILIES, Golden, golden, pixels
 from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_grammar
@@ -60,9 +61,10 @@ def said_by(naive: NaiveMoondream, case: Case) -> list[Token]:
 
 
 # Every pair of family, page size and steps; all three together have nothing of their own.
-@pytest.mark.parametrize(
+@sweep(
     ("family", "page_size", "steps_in_flight"),
     [("md2", 1, 0), ("md2", 16, 1), ("md2", 64, 0), ("md3", 1, 1), ("md3", 16, 0), ("md3", 64, 1)],
+    always=[("md2", 1, 0), ("md3", 64, 1)],
 )
 def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, page_size: int, steps_in_flight: int) -> None:
     g = golden(family)
@@ -95,7 +97,7 @@ def test_pictures_in_slices_while_others_are_read_along(family: str, steps_in_fl
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, POSITIONS + 1, FULL_SIZE])
+@sweep("budget", [1, 7, POSITIONS + 1, FULL_SIZE], always=[7, FULL_SIZE])
 def test_chunked_prefill(family: str, budget: int) -> None:
     g = golden(family) if budget == FULL_SIZE else coarse(family)
     cases = all_skills(g, "a", "small")
@@ -137,8 +139,8 @@ def test_several_pictures_in_one_context(family: str) -> None:
     case = Case("two", items, text_grammar(g.config), 6, images)
     expected = g.naive.generate(items, images, case.grammar, 6).tokens
     engine = paged(g.model)
-    whole = engine.decoder.embed_images
-    engine.decoder.embed_images = lambda prepared, encode_crops: [
+    whole = engine.decoder.vision.embed_images
+    engine.decoder.vision.embed_images = lambda prepared, encode_crops: [
         embedded if image.num_crops == 1 else embedded[:50]
         for image, embedded in zip(prepared, whole(prepared, encode_crops), strict=True)
     ]

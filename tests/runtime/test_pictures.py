@@ -12,7 +12,7 @@ from torch import Tensor
 from kestrel.images.rgb import Canvas, RgbImage
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import EncodeCrops, PreparedImage
-from kestrel.moondream.decoder import MoondreamDecoder
+from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision
 from kestrel.runtime.contract import PrefillChunk
 from kestrel.runtime.pictures import PictureEncoder
 from kestrel.tokens import ImageSpan
@@ -20,7 +20,7 @@ from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import pixels
 
 
-class WatchedDecoder(MoondreamDecoder):
+class WatchedVision(MoondreamVision):
     """Notes how many crops came together; pictures whose top left pixel is white break the encoder."""
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ def chunk(row: int, name: str, white_corner: bool = False) -> PrefillChunk:
 
 @torch.inference_mode()
 def test_pictures_of_several_requests_are_encoded_together_as_each_alone() -> None:
-    decoder = WatchedDecoder()
+    vision = WatchedVision()
     chunks = [chunk(0, "small"), chunk(1, "multi"), chunk(2, "small")]
-    together, failures = PictureEncoder(decoder, max_crops=64).encode(chunks)
+    together, failures = PictureEncoder(vision, max_crops=64).encode(chunks)
     assert failures == {}
-    assert len(decoder.groups) == 1, "one pass, and a repeated picture is encoded once"
-    assert len(decoder.groups[0]) == 2
+    assert len(vision.groups) == 1, "one pass, and a repeated picture is encoded once"
+    assert len(vision.groups[0]) == 2
     for each in chunks:
-        alone, _ = PictureEncoder(decoder, max_crops=1).encode([each])
+        alone, _ = PictureEncoder(vision, max_crops=1).encode([each])
         digest = next(iter(each.images))
         torch.testing.assert_close(together[digest], alone[digest], rtol=0.0, atol=2e-5)
 
@@ -65,23 +65,23 @@ def test_pictures_of_several_requests_are_encoded_together_as_each_alone() -> No
 @pytest.mark.parametrize("max_crops", [1, 5])
 @torch.inference_mode()
 def test_no_more_crops_come_together_than_allowed_also_of_one_picture(max_crops: int) -> None:
-    decoder = WatchedDecoder()
+    vision = WatchedVision()
     chunks = [chunk(0, "multi"), chunk(1, "small")]
-    embedded, _ = PictureEncoder(decoder, max_crops).encode(chunks)
-    num_crops = [decoder.prepare_image(next(iter(each.images.values()))).num_crops for each in chunks]
+    embedded, _ = PictureEncoder(vision, max_crops).encode(chunks)
+    num_crops = [vision.prepare_image(next(iter(each.images.values()))).num_crops for each in chunks]
     assert num_crops[0] > 5
-    assert sum(decoder.goes) == sum(num_crops)
-    assert max(decoder.goes) == max_crops
-    at_once, _ = PictureEncoder(decoder, max_crops=64).encode(chunks)
+    assert sum(vision.goes) == sum(num_crops)
+    assert max(vision.goes) == max_crops
+    at_once, _ = PictureEncoder(vision, max_crops=64).encode(chunks)
     for digest, expected in at_once.items():
         torch.testing.assert_close(embedded[digest], expected, rtol=0.0, atol=2e-5)
 
 
 @torch.inference_mode()
 def test_a_picture_that_breaks_the_encoder_fails_its_own_rows_only() -> None:
-    decoder = WatchedDecoder()
+    vision = WatchedVision()
     chunks = [chunk(0, "small"), chunk(1, "small", white_corner=True), chunk(2, "small", white_corner=True)]
-    embedded, failures = PictureEncoder(decoder, max_crops=64).encode(chunks)
+    embedded, failures = PictureEncoder(vision, max_crops=64).encode(chunks)
     assert set(failures) == {1, 2}
     assert all("broke" in str(error) for error in failures.values())
     assert list(embedded) == [next(iter(chunks[0].images))]
@@ -93,11 +93,13 @@ def test_a_picture_reduced_outside_of_the_step_is_cut_into_the_same_patches(is_f
     decoder = MoondreamDecoder(copy.deepcopy(coarse("md2").model))
     if is_fused:
         decoder.fuse(PLAIN)
-    form = decoder.picture_form(None)
+    vision = decoder.vision
+    assert vision is not None
+    form = vision.picture_form(None)
     assert not form.takes_as_it_is(1, 1), "on a CPU no picture is resized in a step"
     for name in ("multi", "small"):
         image = RgbImage.from_pixels(pixels(name))
         reduced = form.shrink(Canvas(image.pixels), image.digest)
-        expected, got = decoder.prepare_image(image), decoder.prepare_image(reduced)
+        expected, got = vision.prepare_image(image), vision.prepare_image(reduced)
         assert got.tiles_hw == expected.tiles_hw
         assert torch.equal(got.patches_NPC, expected.patches_NPC)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kestrel.images.rgb import RgbImage
-from kestrel.moondream.decoder import MoondreamDecoder
+from kestrel.moondream.decoder import MoondreamVision
 from kestrel.runtime import pictures as pictures_module
 from kestrel.runtime.contract import PictureSlice, PrefillChunk
 from kestrel.runtime.pictures import MAX_PICTURES, PictureEncoder
@@ -18,7 +18,7 @@ MULTI = RgbImage.from_pixels(pixels("multi"))
 
 
 def encoder() -> PictureEncoder:
-    return PictureEncoder(MoondreamDecoder(coarse("md2").model), max_crops=64)
+    return PictureEncoder(MoondreamVision(coarse("md2").model), max_crops=64)
 
 
 def slice_of(image: RgbImage, max_crops: int) -> PictureSlice:
@@ -40,7 +40,7 @@ def other(index: int) -> RgbImage:
 def test_slices_give_the_embedding_of_the_whole(max_crops: int) -> None:
     whole = encoder().encode([chunk(MULTI)])[0][MULTI.digest]
     pictures = encoder()
-    num_crops = pictures._model.prepare_image(MULTI).num_crops
+    num_crops = pictures._vision.prepare_image(MULTI).num_crops
     assert num_crops > 2
     for count in range(1, -(-num_crops // max_crops) + 1):
         assert not pictures.ahead.has_encoded(MULTI.digest)
@@ -64,7 +64,7 @@ def test_a_picture_prefilled_early_is_finished_then() -> None:
 @torch.inference_mode()
 def test_what_failed_in_slices_is_tried_again_as_a_whole() -> None:
     pictures = encoder()
-    model = pictures._model
+    model = pictures._vision
     model.encode_crops = out_of_memory  # type: ignore[method-assign]
     pictures.ahead.advance(slice_of(MULTI, 1))
     del model.encode_crops

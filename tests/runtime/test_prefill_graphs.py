@@ -10,10 +10,10 @@ import torch
 from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.pictures import VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillForm, PrefillGraphs
 from kestrel.runtime.rows import RowTable

@@ -9,8 +9,8 @@ import torch
 
 from kestrel.errors import NumericalError
 from kestrel.request import FinishReason, PromptOutputs, PromptReport, StreamUpdate
-from kestrel.runtime import prompt_scoring
-from kestrel.sampling_params import SamplingParams
+from kestrel.runtime import sampler
+from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, num_positions
 from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import FAMILIES, Golden
@@ -156,7 +156,7 @@ def test_a_greedy_continuation_fed_back_scores_as_it_did(family: str) -> None:
 
 def test_logits_are_made_for_a_slice_of_positions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     g = coarse("md2")
-    monkeypatch.setattr(prompt_scoring, "MAX_LOGITS", 5 * g.config.text.vocab_size)
+    monkeypatch.setattr(sampler, "MAX_LOGITS", 5 * g.config.text.vocab_size)
     case = replace(asking_cases(g)[-1], sampling=SamplingParams(max_new_tokens=0))
     engine = paged(g.model)
     update = engine.finish(case)[case.name]

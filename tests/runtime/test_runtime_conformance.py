@@ -29,7 +29,7 @@ from kestrel.runtime.contract import (
 from kestrel.runtime.executor import Executor
 from kestrel.runtime.fake import FakeRuntime
 from kestrel.runtime.process import ProcessRuntime
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 from tests.moondream.goldens import golden, golden_adapter
 from tests.runtime.paged import RecordingDecoder

@@ -44,6 +44,7 @@ def test_the_token_that_crosses_top_p_stays() -> None:
     assert (probabilities(logits, top_p=0.6) > 0).tolist() == [[True, True, False, False]]
     assert (probabilities(logits, top_p=0.5001) > 0).sum() == 2
     assert (probabilities(logits, top_p=0.01) > 0).sum() == 1
+    assert (probabilities(logits, top_p=0.0) > 0).sum() == 1
 
 
 def test_top_k_and_min_p_cut_where_they_say() -> None:

@@ -8,17 +8,16 @@ import copy
 from dataclasses import replace
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.kernels.triton.best_ids import best_ids
 from kestrel.kernels.triton.commit_ids import commit_ids
-from kestrel.kernels.triton.draw_ids import draw_ids
-from kestrel.kernels.triton.row_inputs import row_inputs
+from kestrel.kernels.triton.row_tables import row_inputs
+from kestrel.kernels.triton.sampling import best_ids, draw_ids
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.model import MoondreamModel
+from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import FastSteps
-from kestrel.runtime.kv_cache import PagedKVCache
 from kestrel.runtime.rows import RowTable
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from tests.moondream.coarse import coarse
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, Paged, RecordingDecoder, paged, paged_in_steps

@@ -11,10 +11,11 @@ import torch
 from kestrel.grammar import END, Edge, Grammar, State, free_text
 from kestrel.request import FinishReason
 from kestrel.runtime.contract import RowStart
-from kestrel.runtime.grammar_tables import GrammarTables
+from kestrel.runtime.rows import GrammarTables
 from kestrel.runtime.sampling_options import EndingTable, PenaltyTable
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
+from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.runtime.paged import Case, Paged, paged
 
@@ -82,8 +83,7 @@ def test_greedy_tokens_equal_a_plain_loop(name: str) -> None:
     assert ours == naive(one, [logits_BV[0] for logits_BV in engine.decoder.logits_seen])
 
 
-@pytest.mark.parametrize("steps_in_flight", [0, 1])
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@sweep(("steps_in_flight", "temperature"), [(0, 0.0), (1, 0.0), (0, 1.2), (1, 1.2)], always=[(0, 0.0), (1, 1.2)])
 def test_every_option_gives_the_same_alone_in_a_crowd_and_preempted(steps_in_flight: int, temperature: float) -> None:
     cases = [case(name, **options, temperature=temperature, seed=7) for name, options in OPTIONS.items()]
     plain = case("plain", temperature=temperature, seed=7)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from kestrel.runtime import cpu_products
-from kestrel.runtime.cpu_products import PRODUCTS, WideProducts, computing, fast_dtype
+from kestrel.runtime import device
+from kestrel.runtime.device import PRODUCTS, WideProducts, computing, fast_dtype
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -125,7 +125,7 @@ def test_other_operations_and_other_numbers_are_left_alone() -> None:
 
 
 def test_only_bfloat16_on_a_slow_processor_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "has_fast_bfloat16", lambda: False)
     assert fast_dtype(CPU, BF16) == torch.float32
     assert isinstance(computing(CPU, BF16), WideProducts)
     assert fast_dtype(CUDA, BF16) == BF16
@@ -134,6 +134,6 @@ def test_only_bfloat16_on_a_slow_processor_is_widened(monkeypatch: pytest.Monkey
 
 
 def test_a_processor_that_has_the_instructions_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "has_fast_bfloat16", lambda: True)
+    monkeypatch.setattr(device, "has_fast_bfloat16", lambda: True)
     assert fast_dtype(CPU, BF16) == BF16
     assert not isinstance(computing(CPU, BF16), WideProducts)

@@ -41,7 +41,8 @@ def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool)
         decoder, 300, torch.float32, is_captured=True, by_kernels=is_fused, picture_side=500, peak=peak
     )
     picture = RgbImage.from_pixels(np.zeros((500, 500, 3), np.uint8))
-    num_crops = decoder.prepare_image(picture).num_crops
+    assert decoder.vision is not None
+    num_crops = decoder.vision.prepare_image(picture).num_crops
     assert num_crops > 1
     assert found.per_crop == math.ceil(1000 / num_crops), "shared by the crops of one picture"
     assert found.prefill == 1000

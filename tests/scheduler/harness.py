@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kestrel.cache import CacheManager
@@ -19,8 +21,8 @@ from kestrel.request import (
 )
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.fake import FakeRuntime, adapter_number, item_value
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler import GenerationScheduler
+from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token
 
 EOS = 0
@@ -75,11 +77,12 @@ def limits(**changes: int) -> RuntimeLimits:
 def make(
     vocab_size: int = 50,
     prefix_cache: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **changes: int,
 ) -> tuple[GenerationScheduler, FakeRuntime]:
     runtime = FakeRuntime(limits(**changes), vocab_size=vocab_size)
     cache = CacheManager(runtime.limits.num_pages, runtime.limits.page_size, prefix_cache)
-    return GenerationScheduler(runtime, cache), runtime
+    return GenerationScheduler(runtime, cache, clock=clock), runtime
 
 
 def request(

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.errors import RequestError
 from kestrel.request import AdapterUse
-from kestrel.scheduler.adapter_slots import SlotPool
+from kestrel.scheduler.admission import SlotPool
 from kestrel.scheduler.queues import PATIENCE_S
 from tests.scheduler.harness import by_hand, make, request, run, text, tokens_of
 
@@ -74,8 +74,7 @@ def test_requests_of_the_base_pass_those_that_wait_for_a_slot() -> None:
 
 def test_a_busy_adapter_does_not_keep_its_slot_from_one_that_waits() -> None:
     now = [0.0]
-    scheduler, _ = make(max_batch_size=2, num_adapter_slots=1)
-    scheduler._clock = lambda: now[0]
+    scheduler, _ = make(max_batch_size=2, num_adapter_slots=1, clock=lambda: now[0])
     finished: list[str] = []
     scheduler.add(request("first", text(3), max_new_tokens=6, adapter="busy"))
     scheduler.step()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kestrel.request import FinishReason, GenerationRequest, StreamDelta, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
 from kestrel.scheduler.sequence import Sequence
+from kestrel.settings import SamplingParams
 from kestrel.tokens import CoordToken, TextToken, Token
 from tests.scheduler.harness import Recorder, by_hand, image, make, request, run, text, tokens_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.grammar import END, Edge, Grammar, State
 from kestrel.request import FinishReason
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from tests.scheduler.harness import EOS, Recorder, make, request, run, text
 
 AT_ONCE = Grammar("ends at once", (State("start", Edge(0), ((EOS, Edge(END)),), allowed=(EOS,)),))

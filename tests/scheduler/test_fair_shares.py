@@ -71,8 +71,7 @@ def test_long_answers_get_no_more_rows_than_short_ones() -> None:
 @pytest.mark.parametrize("client", [None, "one"])
 def test_one_client_alone_starts_in_the_order_of_its_keys(client: str | None) -> None:
     now = [0.0]
-    scheduler, _ = make(max_batch_size=1)
-    scheduler._clock = lambda: now[0]
+    scheduler, _ = make(max_batch_size=1, clock=lambda: now[0])
     keys: dict[str, float] = {}
     for number in range(60):
         now[0] = float(number)
@@ -102,8 +101,7 @@ def test_an_urgent_flood_leaves_every_fourth_start_to_the_others(max_batch_size:
 
 def test_background_work_waits_for_other_clients_until_it_has_aged() -> None:
     now = [0.0]
-    scheduler, _ = make(vocab_size=ENDLESS, max_batch_size=1)
-    scheduler._clock = lambda: now[0]
+    scheduler, _ = make(vocab_size=ENDLESS, max_batch_size=1, clock=lambda: now[0])
     scheduler.add(request("background", text(3, 4), 2, client="patient", priority=2))
     flood(scheduler, "busy", 30, max_new_tokens=2)
     order: list[str] = []
@@ -141,8 +139,7 @@ def test_no_flood_starves_another_client_when_pages_are_short(num_pages: int) ->
 @pytest.mark.parametrize("num_waiting", [20, 200])
 def test_a_flood_for_one_adapter_gives_the_slot_to_another_clients(num_waiting: int, priority: int) -> None:
     now = [0.0]
-    scheduler, _ = make(vocab_size=ENDLESS, max_batch_size=2, num_adapter_slots=1)
-    scheduler._clock = lambda: now[0]
+    scheduler, _ = make(vocab_size=ENDLESS, max_batch_size=2, num_adapter_slots=1, clock=lambda: now[0])
     for number in range(num_waiting):
         scheduler.add(request(f"r{number}", text(3), 6, adapter="busy", client="many", priority=priority))
     scheduler.step()

@@ -161,8 +161,7 @@ def test_a_repeated_id_is_refused() -> None:
 
 def test_lower_priority_numbers_start_first_and_waiting_catches_up() -> None:
     now = [0.0]
-    scheduler, _ = make(max_batch_size=1)
-    scheduler._clock = lambda: now[0]
+    scheduler, _ = make(max_batch_size=1, clock=lambda: now[0])
     order: list[str] = []
     for arrival, name, priority in ((0.0, "late-class", 2), (1.0, "normal", 0), (100.0, "urgent-but-new", 0)):
         now[0] = arrival

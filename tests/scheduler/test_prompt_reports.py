@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
@@ -11,6 +10,7 @@ from kestrel.grammar import free_text
 from kestrel.request import FinishReason, PromptOutputs, PromptReport, ScoredToken
 from kestrel.scheduler.sequence import Stage
 from kestrel.tokens import ContextItem, ImageSpan, TextToken, num_positions
+from tests.exhaustive import given_examples
 from tests.scheduler.harness import Recorder, by_hand, context_items, image, make, request, run, text, tokens_of
 
 VOCAB = 40
@@ -51,8 +51,9 @@ wishes = st.sampled_from(
 calls = st.tuples(contexts, wishes, st.integers(0, 15), st.integers(-2, 2), st.integers(0, 3))
 
 
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+@given_examples(
+    25,
+    75,
     script=st.lists(calls, min_size=1, max_size=14),
     page_size=st.sampled_from([1, 3, 8]),
     pool=st.integers(60, 160),
@@ -64,7 +65,7 @@ calls = st.tuples(contexts, wishes, st.integers(0, 15), st.integers(-2, 2), st.i
 def test_every_report_and_answer_is_the_one_by_hand_in_any_traffic(
     script: list[tuple], page_size: int, pool: int, rows: int, budget: int, depth: int, prefix_cache: bool
 ) -> None:
-    scheduler, _ = make(
+    scheduler, runtime = make(
         vocab_size=VOCAB,
         prefix_cache=prefix_cache,
         page_size=page_size,
@@ -86,7 +87,7 @@ def test_every_report_and_answer_is_the_one_by_hand_in_any_traffic(
             scheduler.check_integrity()
     final |= run(scheduler)
     for name, (items, asked, max_new) in expected.items():
-        room = scheduler._limits.max_positions - num_positions(items)
+        room = runtime.limits.max_positions - num_positions(items)
         assert tokens_of(final[name]) == by_hand(items, min(max_new, room), VOCAB), name
         report = final[name].output.fields["report"]
         assert report == (None if asked is None else report_by_hand(items, asked)), name

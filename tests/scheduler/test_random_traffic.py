@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
 from kestrel.request import FinishReason, StreamUpdate
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import ContextItem
+from tests.exhaustive import given_examples
 from tests.scheduler.harness import by_hand, context_items, make, request, run, tokens_of
 
 VOCAB = 40
@@ -85,8 +85,9 @@ class Traffic:
         self.scheduler.check_integrity()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+@given_examples(
+    50,
+    150,
     script=st.lists(actions, min_size=1, max_size=40),
     page_size=st.sampled_from([1, 3, 8]),
     pool=st.integers(60, 160),
@@ -109,7 +110,7 @@ def test_random_traffic(
     room = {"page_size": page_size, "num_pages": pool // page_size, "max_seq_length": 80}
     if limits["paces_pictures"]:
         limits = {**limits, "steps_in_flight": 0}
-    scheduler, _ = make(vocab_size=VOCAB, prefix_cache=prefix_cache, **room, **limits)
+    scheduler, runtime = make(vocab_size=VOCAB, prefix_cache=prefix_cache, **room, **limits)
     traffic = Traffic(scheduler)
     for action in script:
         if not limits["launch_waits"]:  # the worker's order: what is due, then whoever came meanwhile
@@ -121,7 +122,7 @@ def test_random_traffic(
     for name, (items, max_new, adapter) in traffic.expected.items():
         if traffic.final[name].finish_reason is FinishReason.CANCELLED:
             continue
-        left = scheduler._limits.max_positions - sum(getattr(i, "num_positions", 1) for i in items)
+        left = runtime.limits.max_positions - sum(getattr(i, "num_positions", 1) for i in items)
         assert tokens_of(traffic.final[name]) == by_hand(items, min(max_new, left), VOCAB, adapter), name
     assert scheduler._cache.num_leases == scheduler._slots.num_leases == 0
     assert scheduler.num_running == scheduler.num_waiting == 0

@@ -105,7 +105,7 @@ def start_server(
         yield running
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         loop.close()
         assert not thread.is_alive()
 

@@ -16,4 +16,4 @@ def long_query(end_id: int, max_tokens: int = TOKENS, **more: Any) -> dict[str, 
 
 
 def end_id_of(engine: InferenceEngine) -> int:
-    return engine.profile.ids.eos
+    return engine.profile.end_id

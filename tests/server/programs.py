@@ -5,6 +5,7 @@ Three quarters of a start are imports. Tests of what happens later, to a server 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -54,7 +55,7 @@ class Forked:
 
 
 class Program:
-    """`is_forked`: without the imports, and without the interpreter's own end. `num_files`: its limit of open ones."""
+    """`is_forked`: without the imports, the warm-up, and the interpreter's own end."""
 
     def __init__(
         self,
@@ -63,11 +64,14 @@ class Program:
         is_forked: bool = True,
         num_files: int | None = None,
         hangs_after_steps: int | None = None,
+        never_warm: bool = False,
     ) -> None:
-        """`hangs_after_steps`: the worker's thread never comes back from the step after so many, when forked."""
+        """When forked: `num_files` may be open, the worker's thread never comes back from the step after so many, and
+        the warm-up never ends."""
         self._log = log
         log.touch()
-        self.process = _forked(log, flags, num_files, hangs_after_steps) if is_forked else _started(log, flags)
+        changes = (num_files, hangs_after_steps, never_warm)
+        self.process = _forked(log, flags, *changes) if is_forked else _started(log, flags)
 
     @property
     def log(self) -> str:
@@ -91,7 +95,7 @@ class Program:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def kill(self) -> None:
         self.process.kill()
@@ -104,23 +108,31 @@ def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _forked(log: Path, flags: tuple[str, ...], num_files: int | None, hangs_after_steps: int | None) -> Forked:
-    arguments = (log, [*FLAGS, *flags], num_files, hangs_after_steps)
-    return Forked(FORKING.Process(target=_serve, args=arguments))
+def _forked(log: Path, flags: tuple[str, ...], *changes: Any) -> Forked:
+    return Forked(FORKING.Process(target=_serve, args=(log, [*FLAGS, *flags], *changes)))
 
 
-def _serve(log: Path, arguments: list[str], num_files: int | None, hangs_after_steps: int | None) -> None:
+def _serve(
+    log: Path, arguments: list[str], num_files: int | None, hangs_after_steps: int | None, never_warm: bool
+) -> None:
     # Here and not above: this module is also what tests import.
     import torch  # noqa: PLC0415
 
     from kestrel.cli.app import run  # noqa: PLC0415
     from kestrel.scheduler import GenerationScheduler  # noqa: PLC0415
+    from kestrel.server import lifecycle  # noqa: PLC0415
 
     with log.open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     if num_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
     torch.set_num_threads(1)
+
+    async def warm_up(engine: Any) -> float:
+        await asyncio.sleep(1000 if never_warm else 0)
+        return 0.0
+
+    lifecycle.warm_up = warm_up
     if hangs_after_steps is not None:
         step, number = GenerationScheduler.step, itertools.count()
 

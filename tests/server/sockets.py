@@ -20,7 +20,7 @@ def send(url: str, body: dict[str, Any], path: str = "/v1/query") -> http.client
     return connection
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

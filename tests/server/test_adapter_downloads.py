@@ -82,7 +82,7 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Downloads]:
         loop.call_soon_threadsafe(may_end.set)
     on_loop(hosts.__aexit__(None, None, None))
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(60)
     loop.close()
 
 

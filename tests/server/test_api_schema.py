@@ -19,6 +19,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ERROR_KINDS
 from kestrel.server.native import NATIVE_SKILLS
 from kestrel.server.schemas import TINY_PICTURE
+from tests.exhaustive import sweep
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.pages import Page
 
@@ -48,9 +49,12 @@ def operations(schema: dict[str, Any]) -> list[tuple[str, str]]:
     return [(path, method) for path, item in schema["paths"].items() for method in item if method in METHODS]
 
 
-def test_generated_requests_find_no_fault_in_any_route(described: RunningServer, tmp_path: Path) -> None:
+@sweep("max_examples", [5, 20], always=[5])
+def test_generated_requests_find_no_fault_in_any_route(
+    described: RunningServer, tmp_path: Path, max_examples: int
+) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{described.url}/openapi.json"]
-    bounds = ["--max-examples", "20", "--request-timeout", "60", "--workers", "1"]
+    bounds = ["--max-examples", str(max_examples), "--request-timeout", "60", "--workers", "1"]
     how = ["--phases", PHASES, "--checks", ",".join(CHECKS), "--seed", "1", "--no-color"]
     hooks = {"SCHEMATHESIS_HOOKS": "tests.server.schema_hooks", "PYTHONPATH": str(ROOT), "TEST_PICTURE": TINY_PICTURE}
     told = subprocess.run(

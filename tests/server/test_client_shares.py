@@ -13,6 +13,7 @@ import pytest
 from kestrel.engine import EngineResult
 from kestrel.server.config import ServerConfig
 from kestrel.server.state import RequestInfo
+from tests.exhaustive import sweep
 from tests.server.conftest import KEYS, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 
@@ -79,7 +80,7 @@ async def answers_while_waiting(server: RunningServer, key: str, number: int, pr
         server.state.observers.remove(answers)
 
 
-@pytest.mark.parametrize("num_waiting", [20, 200])
+@sweep("num_waiting", [20, 200], always=[200])
 async def test_a_single_request_waits_no_longer_behind_200_of_another_key_than_behind_20(
     shared: RunningServer, num_waiting: int
 ) -> None:

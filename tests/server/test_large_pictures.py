@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.conftest import SCENE_URL, data_url, encoded
+from tests.server.conftest import SCENE_BYTES, SCENE_URL, data_url, encoded
 from tests.server.long_request import long_query
 from tests.server.programs import Program
 from tests.server.test_draining import END_ID
@@ -64,6 +64,7 @@ def stream_times(url: str, has_begun: threading.Event, is_over: threading.Event)
     return times
 
 
+@pytest.mark.exhaustive
 def test_a_stream_goes_on_while_a_hundred_megapixels_are_asked_about(
     program: Program, ask: Callable[[str], httpx.Response]
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_stream_goes_on_while_a_hundred_megapixels_are_asked_about(
 def test_many_large_pictures_stay_within_memory_and_a_small_one_passes_them(
     program: Program, ask: Callable[[str], httpx.Response]
 ) -> None:
+    assert ask(data_url(SCENE_BYTES + b"other")).status_code == 200, "the model has what it needs for itself"
     processes = [program.process.pid, *program.children]
     before = [most_memory(pid) for pid in processes]
     with ThreadPoolExecutor(NUM_LARGE + 1) as pool:

@@ -37,7 +37,7 @@ def test_a_prompt_is_continued_as_the_engine_does(client: httpx.Client, server: 
 
 def test_every_form_of_prompt_says_the_same(client: httpx.Client, server: RunningServer) -> None:
     texts = ["Who are you?", "a bee"]
-    ids = [[server.engine.profile.ids.bos, *encode(server, text)] for text in texts]
+    ids = [[server.engine.profile.bos, *encode(server, text)] for text in texts]
     alone = [complete(client, text, max_tokens=5)["choices"][0]["text"] for text in texts]
     for prompt in (texts, ids):
         assert [choice["text"] for choice in complete(client, prompt, max_tokens=5)["choices"]] == alone
@@ -68,7 +68,7 @@ def test_without_a_bound_sixteen_tokens_are_enough(client: httpx.Client) -> None
 def test_echo_puts_the_prompt_before_the_text(client: httpx.Client, server: RunningServer, max_tokens: int) -> None:
     text = "Who are you?"
     plain = "" if max_tokens == 0 else complete(client, text, max_tokens=max_tokens)["choices"][0]["text"]
-    for prompt in (text, [server.engine.profile.ids.bos, *encode(server, text)]):
+    for prompt in (text, [server.engine.profile.bos, *encode(server, text)]):
         (choice,) = complete(client, prompt, echo=True, max_tokens=max_tokens)["choices"]
         assert (choice["text"], choice["logprobs"]) == (text + plain, None)
 
@@ -89,7 +89,7 @@ def test_echoed_columns_fit_the_text(client: httpx.Client) -> None:
 
 def test_scores_of_an_echo_are_those_of_the_generation(client: httpx.Client, server: RunningServer) -> None:
     """What the model generated greedily it also scores as its first choice, by the very numbers."""
-    start = [server.engine.profile.ids.bos, *encode(server, "Who are you?")]
+    start = [server.engine.profile.bos, *encode(server, "Who are you?")]
     direct = server.on_loop(lambda: server.engine.submit(start, temperature=0.0, max_tokens=8, logprobs=1))
     (choice,) = complete(client, [start + direct.output["token_ids"]], **LM_EVAL)["choices"]
     scores = choice["logprobs"]["token_logprobs"][len(start) : -1]
@@ -104,7 +104,7 @@ def lm_eval_reading(choice: dict[str, Any], num_context: int) -> tuple[float, bo
 
 
 def test_lm_eval_finds_likelihood_and_greediness(client: httpx.Client, server: RunningServer) -> None:
-    context = [server.engine.profile.ids.bos, *encode(server, "Who are you?")]
+    context = [server.engine.profile.bos, *encode(server, "Who are you?")]
     greedy = server.on_loop(lambda: server.engine.submit(context, temperature=0.0, max_tokens=5)).output["token_ids"]
     other = [*greedy[:-1], (greedy[-1] + 1) % server.engine.vocab_size]
     batch = [context + greedy, context + other, context + greedy[:2]]
@@ -119,7 +119,7 @@ def test_lm_eval_finds_likelihood_and_greediness(client: httpx.Client, server: R
 
 def test_a_text_that_ends_at_once_still_has_an_entry_for_its_end(client: httpx.Client, server: RunningServer) -> None:
     """Else lm-eval, which drops the last entry, would drop a token of the prompt."""
-    context = [server.engine.profile.ids.bos, *encode(server, "Who are you?")]
+    context = [server.engine.profile.bos, *encode(server, "Who are you?")]
     whole = server.on_loop(lambda: server.engine.submit(context, temperature=0.0, max_tokens=60))
     assert whole.finish_reason == "stop"
     prompt = context + whole.output["token_ids"]
@@ -132,7 +132,7 @@ def test_a_text_that_ends_at_once_still_has_an_entry_for_its_end(client: httpx.C
     assert columns["text_offset"][-1] == len(choice["text"])
     assert columns["token_logprobs"][-1] == max(columns["top_logprobs"][-1].values())
     scored = server.on_loop(
-        lambda: server.engine.submit([*prompt, server.engine.profile.ids.eos], max_tokens=0, prompt_logprobs=1)
+        lambda: server.engine.submit([*prompt, server.engine.profile.end_id], max_tokens=0, prompt_logprobs=1)
     )
     assert columns["token_logprobs"][-1] == pytest.approx(scored.output["prompt_logprobs"][-1]["logprob"], abs=1e-4)
 

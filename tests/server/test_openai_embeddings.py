@@ -85,8 +85,8 @@ def test_tokens_are_those_of_completions(client: httpx.Client, server: RunningSe
     answer = client.post("/tokenize", json={"prompt": text}).json()
     bare = client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
     assert bare["tokens"] == server.engine.profile.tokenizer.encode(text)
-    assert answer["tokens"] == [server.engine.profile.ids.bos, *bare["tokens"]]
-    assert server.engine.profile.ids.eos not in bare["tokens"]
+    assert answer["tokens"] == [server.engine.profile.bos, *bare["tokens"]]
+    assert server.engine.profile.end_id not in bare["tokens"]
     assert answer["count"] == len(answer["tokens"])
     assert answer["max_model_len"] == server.engine.max_model_length
     completed = client.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_completions(client: httpx.Client, server: RunningSe
 def test_special_ids_can_be_found_by_their_names(client: httpx.Client, server: RunningServer) -> None:
     """The way lm-eval's remote tokenizer does it."""
     info = client.get("/tokenizer_info").json()
-    for name, token_id in (("eos", server.engine.profile.ids.eos), ("bos", server.engine.profile.ids.bos)):
+    for name, token_id in (("eos", server.engine.profile.end_id), ("bos", server.engine.profile.bos)):
         body = {"prompt": info[f"{name}_token"], "add_special_tokens": False}
         assert client.post("/tokenize", json=body).json()["tokens"] == [token_id] == [info[f"{name}_token_id"]]
     assert info["vocab_size"] == server.engine.vocab_size

@@ -70,7 +70,7 @@ def picture(url: Any) -> dict[str, Any]:
         ({"temperature": -1}, "temperature"),
         ({"temperature": 2.01}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": True}, "top_k"),
         ({"min_p": 2}, "min_p"),

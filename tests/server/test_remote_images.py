@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ssl
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -219,19 +218,22 @@ async def test_the_byte_cap_holds_with_and_without_a_declared_length() -> None:
 
 
 async def test_the_time_cap_is_for_the_whole_and_not_for_each_read() -> None:
+    num_sent = 0
+
     async def drip(writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 1000\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(100):
                 writer.write(b"x")
                 await writer.drain()
+                num_sent += 1
                 await asyncio.sleep(0.05)
 
     async with host({"/": drip}) as server:
         images = here(f"pictures.test:{server.port}", timeout_s=0.3)
-        start = time.monotonic()
         assert "within 0.3 s" in await refusal(images, f"http://pictures.test:{server.port}/")
-        assert time.monotonic() - start < 2.0
+    assert 1 < num_sent < 100
 
 
 async def test_a_slow_resolver_counts_against_the_time() -> None:

@@ -19,7 +19,7 @@ async def test_a_record_has_what_the_handler_put_in_and_what_the_layer_saw() -> 
     assert (record.method, record.route, record.status) == ("POST", "/v1/{skill}", 200)
     assert (record.skill, record.metrics, record.finish_reason) == ("query", METRICS, "stop")
     assert not record.client_gone
-    assert 0 < record.latency_s < 5
+    assert record.latency_s > 0
     assert answer.headers["x-request-id"] == answer.json()["request_id"] == record.request_id
 
 

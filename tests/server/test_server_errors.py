@@ -53,7 +53,7 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
         ("query", {"question": "What?", "spatial_refs": [[0.5, 2]], "image_url": SCENE_URL}, "spatial_refs[0]"),
         ("query", {"question": "What?", "spatial_refs": [[0.5, 0.5]]}, "spatial_refs"),
         ("query", {"question": "What?", "settings": {"temperature": 2.1}}, "temperature"),
-        ("query", {"question": "What?", "settings": {"top_p": 0}}, "top_p"),
+        ("query", {"question": "What?", "settings": {"top_p": -0.01}}, "top_p"),
         ("query", {"question": "What?", "settings": {"max_tokens": 0}}, "max_tokens"),
         ("query", {"question": "What?", "settings": {"max_tokens": 1.5}}, "max_tokens"),
         ("query", {"question": "What?", "settings": {"seed": 2**70}}, "seed"),

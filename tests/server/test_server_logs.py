@@ -40,7 +40,7 @@ async def test_a_json_line_has_all_numbers_of_the_request() -> None:
         await client.post("/v1/query", json={"question": SECRET}, headers={"x-request-id": "r1"})
     (line,) = [json.loads(text) for text in lines.getvalue().splitlines()]
     assert datetime.fromisoformat(line.pop("time")).tzinfo is not None
-    assert 0 < line.pop("latency_ms") < 5000
+    assert line.pop("latency_ms") > 0
     assert line == {
         "level": "info",
         "logger": "kestrel.server.access",

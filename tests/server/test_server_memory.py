@@ -44,7 +44,7 @@ def test_what_large_bodies_took_is_given_back(tmp_path: Path) -> None:
         before = resident_mib(program.process.pid)[0]
         with ThreadPoolExecutor(12) as pool:
             assert set(pool.map(refused, [url] * 48)) == {400}
-        assert eventually(lambda: resident_mib(program.process.pid)[0] < before + 24, 15.0), (
+        assert eventually(lambda: resident_mib(program.process.pid)[0] < before + 24), (
             before,
             resident_mib(program.process.pid),
         )
@@ -81,6 +81,7 @@ def test_a_request_leaves_nothing_for_the_garbage_collector(server: RunningServe
     assert left == []
 
 
+@pytest.mark.exhaustive
 @ON_LINUX
 async def test_mixed_traffic_is_answered_and_measured(server: RunningServer) -> None:
     said: list[str] = []

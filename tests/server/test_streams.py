@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,14 +83,13 @@ def test_points_and_boxes_stream_one_by_one(client: httpx.Client) -> None:
 
 
 def test_pieces_arrive_while_the_answer_is_written(client: httpx.Client, server: RunningServer) -> None:
-    """The first piece is there long before the last: nothing on the way buffers."""
-    body = long_query(end_id_of(server.engine), max_tokens=150, stream=True)
-    times: list[float] = []
+    """Nothing on the way buffers: the first pieces are there while the engine computes the last of many tokens."""
+    body = long_query(end_id_of(server.engine), stream=True)
     with client.stream("POST", "/v1/query", json=body) as response:
-        for _ in response.iter_raw():
-            times.append(time.monotonic())
-    assert len(times) > 20
-    assert times[-1] - times[0] > 10 * (times[1] - times[0])
+        pieces = response.iter_raw()
+        assert all(next(pieces) for _ in range(5))
+        assert server.engine.num_requests == 1
+    assert eventually(lambda: server.engine.num_requests == 0)
 
 
 def test_a_wrong_field_is_a_status_and_no_stream(client: httpx.Client) -> None:
@@ -118,9 +116,7 @@ def test_a_client_that_leaves_ends_its_request_and_frees_its_pages(server: Runni
     if stream:
         assert connection.getresponse().status == 200
     connection.close()
-    left_s = time.monotonic()
     assert eventually(lambda: server.engine.num_requests == 0)
-    assert time.monotonic() - left_s < 2.0
     assert eventually(lambda: name in server.watcher.outcomes)
     assert isinstance(server.watcher.outcomes[name], BaseException)
     cache = server.engine._cache

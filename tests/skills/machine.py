@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kestrel.grammar import END, Carries, Grammar, State
 from kestrel.request import FinishReason, SkillOutput, StreamDelta
-from kestrel.sampling_params import SamplingParams
-from kestrel.skills.base import SkillState, SpecialIds
+from kestrel.settings import SamplingParams
+from kestrel.skills.base import RegionIds, SkillState
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 Choose = Callable[[State, int], int]
@@ -17,7 +17,7 @@ Choose = Callable[[State, int], int]
 
 @dataclass
 class Decoder:
-    ids: SpecialIds
+    ids: RegionIds | None
     grammar: Grammar
     sampling: SamplingParams
     coords: Iterator[float] = field(default_factory=lambda: iter(()))
@@ -46,6 +46,8 @@ class Decoder:
             state_index = following
 
     def _typed(self, state: State, emitted: int) -> Token:
+        if self.ids is None:
+            return TextToken(emitted)
         if emitted == self.ids.coord and Carries.COORD in state.carries:
             return CoordToken(next(self.coords))
         if emitted == self.ids.size and Carries.SIZE in state.carries:

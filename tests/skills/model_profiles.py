@@ -12,7 +12,8 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from kestrel.models.tokenizer import TextTokenizer
-from kestrel.skills.base import ModelProfile, SkillDefaults, SpecialIds, Template
+from kestrel.moondream.prompts import QueryBlocks
+from kestrel.skills.base import ModelProfile, RegionIds, SkillDefaults, Template
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 IMAGE_POSITIONS = 729
@@ -56,27 +57,20 @@ def golden_profile(model: str, overrides: dict[str, int] | None = None) -> Model
     is_md3 = model == "md3"
     if is_md3:
         templates["segment"] = Template((1, 313, 2), (3,))
+    ids = config | (overrides or {})
     suffix, thinking = templates["query"].suffix, config["thinking_id"]
     return ModelProfile(
         name=f"tiny-{model}",
-        ids=special_ids(config | (overrides or {})),
+        tokenizer=golden_tokenizer(model),
+        bos=ids["bos_id"],
+        stop_ids=(ids["eos_id"],),
+        has_vision=True,
+        chat=QueryBlocks(),
         templates=templates,
         answer_opener=suffix if is_md3 else suffix * 2,
         reasoning_opener=(thinking,) if is_md3 else (*suffix, thinking),
         compares_coord_and_eos_only=is_md3,
         defaults=SkillDefaults(0.5, 0.9 if is_md3 else 0.3, 768, 150 if is_md3 else 50, reasoning=is_md3),
-        tokenizer=golden_tokenizer(model),
-    )
-
-
-def special_ids(config: dict[str, Any]) -> SpecialIds:
-    return SpecialIds(
-        bos=config["bos_id"],
-        eos=config["eos_id"],
-        answer=config["answer_id"],
-        thinking=config["thinking_id"],
-        coord=config["coord_id"],
-        size=config["size_id"],
-        start_ground=config["start_ground_points_id"],
-        end_ground=config["end_ground_id"],
+        answer_id=ids["answer_id"],
+        regions=RegionIds(ids["coord_id"], ids["size_id"], ids["start_ground_points_id"], ids["end_ground_id"]),
     )

@@ -39,7 +39,7 @@ def test_only_yes_and_no_can_be_sampled(example: ModuleType, md2: ModelProfile) 
     allowed = prompt.grammar.states[0].allowed
     assert allowed is not None
     assert {md2.tokenizer.decode([i]) for i in allowed} == {"y", "Y", "n", "N"}
-    assert prompt.items[0] == ImageSpan("digest", 730, bos_id=md2.ids.bos)
+    assert prompt.items[0] == ImageSpan("digest", 730, bos_id=md2.bos)
 
 
 def test_the_probability_is_the_share_among_yes_and_no(example: ModuleType, md2: ModelProfile) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kestrel.grammar import END, Carries, Grammar
 from kestrel.request import FinishReason
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile, Template
 from kestrel.skills.decode_rules import (
     answer_rules,
@@ -83,7 +83,7 @@ def test_the_answer_after_thinking_starts_afresh(md3: ModelProfile) -> None:
 
 
 def test_the_answer_id_becomes_the_query_suffix(md3: ModelProfile) -> None:
-    other = replace(md3, ids=replace(md3.ids, answer=59))
+    other = replace(md3, answer_id=59)
     assert emitted(reasoning_rules(other), [40, 59, 41, EOS]) == [40, 3, 41]
     assert emitted(reasoning_rules(other), [40, 3, 41, EOS]) == [40, 3, 41]
     assert walk(reasoning_rules(other), [40, 3])[-1] == 2
@@ -95,7 +95,7 @@ def test_thinking_and_answer_have_a_budget_each(md3: ModelProfile, max_tokens: i
     templates = {**md3.templates, "query": Template((1,), suffix)}
     profile = replace(md3, templates=templates)
     sampling = SamplingParams(max_new_tokens=max_tokens)
-    decoder = Decoder(profile.ids, reasoning_rules(profile), sampling)
+    decoder = Decoder(profile.regions, reasoning_rules(profile), sampling)
     thought, answer = md3.tokenizer.encode("z")[0], md3.tokenizer.encode("y")[0]
     tokens = list(decoder.run(lambda state, step: (state.allowed or (answer if state.phase else thought,))[0]))
     expected = [thought] * max_tokens + list(suffix) + [answer] * max_tokens
@@ -139,7 +139,7 @@ def test_y_and_size_are_forced(md2: ModelProfile) -> None:
 
 def test_segment_types_coordinates_and_sizes_among_text(md3: ModelProfile) -> None:
     decoder = Decoder(
-        md3.ids, segment_rules(md3), SamplingParams(), coords=iter((0.25, 0.5)), sizes=iter([(0.125, 0.75)])
+        md3.regions, segment_rules(md3), SamplingParams(), coords=iter((0.25, 0.5)), sizes=iter([(0.125, 0.75)])
     )
     tokens = list(decoder.run(in_order([COORD, COORD, SIZE, 40, EOS])))
     assert tokens == [CoordToken(0.25), CoordToken(0.5), SizeToken(0.125, 0.75), TextToken(40)]

@@ -35,7 +35,7 @@ def fields_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_ids(prompt: Prompt, profile: ModelProfile) -> list[int]:
-    typed = {CoordToken: profile.ids.coord, SizeToken: profile.ids.size}
+    typed = {CoordToken: profile.regions.coord, SizeToken: profile.regions.size}
     tokens = [item for item in prompt.items if not isinstance(item, ImageSpan)]
     return [item.id if isinstance(item, TextToken) else typed[type(item)] for item in tokens]
 
@@ -87,7 +87,7 @@ def test_prompt_equals_the_reference(model: str, name: str, registry: SkillRegis
     spans = [ImageSpan("digest", IMAGE_POSITIONS) for _ in request.images]
     prompt = skill.prompt(request, spans, profile)
     if spans:
-        assert prompt.items[0] == ImageSpan("digest", IMAGE_POSITIONS + 1, bos_id=profile.ids.bos)
+        assert prompt.items[0] == ImageSpan("digest", IMAGE_POSITIONS + 1, bos_id=profile.bos)
     assert flat_ids(prompt, profile) == case["steps"][0]["tokens"]
 
 
@@ -100,7 +100,7 @@ def test_output_equals_the_reference(model: str, name: str, registry: SkillRegis
     prompt = skill.prompt(request, [ImageSpan("digest", IMAGE_POSITIONS) for _ in request.images], profile)
     coords = (bin_ / 1024 for bin_ in case.get("coord_bins", ()))
     sizes = (tuple(2 ** (10 * bin_ / 1023 - 10) for bin_ in pair) for pair in case.get("size_bins", ()))
-    decoder = Decoder(profile.ids, prompt.grammar, prompt.sampling, coords, sizes)  # pyright: ignore[reportArgumentType]
+    decoder = Decoder(profile.regions, prompt.grammar, prompt.sampling, coords, sizes)  # pyright: ignore[reportArgumentType]
     output, deltas = feed(skill.start(request, profile), decoder.run(samples_of(model, name)))
     assert_same(output.fields, case["output"])
     assert not list(coords), "every decoded bin belongs to a token"

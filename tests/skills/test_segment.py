@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.segment import (
     PathSyntaxError,

@@ -140,7 +140,10 @@ def test_segment_encodes_the_object_without_a_blank(md3: ModelProfile) -> None:
 def test_segment_is_refused_by_a_model_without_it(md2: ModelProfile) -> None:
     error = refused("segment", MINIMAL["segment"], md2)
     assert error.field == "skill"
-    assert "segment is not supported by tiny-md2; use one of: caption, detect, point, query" in str(error)
+    assert (
+        "segment is not supported by tiny-md2; use one of: caption, chat, complete, detect, embed, point, query"
+        in str(error)
+    )
 
 
 def test_caption_lengths_are_those_of_the_model(md2: ModelProfile) -> None:
@@ -184,12 +187,12 @@ def test_an_adapter_is_taken_from_the_settings(name: str, md2: ModelProfile) -> 
 
 
 def test_id_lists_that_leave_no_choice_are_refused(md3: ModelProfile) -> None:
-    for name, ids in (("allowed_ids", [30, 31]), ("suppressed_ids", [md3.ids.coord])):
+    for name, ids in (("allowed_ids", [30, 31]), ("suppressed_ids", [md3.regions.coord])):
         with pytest.raises(RequestError, match=f"{name}: leaves no token for the step 'y' of point") as caught:
             laid_out("point", {**MINIMAL["point"], name: ids}, md3)
         assert caught.value.field == name
     with pytest.raises(RequestError, match="allowed_ids: leaves no token for the step 'text' of answer"):
-        laid_out("caption", {"image": IMAGE, "allowed_ids": [md3.ids.answer]}, md3)
+        laid_out("caption", {"image": IMAGE, "allowed_ids": [md3.answer_id]}, md3)
     laid_out("caption", {"image": IMAGE, "allowed_ids": [30, 31], "suppressed_ids": [30]}, md3)
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kestrel.request import FinishReason, TokenLogprobs
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.complete import CompleteState
 from kestrel.skills.detect import DetectState
@@ -182,7 +182,7 @@ def test_thinking_and_answer_have_their_own_logprobs(md3: ModelProfile) -> None:
 
 
 def test_ids_without_text_are_streamed_where_they_stand(md3: ModelProfile) -> None:
-    mark = TextToken(md3.ids.end_ground)
+    mark = TextToken(md3.regions.end_ground)
     deltas, entries = streamed(ReasoningState(md3, WITH_LOGPROBS), [*words(md3, "look"), mark, TextToken(3)])
     assert [entry["id"] for delta in deltas for entry in delta.logprobs] == [e["id"] for e in entries if e["kind"]]
     state = TextState(md3, SamplingParams(logprobs=0, stop=("STOP",)), "answer")

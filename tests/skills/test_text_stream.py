@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel.skills.base import Tokenizer
-from kestrel.skills.text_stream import TextStream
+from kestrel.skills.states import TextStream
 
 from .model_profiles import golden_cases, golden_tokenizer
 

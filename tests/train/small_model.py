@@ -10,15 +10,15 @@ from torch import Tensor
 
 from kestrel.moondream.config import MoeConfig, MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
-from kestrel.skills.base import SpecialIds
+from kestrel.skills.base import RegionIds
 from kestrel.tokens import CoordToken, SizeToken, TextToken
+from kestrel.train.model import initialise, tiny_config
 from kestrel.train.objective import TaskTensors
 from kestrel.train.packing import PackedTasks, pack
 from kestrel.train.tasks.example import EncodedTask
-from kestrel.train.tiny import initialise, tiny_config
 from tests.moondream.goldens import config_dict
 
-IDS = SpecialIds(0, 0, 3, 4, 5, 6, 7, 9)
+IDS = RegionIds(5, 6, 7, 9)
 SIDE = 42
 IMAGE_POSITIONS = 10
 

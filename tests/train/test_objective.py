@@ -9,7 +9,7 @@ import torch
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.random_models import randomise_
-from kestrel.skills.base import SpecialIds
+from kestrel.skills.base import RegionIds
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.objective import TaskTensors, embed_pictures, hidden_states, smoothed_bin_loss
 from kestrel.train.packing import pack
@@ -17,7 +17,7 @@ from kestrel.train.tasks.example import EncodedTask
 from tests.moondream.goldens import config_dict, golden
 from tests.moondream.naive_generator import NaiveGenerator
 
-IDS = SpecialIds(0, 0, 3, 4, 5, 6, 7, 9)
+IDS = RegionIds(5, 6, 7, 9)
 
 
 def task(prompt: list[ContextItem], target: list, sees_image: bool = True) -> EncodedTask:

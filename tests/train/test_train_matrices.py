@@ -56,6 +56,7 @@ print("made")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_folder_named_triton_is_not_taken_for_the_package(tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     program = FALSE_TRITON.format(folder=str(tmp_path))

@@ -11,7 +11,7 @@ import torch
 from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.weights import load_moondream
-from kestrel.train.saving import save_folder
+from kestrel.train.model import save_folder
 from tests.train.small_model import small_model
 
 

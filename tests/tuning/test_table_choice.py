@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel.kernels.triton import layer_norm
-from kestrel.kernels.triton.small_linear import Tuning
-from kestrel.kernels.triton.tuning_table import TunedSize
+from kestrel.kernels.triton import norms
+from kestrel.kernels.triton.launch import TunedSize
+from kestrel.kernels.triton.linear import Tuning
 from kestrel.kernels.tuning import Entry, MeasuredWith, TableFile, find_table, table_name, user_folder
 from kestrel.runtime.bring_up import Abilities, FastPath
 
@@ -24,7 +24,7 @@ SAME_MINOR = ".".join(HERE.triton.split(".")[:2])
 FILE = "NVIDIA_L40S.json"
 ONE, MANY = (TunedSize("small_linear", rows, (64, 32), (BF16, BF16)) for rows in (1, 16))
 NORM = TunedSize("layer_norm", 1024, (1152,), (BF16,))
-OWN, SHIPPED, NORMS = Tuning(1, 512, 2), Tuning(32, 64), layer_norm.Tuning(2)
+OWN, SHIPPED, NORMS = Tuning(1, 512, 2), Tuning(32, 64), norms.Tuning(2)
 
 
 def entries(*pairs: tuple[TunedSize, object]) -> dict[TunedSize, Entry]:

@@ -16,8 +16,9 @@ from kestrel.bench.kernels.case import tuning_sizes
 from kestrel.bench.kernels.measure import all_cases
 from kestrel.bench.kernels.tune import tuned_op
 from kestrel.errors import ConfigError
-from kestrel.kernels.triton import small_linear, tau
-from kestrel.kernels.triton.tuning_table import TunedSize
+from kestrel.kernels.triton import rotary
+from kestrel.kernels.triton.launch import TunedSize
+from kestrel.kernels.triton.linear import Tuning
 from kestrel.kernels.tuning import (
     SHIPPED_FOLDER,
     TUNED_OPS,
@@ -35,8 +36,8 @@ BF16 = torch.bfloat16
 LINEAR = TunedSize("small_linear", 16, (6144, 2048), (BF16, torch.float8_e4m3fn))
 TAU = TunedSize("tau_factors", 1, (64, 6144), (BF16,))
 ENTRIES = {
-    "small_linear": {LINEAR: Entry(small_linear.Tuning(32, 128, 4, 5), 10.25, 12.5)},
-    "tau_factors": {TAU: Entry(tau.SumTuning(2, 1024, 4), 3.0, 4.0)},
+    "small_linear": {LINEAR: Entry(Tuning(32, 128, 4, 5), 10.25, 12.5)},
+    "tau_factors": {TAU: Entry(rotary.SumTuning(2, 1024, 4), 3.0, 4.0)},
     "best_ids": {},
 }
 
@@ -139,7 +140,7 @@ def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_growing_table_keeps_what_is_not_measured_again(path: Path) -> None:
     table = GrowingTable(path, H200)
     table.add(TAU, None)
-    better = Entry(small_linear.Tuning(64, 64), 9.0, 12.0)
+    better = Entry(Tuning(64, 64), 9.0, 12.0)
     table.add(LINEAR, better)
     assert RawTable.read(path).checked().ops == {"small_linear": {LINEAR: better}, "tau_factors": {}, "best_ids": {}}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kestrel.moondream.config import MOONDREAM3, MoeConfig, TextConfig, VisionConfig
+from kestrel.families import find_model
+from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.triton.ops import TRITON
 
 Result = Tensor | tuple[Tensor, ...]
 
@@ -50,6 +52,11 @@ class Case:
     gives_fp8: bool = False
 
 
+def op_case(op: str, size: str, make: Callable[[Maker], tuple[Any, ...]], **more: Any) -> Case:
+    """Of an operation of the bundle."""
+    return Case(op, size, getattr(PLAIN, op), getattr(TRITON, op), make, **more)
+
+
 def distance(got: Result, expected: Result) -> float:
     """The largest relative distance of two results, tensor by tensor as vectors."""
     pairs = zip(_tensors(got), _tensors(expected), strict=True)
@@ -64,14 +71,64 @@ def _tensors(result: Result) -> tuple[Tensor, ...]:
 
 
 PAGE_SIZE = 16
+HALF_BYTES, FP8_BYTES = 2, 1
+MODEL = "moondream3-preview"
+"""Whose sizes are measured; Moondream 2 has the same ones in the parts that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionDims:
+    enc_dim: int
+    enc_ff_dim: int
+    enc_n_heads: int
+    crop_size: int
+    enc_patch_size: int
+
+    @property
+    def num_patches(self) -> int:
+        return (self.crop_size // self.enc_patch_size) ** 2
+
+
+@dataclass(frozen=True, slots=True)
+class MoeDims:
+    num_experts: int
+    experts_per_token: int
+    expert_inner_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDims:
+    dim: int
+    ff_dim: int
+    n_heads: int
+    n_kv_heads: int
+    rotary_dim: int
+    rope_theta: float
+    vocab_size: int
+    max_context: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def qkv_dim(self) -> int:
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+DimsT = TypeVar("DimsT", VisionDims, MoeDims, TextDims)
+
+
+def _dims(kind: type[DimsT], section: Mapping[str, Any]) -> DimsT:
+    """From a part of a config.json."""
+    return kind(**{field.name: section[field.name] for field in fields(kind)})
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    vision: VisionConfig
-    text: TextConfig
-    """Of Moondream 3; Moondream 2 has the same sizes in the parts that it has."""
-    moe: MoeConfig
+    vision: VisionDims
+    text: TextDims
+    moe: MoeDims
     crops: tuple[int, ...]
     """Encoded at once."""
     num_keys: int
@@ -94,12 +151,11 @@ class Sizes:
 
 def full_sizes() -> Sizes:
     """Pictures of nine crops, alone and four at once; prompts of 750 tokens, one to eight at once; 770 keys."""
-    text, moe = MOONDREAM3.text, MOONDREAM3.text.moe
-    assert moe is not None
+    config = find_model(MODEL).config
     return Sizes(
-        vision=MOONDREAM3.vision,
-        text=text,
-        moe=moe,
+        vision=_dims(VisionDims, config["vision"]),
+        text=_dims(TextDims, config["text"]),
+        moe=_dims(MoeDims, config["text"]["moe"]),
         crops=(9, 36),
         num_keys=770,
         max_keys=2048,
@@ -116,7 +172,7 @@ def full_sizes() -> Sizes:
 
 
 def tuning_sizes() -> Sizes:
-    """One in every range of rows (`kestrel.kernels.triton.tuning_table`) that serving meets often."""
+    """One in every range of rows (`kestrel.kernels.triton.launch`) that serving meets often."""
     return replace(
         full_sizes(),
         crops=(1, 4, 9, 36),
@@ -130,22 +186,12 @@ def tuning_sizes() -> Sizes:
 
 def small_sizes() -> Sizes:
     """Every code path once, quickly; nothing is a multiple of a block."""
-    moe = MoeConfig(num_experts=5, start_layer=0, experts_per_token=2, expert_inner_dim=24)
-    text = replace(
-        MOONDREAM3.text,
-        dim=48,
-        ff_dim=40,
-        n_heads=3,
-        n_kv_heads=3,
-        rotary_dim=8,
-        vocab_size=56,
-        max_context=64,
-        moe=moe,
-    )
     return Sizes(
-        vision=replace(MOONDREAM3.vision, enc_dim=80, enc_n_heads=2, enc_ff_dim=100, crop_size=98),
-        text=text,
-        moe=moe,
+        vision=VisionDims(enc_dim=80, enc_ff_dim=100, enc_n_heads=2, crop_size=98, enc_patch_size=14),
+        text=TextDims(
+            dim=48, ff_dim=40, n_heads=3, n_kv_heads=3, rotary_dim=8, rope_theta=1e4, vocab_size=56, max_context=64
+        ),
+        moe=MoeDims(num_experts=5, experts_per_token=2, expert_inner_dim=24),
         crops=(1,),
         num_keys=37,
         max_keys=64,

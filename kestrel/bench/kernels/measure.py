@@ -17,7 +17,7 @@ from kestrel.bench.kernels.sampling_cases import sampling_cases
 from kestrel.bench.kernels.text_cases import low_rank_cases, moe_cases, text_cases
 from kestrel.bench.kernels.vision_cases import vision_cases
 from kestrel.errors import ConfigError
-from kestrel.kernels.triton.tuning_table import TunedSize, TuningTable, rows_range
+from kestrel.kernels.triton.launch import TunedSize, TuningTable, rows_range
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 """Of the distance between both versions."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kestrel.bench.kernels.case import PAGE_SIZE, Case, Maker, Sizes
+from kestrel.bench.kernels.case import HALF_BYTES, PAGE_SIZE, Case, Maker, Sizes, op_case
 from kestrel.bench.kernels.tunings import best_ids_tunings, draw_ids_tunings, row_inputs_tunings
-from kestrel.bench.kernels.vision_cases import HALF_BYTES
-from kestrel.kernels import best_ids, commit_ids, draw_ids, row_inputs
+from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.kernels.row_tables import (
     END_STATE,
     NO_ID,
@@ -22,10 +22,8 @@ from kestrel.kernels.row_tables import (
     RegionHeads,
     RowState,
 )
-from kestrel.kernels.triton import best_ids as triton_best_ids
-from kestrel.kernels.triton import commit_ids as triton_commit_ids
-from kestrel.kernels.triton import draw_ids as triton_draw_ids
-from kestrel.kernels.triton import row_inputs as triton_row_inputs
+from kestrel.kernels.sampling import chosen
+from kestrel.kernels.triton.ops import TRITON
 
 NUM_STATES, LIST_WIDTH = 64, 8
 COORD_ID, SIZE_ID = 5, 6
@@ -51,12 +49,10 @@ def _inputs_case(sizes: Sizes, rows: int) -> Case:
         rows_B, positions_B = maker.order(rows), maker.integers(sizes.num_keys, rows)
         return rows_B, positions_B, maker.integers(1000, rows, num_pages), _rows(maker, rows), PAGE_SIZE
 
-    return Case(
-        op="row_inputs",
-        size=f"{rows} rows of {num_pages} pages",
-        plain=row_inputs.row_inputs,
-        triton=triton_row_inputs.row_inputs,
-        make=make,
+    return op_case(
+        "row_inputs",
+        f"{rows} rows of {num_pages} pages",
+        make,
         bytes_moved=2 * 8 * rows * num_pages,
         flop=0,
         tunings=row_inputs_tunings(),
@@ -74,8 +70,8 @@ def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
     return Case(
         op="greedy_ids",
         size=f"{rows}x{vocab}{', with wishes and values' if has_endings else ''}",
-        plain=_plain_greedy,
-        triton=_triton_greedy,
+        plain=partial(_greedy, PLAIN),
+        triton=partial(_greedy, TRITON),
         make=make,
         bytes_moved=rows * vocab * HALF_BYTES,
         flop=0,
@@ -83,19 +79,14 @@ def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
     )
 
 
-def _plain_greedy(logits: Tensor, rows_B: Tensor, tables: Tables, region: RegionHeads) -> tuple[Tensor, Tensor]:
-    return commit_ids.commit_ids(best_ids.best_ids(logits, rows_B, *tables), rows_B, *tables, region)
-
-
-def _triton_greedy(
-    logits: Tensor,
-    rows_B: Tensor,
-    tables: Tables,
-    region: RegionHeads,
-    **chosen: Any,
+def _greedy(
+    ops: Ops, logits: Tensor, rows_B: Tensor, tables: Tables, region: RegionHeads, **tuning: Any
 ) -> tuple[Tensor, Tensor]:
-    ranks_SBC = triton_best_ids.best_ids(logits, rows_B, *tables, **chosen)
-    return triton_commit_ids.commit_ids(ranks_SBC, rows_B, *tables, region)
+    return ops.commit_ids(ops.best_ids(logits, rows_B, *tables, **tuning), rows_B, *tables, region)
+
+
+def _drawn(ops: Ops, *arguments: Any, **tuning: Any) -> Tensor:
+    return chosen(ops.draw_ids(*arguments, **tuning))[1]
 
 
 def _draw_case(vocab: int, rows: int, temperature: float, top_k: int, top_p: float) -> Case:
@@ -104,17 +95,11 @@ def _draw_case(vocab: int, rows: int, temperature: float, top_k: int, top_p: flo
         scores = maker.numbers(rows, vocab, scale=2.5, dtype=torch.float32)
         return scores, maker.order(rows), _drawing_rows(maker, rows, temperature, top_k, top_p)
 
-    def plain(*arguments: Any) -> Tensor:
-        return best_ids.chosen(draw_ids.draw_ids(*arguments))[1]
-
-    def triton(*arguments: Any, **chosen: Any) -> Tensor:
-        return best_ids.chosen(triton_draw_ids.draw_ids(*arguments, **chosen))[1]
-
     return Case(
         op="draw_ids",
         size=f"{rows}x{vocab}, temperature {temperature}, top_k {top_k}, top_p {top_p}",
-        plain=plain,
-        triton=triton,
+        plain=partial(_drawn, PLAIN),
+        triton=partial(_drawn, TRITON),
         make=make,
         bytes_moved=rows * vocab * 4,
         flop=0,

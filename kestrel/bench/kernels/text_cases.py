@@ -1,4 +1,4 @@
-"""What the text model needs: norms, tau, rotation, attention over pages, linears of few rows, experts, adapters."""
+"""What text models need: norms, gates, tau, rotation, attention over pages, linears of few rows, experts, adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kestrel.bench.kernels.case import PAGE_SIZE, Case, Maker, Sizes
+from kestrel.bench.kernels.case import FP8_BYTES, HALF_BYTES, PAGE_SIZE, Case, Maker, Sizes, op_case
 from kestrel.bench.kernels.tunings import (
     chunk_tunings,
     decode_tunings,
@@ -22,28 +22,16 @@ from kestrel.bench.kernels.tunings import (
     small_linear_tunings,
     tau_tunings,
 )
-from kestrel.bench.kernels.vision_cases import (
-    FP8_BYTES,
-    HALF_BYTES,
-    add_norm_case,
-    add_norm_to_fp8_case,
-    gelu_to_fp8_case,
-    norm_to_fp8_case,
-)
-from kestrel.kernels import chunk_attention, low_rank, paged_attention, rotate_and_store, small_linear, tau
-from kestrel.kernels.fp8_linear import weights_to_fp8
+from kestrel.bench.kernels.vision_cases import norm_case, row_case
+from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_slots
-from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_fp8, route_top_k
-from kestrel.kernels.rope import rope_tables
-from kestrel.kernels.triton import chunk_attention as triton_chunk_attention
-from kestrel.kernels.triton import low_rank as triton_low_rank
-from kestrel.kernels.triton import paged_attention as triton_paged_attention
-from kestrel.kernels.triton import rotate_and_store as triton_rotate_and_store
-from kestrel.kernels.triton import small_linear as triton_small_linear
-from kestrel.kernels.triton import tau as triton_tau
+from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, moe_mlp, moe_mlp_fp8, route_top_k
+from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.rotary import rope_tables
 from kestrel.kernels.triton.low_rank import usual_rows_per_tile
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
-from kestrel.kernels.triton.moe_small import moe_small
+from kestrel.kernels.triton.moe_mlp import moe_small
+from kestrel.kernels.triton.ops import TRITON
 from kestrel.layers.mlp import MAX_EXACT_ROWS
 
 FACTOR_BYTES = 4
@@ -52,14 +40,20 @@ FACTOR_BYTES = 4
 def text_cases(sizes: Sizes) -> Iterator[Case]:
     text = sizes.text
     for rows in (*sizes.decode_rows, *sizes.prefill_tokens):
-        yield add_norm_case(rows, text.dim, num_deltas=2)
+        yield norm_case(rows, text.dim, num_deltas=2)
+        yield norm_case(rows, text.dim, is_rms=True)
+        yield norm_case(rows, text.dim, num_deltas=1, is_rms=True)
+        yield row_case("silu_gate", rows, text.ff_dim)
         yield _rotate_case(sizes, rows, has_tau=False)
     for tokens in sizes.tau_tokens:
         yield _tau_case(sizes, tokens)
     for rows in sizes.prefill_tokens:
-        yield norm_to_fp8_case(rows, text.dim)
-        yield add_norm_to_fp8_case(rows, text.dim, num_deltas=2)
-        yield gelu_to_fp8_case(rows, text.ff_dim)
+        yield norm_case(rows, text.dim, to_fp8=True)
+        yield norm_case(rows, text.dim, num_deltas=2, to_fp8=True)
+        yield norm_case(rows, text.dim, is_rms=True, to_fp8=True)
+        yield norm_case(rows, text.dim, num_deltas=1, is_rms=True, to_fp8=True)
+        yield row_case("gelu_to_fp8", rows, text.ff_dim)
+        yield row_case("silu_gate_to_fp8", rows, text.ff_dim)
     yield _rotate_case(sizes, sizes.prefill_tokens[-1], has_tau=True)
     for rows in sizes.decode_rows:
         yield _decode_case(sizes, rows, None)
@@ -93,12 +87,10 @@ def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
         tau = tuple(factors) if has_tau else None
         return qkv, text.n_heads, text.n_kv_heads, *tables, positions, slots, *caches, tau
 
-    return Case(
-        op="rotate_and_store",
-        size=f"{tokens} tokens{', tau' * has_tau}",
-        plain=rotate_and_store.rotate_and_store,
-        triton=triton_rotate_and_store.rotate_and_store,
-        make=make,
+    return op_case(
+        "rotate_and_store",
+        f"{tokens} tokens{', tau' * has_tau}",
+        make,
         bytes_moved=2 * tokens * text.qkv_dim * HALF_BYTES,
         flop=4 * tokens * text.qkv_dim,
         tunings=rotate_tunings(),
@@ -114,12 +106,10 @@ def _tau_case(sizes: Sizes, tokens: int) -> Case:
         w = maker.numbers(num_out, num_in, scale=num_in**-0.5)
         return maker.numbers(tokens, num_in), w, maker.numbers(text.n_heads), maker.integers(text.max_context, tokens)
 
-    return Case(
-        op="tau_factors",
-        size=f"{tokens} tokens",
-        plain=tau.stacked_tau_factors,
-        triton=triton_tau.tau_factors,
-        make=make,
+    return op_case(
+        "tau_factors",
+        f"{tokens} tokens",
+        make,
         bytes_moved=(tokens + num_out) * num_in * HALF_BYTES + tokens * num_out * FACTOR_BYTES,
         flop=2 * tokens * num_out * num_in,
         tunings=tau_tunings(tokens),
@@ -139,12 +129,10 @@ def _decode_case(sizes: Sizes, rows: int, cache_dtype: torch.dtype | None) -> Ca
 
     width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
     kv_numbers = 2 * rows * sizes.num_keys * text.n_kv_heads * text.head_dim
-    return Case(
-        op="attend_rows",
-        size=f"{rows} rows of {sizes.num_keys} keys{'' if cache_dtype is None else ', fp8'}",
-        plain=paged_attention.attend_rows,
-        triton=triton_paged_attention.attend_rows,
-        make=make,
+    return op_case(
+        "attend_rows",
+        f"{rows} rows of {sizes.num_keys} keys{'' if cache_dtype is None else ', fp8'}",
+        make,
         bytes_moved=kv_numbers * width + 2 * rows * text.n_heads * text.head_dim * HALF_BYTES,
         flop=2 * kv_numbers * text.n_heads // text.n_kv_heads,
         tunings=decode_tunings(),
@@ -194,12 +182,10 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
     width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
     kv_numbers = 2 * prompts * num_keys * text.n_kv_heads * text.head_dim
     counts = " and ".join(f"{c.count} after {c.start}" for c in chunks)
-    return Case(
-        op="attend_chunks",
-        size=f"{prompts} prompts, {counts}{'' if cache_dtype is None else ', fp8'}",
-        plain=chunk_attention.attend_chunks,
-        triton=triton_chunk_attention.attend_chunks,
-        make=make,
+    return op_case(
+        "attend_chunks",
+        f"{prompts} prompts, {counts}{'' if cache_dtype is None else ', fp8'}",
+        make,
         bytes_moved=kv_numbers * width + 2 * num_queries * text.n_heads * text.head_dim * HALF_BYTES,
         flop=4 * prompts * sum(chunk.num_pairs for chunk in chunks) * text.n_heads * text.head_dim,
         tunings=chunk_tunings(max_count),
@@ -217,12 +203,10 @@ def _linear_case(
         return x, weight, bias, residual, gelu_from, scale
 
     weight_bytes = num_out * num_in * (FP8_BYTES if has_fp8_weights else HALF_BYTES)
-    return Case(
-        op="small_linear",
-        size=f"{name}, {rows}x{num_in} to {num_out}{', fp8 weights' * has_fp8_weights}",
-        plain=small_linear.small_linear,
-        triton=triton_small_linear.small_linear,
-        make=make,
+    return op_case(
+        "small_linear",
+        f"{name}, {rows}x{num_in} to {num_out}{', fp8 weights' * has_fp8_weights}",
+        make,
         bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
         tunings=small_linear_tunings(rows),
@@ -240,6 +224,7 @@ def moe_cases(sizes: Sizes) -> Iterator[Case]:
     for tokens in sizes.routed_tokens:
         share = tokens * sizes.moe.experts_per_token / sizes.moe.num_experts
         yield _moe_case("moe_grouped", moe_grouped, sizes, tokens, moe_grouped_tunings(share))
+        yield _adapted_moe_case(sizes, tokens, _Slots(*sizes.adapters[0]), moe_grouped_tunings(share))
         narrow = moe_fp8_tunings(share)
         if tokens <= MAX_EXACT_ROWS:
             yield _moe_case("moe_grouped", moe_grouped, sizes, tokens, narrow, has_fp8_experts=True)
@@ -286,6 +271,37 @@ def _moe_case(
     )
 
 
+def _adapted_moe_case(sizes: Sizes, tokens: int, slots: _Slots, tunings: tuple[Any, ...]) -> Case:
+    """Every token with an adapter; each expert holds its share of an adapter's rank."""
+    moe, dim = sizes.moe, sizes.text.dim
+    rank = -(-slots.rank // moe.experts_per_token)
+    base = _moe_case("moe_mlp_adapted", TRITON.moe_mlp_adapted, sizes, tokens, tunings)
+
+    def factors(maker: Maker, num_out: int, num_in: int) -> ExpertFactors:
+        a, b = (
+            maker.numbers(slots.count, moe.num_experts, *size, scale=size[1] ** -0.5)
+            for size in ((rank, num_in), (num_out, rank))
+        )
+        ranks = torch.tensor([*[rank] * slots.count, 0], dtype=torch.int32, device=maker.device)
+        return ExpertFactors(a, b, ranks)
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        slot_T = torch.arange(tokens, device=maker.device) % slots.count
+        fc1, fc2 = factors(maker, 2 * moe.expert_inner_dim, dim), factors(maker, dim, moe.expert_inner_dim)
+        return *base.make(maker), None, None, ExpertDeltas(slot_T, fc1, fc2)
+
+    per_pair = rank * (2 * dim + 3 * moe.expert_inner_dim)
+    touched = min(slots.count * moe.num_experts, tokens * moe.experts_per_token)
+    return replace(
+        base,
+        size=f"{base.size}, {slots.count} adapters of rank {slots.rank}",
+        plain=PLAIN.moe_mlp_adapted,
+        make=make,
+        bytes_moved=base.bytes_moved + touched * per_pair * HALF_BYTES,
+        flop=base.flop + 2 * tokens * moe.experts_per_token * per_pair,
+    )
+
+
 def _narrowed(matrices_EFD: Tensor) -> tuple[Tensor, Tensor]:
     """In float8, and a scale for each row of each expert."""
     numbers, scale = weights_to_fp8(matrices_EFD.flatten(0, 1))
@@ -293,13 +309,14 @@ def _narrowed(matrices_EFD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------- adapters
-# Deltas at both ends of a block: several small ones mixed, and a single large one.
+# Deltas of one matrix and at both ends of a parallel block: several small ones mixed, and a single large one.
 
 
 def low_rank_cases(sizes: Sizes) -> Iterator[Case]:
     for rows in sizes.adapted_rows:
         for adapters in sizes.adapters:
             slots = _Slots(*adapters)
+            yield _single_case(sizes, rows, slots)
             yield _input_case(sizes, rows, slots)
             yield _output_case(sizes, rows, slots)
 
@@ -326,58 +343,68 @@ class _Slots:
         return f"{rows} rows, {self.count} of rank {self.rank}{room}"
 
 
-def _input_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
-    text = sizes.text
-
-    def make(maker: Maker) -> tuple[Any, ...]:
-        wide = maker.numbers(rows, text.qkv_dim + text.ff_dim)
-        qkv, hidden = wide[:, : text.qkv_dim], wide[:, text.qkv_dim :]
-        factors = [slots.factors(maker, num_out, text.dim) for num_out in (text.qkv_dim, text.ff_dim)]
-        return slots.tiles(maker, rows), maker.numbers(rows, text.dim), qkv, factors[0], hidden, factors[1]
+def _deltas_case(
+    op: str,
+    rows: int,
+    slots: _Slots,
+    make: Callable[[Maker], tuple[Any, ...]],
+    changed: tuple[int, ...],
+    widths: int,
+    other_numbers: int,
+    **how: Any,
+) -> Case:
+    """An operation in place: `changed` are the places of what it adds to among its inputs. `widths`: those of all
+    matrices, both sides together; `other_numbers`: of a row, read and written."""
 
     def run(add: Callable[..., None], *inputs: Any, **tuning: Any) -> tuple[Tensor, ...]:
-        add(*inputs, activates_base=True, **tuning)
-        return inputs[2], inputs[4]
+        add(*inputs, **how, **tuning)
+        return tuple(inputs[place] for place in changed)
 
-    factor_numbers = slots.count * slots.rank * (2 * text.dim + text.qkv_dim + text.ff_dim)
-    moved = factor_numbers + rows * (text.dim + 2 * (text.qkv_dim + text.ff_dim))
+    factor_numbers = slots.count * slots.rank * widths
     return Case(
-        op="add_input_deltas",
+        op=op,
         size=slots.size(rows),
-        plain=partial(run, low_rank.add_input_deltas),
-        triton=partial(run, triton_low_rank.add_input_deltas),
+        plain=partial(run, getattr(PLAIN, op)),
+        triton=partial(run, getattr(TRITON, op)),
         make=make,
-        bytes_moved=moved * HALF_BYTES,
+        bytes_moved=(factor_numbers + rows * other_numbers) * HALF_BYTES,
         flop=2 * rows * factor_numbers // slots.count,
         tunings=low_rank_tunings(usual_rows_per_tile(rows), slots.max_rank),
         is_plain_capturable=False,
     )
+
+
+def _single_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
+    num_in, num_out = sizes.text.dim, sizes.text.qkv_dim
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        y, x = maker.numbers(rows, num_out), maker.numbers(rows, num_in)
+        return slots.tiles(maker, rows), y, x, slots.factors(maker, num_out, num_in)
+
+    return _deltas_case("add_deltas", rows, slots, make, (1,), num_in + num_out, num_in + 2 * num_out)
+
+
+def _input_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
+    dim, qkv_dim, ff_dim = sizes.text.dim, sizes.text.qkv_dim, sizes.text.ff_dim
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        wide = maker.numbers(rows, qkv_dim + ff_dim)
+        factors = [slots.factors(maker, num_out, dim) for num_out in (qkv_dim, ff_dim)]
+        tiles, y = slots.tiles(maker, rows), maker.numbers(rows, dim)
+        return tiles, y, wide[:, :qkv_dim], factors[0], wide[:, qkv_dim:], factors[1]
+
+    widths, moved = 2 * dim + qkv_dim + ff_dim, dim + 2 * (qkv_dim + ff_dim)
+    return _deltas_case("add_input_deltas", rows, slots, make, (2, 4), widths, moved, activates_base=True)
 
 
 def _output_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
-    text = sizes.text
+    dim, ff_dim = sizes.text.dim, sizes.text.ff_dim
 
     def make(maker: Maker) -> tuple[Any, ...]:
-        joined = maker.numbers(rows, text.dim + text.ff_dim)
-        total, y = maker.numbers(rows, text.dim), maker.numbers(rows, text.dim)
+        joined = maker.numbers(rows, dim + ff_dim)
+        total, y = maker.numbers(rows, dim), maker.numbers(rows, dim)
         reads_norm = torch.zeros(slots.count + 1, dtype=torch.int32, device=maker.device)
-        proj, fc2 = (slots.factors(maker, text.dim, num_in) for num_in in (text.dim, text.ff_dim))
-        tiles = slots.tiles(maker, rows)
-        return tiles, total, joined[:, : text.dim], y, reads_norm, proj, joined[:, text.dim :], fc2
+        proj, fc2 = (slots.factors(maker, dim, num_in) for num_in in (dim, ff_dim))
+        return slots.tiles(maker, rows), total, joined[:, :dim], y, reads_norm, proj, joined[:, dim:], fc2
 
-    def run(add: Callable[..., None], *inputs: Any, **tuning: Any) -> Tensor:
-        add(*inputs, **tuning)
-        return inputs[1]
-
-    factor_numbers = slots.count * slots.rank * (3 * text.dim + text.ff_dim)
-    return Case(
-        op="add_output_deltas",
-        size=slots.size(rows),
-        plain=partial(run, low_rank.add_output_deltas),
-        triton=partial(run, triton_low_rank.add_output_deltas),
-        make=make,
-        bytes_moved=(factor_numbers + rows * (3 * text.dim + text.ff_dim)) * HALF_BYTES,
-        flop=2 * rows * factor_numbers // slots.count,
-        tunings=low_rank_tunings(usual_rows_per_tile(rows), slots.max_rank),
-        is_plain_capturable=False,
-    )
+    return _deltas_case("add_output_deltas", rows, slots, make, (1,), 3 * dim + ff_dim, 3 * dim + ff_dim)

@@ -18,7 +18,7 @@ import torch
 from kestrel.bench.kernels.case import Case
 from kestrel.bench.kernels.measure import CannotRun, CaseTimer
 from kestrel.errors import ConfigError, did_you_mean
-from kestrel.kernels.triton.tuning_table import TunedSize
+from kestrel.kernels.triton.launch import TunedSize
 from kestrel.kernels.tuning import TUNED_OPS, Entry, GrowingTable
 
 MARGIN = 0.03

@@ -8,73 +8,70 @@ from typing import Any
 from triton import next_power_of_2
 
 from kestrel.kernels.triton import (
-    best_ids,
-    chunk_attention,
-    crop_attention,
-    draw_ids,
-    fp8_rows,
-    layer_norm,
+    fp8,
+    linear,
     low_rank,
     moe_grouped,
-    moe_small,
+    moe_mlp,
+    norms,
     paged_attention,
-    rotate_and_store,
-    row_inputs,
-    small_linear,
-    tau,
+    rotary,
+    row_tables,
+    sampling,
+    vision,
 )
 
 
-def layer_norm_tunings() -> tuple[Any, ...]:
-    return tuple(layer_norm.Tuning(warps, rows) for warps, rows in product((1, 2, 4, 8), (1, 4, 16)))
+def norm_tunings() -> tuple[Any, ...]:
+    return tuple(norms.Tuning(warps, rows) for warps, rows in product((1, 2, 4, 8), (1, 4, 16)))
 
 
-def fp8_tunings() -> tuple[Any, ...]:
-    return tuple(fp8_rows.Tuning(warps) for warps in (1, 2, 4, 8))
+def row_tunings() -> tuple[Any, ...]:
+    return tuple(fp8.RowTuning(warps) for warps in (1, 2, 4, 8))
 
 
 def crop_attention_tunings() -> tuple[Any, ...]:
     tried = ((128, 64, 4), (128, 64, 8), (64, 64, 4), (128, 128, 8), (64, 128, 4), (128, 32, 4), (64, 32, 4))
-    return tuple(crop_attention.Tuning(*blocks, stages) for blocks, stages in product(tried, (2, 3)))
+    return tuple(vision.CropTuning(*blocks, stages) for blocks, stages in product(tried, (2, 3)))
 
 
 def decode_tunings() -> tuple[Any, ...]:
     tried = product(((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)), (512, 1024, 2048))
-    return tuple(paged_attention.Tuning(keys, warps, target_programs=programs) for (keys, warps), programs in tried)
+    return tuple(paged_attention.RowsTuning(keys, warps, target_programs=programs) for (keys, warps), programs in tried)
 
 
 def chunk_tunings(max_count: int) -> tuple[Any, ...]:
     """Long chunks: blocks for the fast tensor-core path. Short ones: the smallest block that holds them, and 64."""
     if max_count > 64:
         tried = ((128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4), (128, 32, 4))
-        return tuple(chunk_attention.Tuning(*blocks, stages) for blocks, stages in product(tried, (2, 3, 4)))
-    queries = chunk_attention.Tuning.of(max_count, head_dim=64).block_queries
+        return tuple(paged_attention.ChunksTuning(*blocks, stages) for blocks, stages in product(tried, (2, 3, 4)))
+    queries = paged_attention.ChunksTuning.of(max_count, head_dim=64).block_queries
     tried = product(dict.fromkeys((queries, 64)), ((32, 4), (64, 2), (64, 4), (128, 4), (128, 8)), (3, 4))
-    return tuple(chunk_attention.Tuning(size, *keys, stages) for size, keys, stages in tried)
+    return tuple(paged_attention.ChunksTuning(size, *keys, stages) for size, keys, stages in tried)
 
 
 def rotate_tunings() -> tuple[Any, ...]:
-    return tuple(rotate_and_store.Tuning(heads, warps) for heads, warps in product((4, 8, 16, 32), (1, 2, 4)))
+    return tuple(rotary.RotateTuning(heads, warps) for heads, warps in product((4, 8, 16, 32), (1, 2, 4)))
 
 
 def tau_tunings(num_tokens: int) -> tuple[Any, ...]:
-    if num_tokens <= tau.SUMMED_TOKENS:
-        return tuple(tau.SumTuning(*tried) for tried in product((1, 2, 4, 8), (1024, 2048), (4, 8)))
+    if num_tokens <= rotary.SUMMED_TOKENS:
+        return tuple(rotary.SumTuning(*tried) for tried in product((1, 2, 4, 8), (1024, 2048), (4, 8)))
     tried = product(((64, 64, 64), (64, 64, 128), (128, 64, 64), (32, 64, 128)), (128, 256, 512), (4, 8), (2, 4))
-    return tuple(tau.DotTuning(*blocks, *rest) for blocks, *rest in tried)
+    return tuple(rotary.DotTuning(*blocks, *rest) for blocks, *rest in tried)
 
 
 def small_linear_tunings(num_rows: int) -> tuple[Any, ...]:
-    if num_rows <= small_linear.SUMMED_ROWS:
+    if num_rows <= linear.SUMMED_ROWS:
         tried = product((1, 2, 4), (512, 1024, 2048), (2, 4, 8))
-        return tuple(small_linear.Tuning(outs, ins, warps) for outs, ins, warps in tried)
+        return tuple(linear.Tuning(outs, ins, warps) for outs, ins, warps in tried)
     blocks = ((16, 256), (16, 512), (32, 128), (32, 256), (64, 64), (64, 128), (128, 64))
-    return tuple(small_linear.Tuning(*block, warps, stages) for block, warps, stages in product(blocks, (4, 8), (3, 5)))
+    return tuple(linear.Tuning(*block, warps, stages) for block, warps, stages in product(blocks, (4, 8), (3, 5)))
 
 
 def moe_small_tunings() -> tuple[Any, ...]:
     tried = product((1, 2, 4), (1, 2, 4), (1024, 2048), (4, 8))
-    return tuple(moe_small.Tuning(*blocks) for blocks in tried)
+    return tuple(moe_mlp.Tuning(*blocks) for blocks in tried)
 
 
 def moe_grouped_tunings(pairs_per_expert: float) -> tuple[Any, ...]:
@@ -97,16 +94,16 @@ def _rows_per_block(pairs_per_expert: float) -> list[int]:
 
 
 def best_ids_tunings() -> tuple[Any, ...]:
-    return tuple(best_ids.Tuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
+    return tuple(sampling.BestTuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
 
 
 def draw_ids_tunings() -> tuple[Any, ...]:
     blocks, rows = ((512, 2), (512, 4), (1024, 4), (2048, 4)), ((4096, 16), (8192, 16), (8192, 32), (16384, 32))
-    return tuple(draw_ids.Tuning(*block, *row) for block, row in product(blocks, rows))
+    return tuple(sampling.DrawTuning(*block, *row) for block, row in product(blocks, rows))
 
 
 def row_inputs_tunings() -> tuple[Any, ...]:
-    return tuple(row_inputs.Tuning(*tried) for tried in product((64, 128, 256), (1, 2, 4)))
+    return tuple(row_tables.Tuning(*tried) for tried in product((64, 128, 256), (1, 2, 4)))
 
 
 def low_rank_tunings(rows_per_tile: int, max_rank: int) -> tuple[Any, ...]:

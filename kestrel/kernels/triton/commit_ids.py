@@ -1,7 +1,7 @@
 """What each row emits, and what is noted of it, in one launch: a program of one warp per entry."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.best_ids import INF_KEY, LAST_ID, NEGATIVE_INF_KEY
 from kestrel.kernels.row_tables import (
     CARRIES_COORD,
     CARRIES_SIZE,
@@ -27,6 +26,7 @@ from kestrel.kernels.row_tables import (
     RegionHeads,
     RowState,
 )
+from kestrel.kernels.sampling import INF_KEY, LAST_ID, NEGATIVE_INF_KEY
 
 LOWEST = tl.constexpr(-(2**63))
 LAST = tl.constexpr(LAST_ID)

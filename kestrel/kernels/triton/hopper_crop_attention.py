@@ -9,8 +9,9 @@ A head of 65 to 80 numbers lies in two tiles, 64 and 16 wide. Loads fill up what
 with zeros, and stores leave it out, so nothing is masked but the scores of keys past the crop. Those keys come first.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
-from kestrel.kernels.triton.activations import gelu_tanh
-from kestrel.kernels.triton.moe_grouping import group_pairs
-from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
+from kestrel.kernels.triton.device_functions import gelu_tanh
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.moe_grouped import group_pairs
 
 FEW_ROWS = 16
 """Rows of a tile with few of them, where the factors stream through; above, tiles are those of a matrix product."""

@@ -1,9 +1,4 @@
-"""Mixture-of-experts MLP for many tokens: blocks of pairs that share an expert go through its matrices together.
-
-Four kernels: pairs are put in blocks (`kestrel.kernels.triton.moe_grouping`); each block makes GELU(h) · (g + 1), both
-halves of fc1 in one pass over its tokens; each block goes through fc2; a token's experts are added up in fp32, in
-routing order. Blocks of one expert run side by side, so that its matrices are read from memory once.
-"""
+"""Mixture-of-experts MLP for many tokens, with adapters or without."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
@@ -17,13 +12,208 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from kestrel.kernels.moe_mlp import ExpertDeltas
-from kestrel.kernels.triton.activations import gelu_erf
-from kestrel.kernels.triton.fp8_rows import rows_to_fp8
-from kestrel.kernels.triton.moe_deltas import add_pair_deltas, pair_deltas
-from kestrel.kernels.triton.moe_grouping import Blocks, group_pairs
-from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
-from kestrel.kernels.triton.widening import widened
+from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors
+from kestrel.kernels.triton.device_functions import gelu_erf, widened
+from kestrel.kernels.triton.fp8 import rows_to_fp8
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+
+# ---------------------------------------------------------------------- blocks of pairs
+# Pairs of token and expert put in blocks of one expert each, on the device.
+#
+# A block holds `rows_per_block` places; an expert takes as many whole blocks as its pairs need, in the order of the
+# pairs. How many blocks there can be at most follows from the shapes, so nothing is read on the host: a place without a
+# pair and a block without an expert hold -1.
+
+
+PAIRS_AT_A_TIME = 1024
+PLACES_AT_A_TIME = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Pair number (token · k + place in the token's routing) of every place, and the expert of every block."""
+
+    pairs_R: Tensor
+    expert_G: Tensor
+    places_Q: Tensor
+    """Where each pair is."""
+    rows_per_block: int
+
+
+def max_blocks(num_pairs: int, num_experts: int, rows_per_block: int) -> int:
+    """Each expert with pairs wastes less than a block."""
+    return num_pairs // rows_per_block + min(num_pairs, num_experts)
+
+
+@triton.jit
+def _fill(ptr, start, end, value, AT_A_TIME: tl.constexpr):
+    for first in range(start, end, AT_A_TIME):
+        place = first + tl.arange(0, AT_A_TIME)
+        tl.store(ptr + place, tl.zeros((AT_A_TIME,), dtype=tl.int32) + value, mask=place < end)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _group(
+    ids_ptr, pairs_ptr, expert_ptr, places_ptr, num_pairs, num_blocks, num_experts,
+    ROWS: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """One program per expert: counts everybody's pairs to find its first block, then places its own."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, AT_A_TIME)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, num_pairs, AT_A_TIME):
+        ids = tl.load(ids_ptr + first + lane, mask=first + lane < num_pairs, other=num_experts).to(tl.int32)
+        counts += tl.histogram(ids, BINS)
+    blocks = tl.where(bins < num_experts, (counts + ROWS - 1) // ROWS, 0)
+    first_block = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
+    own_count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    own_blocks = (own_count + ROWS - 1) // ROWS
+    _fill(expert_ptr, first_block, first_block + own_blocks, expert, PLACES)
+    if expert == num_experts - 1:
+        _fill(expert_ptr, first_block + own_blocks, num_blocks, -1, PLACES)
+    start = first_block * ROWS
+    _fill(pairs_ptr, start + own_count, start + own_blocks * ROWS, -1, PLACES)
+    for first in range(0, num_pairs, AT_A_TIME):
+        pair = first + lane
+        ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=num_experts).to(tl.int32)
+        is_own = (ids == expert).to(tl.int32)
+        place = start + tl.cumsum(is_own, axis=0) - 1
+        tl.store(pairs_ptr + place, pair, mask=is_own > 0)
+        tl.store(places_ptr + pair, place, mask=is_own > 0)
+        start += tl.sum(is_own, axis=0)
+
+
+def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks:
+    assert ids_TK.is_contiguous()
+    num_pairs = ids_TK.numel()
+    num_blocks = max_blocks(num_pairs, num_experts, rows_per_block)
+    pairs_R = torch.empty(num_blocks * rows_per_block, dtype=torch.int32, device=ids_TK.device)
+    expert_G = torch.empty(num_blocks, dtype=torch.int32, device=ids_TK.device)
+    places_Q = torch.empty(num_pairs, dtype=torch.int32, device=ids_TK.device)
+    if num_pairs > 0:
+        _group[(num_experts,)](
+            ids_TK, pairs_R, expert_G, places_Q, num_pairs, num_blocks, num_experts,
+            ROWS=rows_per_block, BINS=triton.next_power_of_2(num_experts + 1),
+            AT_A_TIME=min(PAIRS_AT_A_TIME, max(32, triton.next_power_of_2(num_pairs))), PLACES=PLACES_AT_A_TIME,
+        )  # fmt: skip
+    return Blocks(pairs_R, expert_G, places_Q, rows_per_block)
+
+
+# ---------------------------------------------------------------------- deltas of adapters
+# Low-rank deltas of experts: a pair of token and expert has factors of its own, by the token's adapter and the expert.
+#
+# A program takes one pair, since few of them share factors, and ranks are small: an expert holds its share of an
+# adapter's rank alone. Slots and ranks are read on the device; pairs of the base model end immediately.
+
+
+MAX_RANKS, BLOCK_IN, OUTPUTS = 16, 512, 1024
+
+
+@triton.jit
+def _shrink_pairs(
+    x_ptr, h_ptr, a_ptr, rank_ptr, places_ptr, ids_ptr, slots_ptr, num_in, x_stride, num_experts, max_rank,
+    TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """h = a · x of one pair; rows of x are tokens, or places in the blocks of experts."""
+    pair = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
+    if slot < 0:
+        return
+    rank = tl.load(rank_ptr + slot)
+    if tl.program_id(1) * RANKS >= rank:
+        return
+    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    row = tl.load(places_ptr + pair).to(tl.int64) if BY_PLACE else pair // TOP_K
+    a_place = a_ptr + ((slot * num_experts + expert) * max_rank + r)[:, None] * num_in
+    total = tl.zeros((RANKS, BLOCK), dtype=tl.float32)
+    for start in range(0, num_in, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + d, mask=d < num_in, other=0.0).to(tl.float32)
+        a = tl.load(a_place + d[None, :], mask=(r < rank)[:, None] & (d < num_in)[None, :], other=0.0)
+        total += a.to(tl.float32) * x[None, :]
+    h = tl.sum(total, axis=1)
+    tl.store(h_ptr + pair * max_rank + r, h.to(h_ptr.dtype.element_ty), mask=r < rank)
+
+
+@triton.jit
+def _expand_pairs(
+    h_ptr, out_ptr, b_ptr, rank_ptr, ids_ptr, slots_ptr, num_out, num_experts, max_rank,
+    TOP_K: tl.constexpr, ADDS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """b · h of one pair, added to what is there or put there."""
+    pair = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
+    if slot < 0:
+        return
+    rank = tl.load(rank_ptr + slot)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    b_place = b_ptr + ((slot * num_experts + expert) * num_out + f)[:, None] * max_rank
+    total = tl.zeros((BLOCK, RANKS), dtype=tl.float32)
+    for first in range(0, rank, RANKS):
+        r = first + tl.arange(0, RANKS)
+        h = tl.load(h_ptr + pair * max_rank + r, mask=r < rank, other=0.0).to(tl.float32)
+        b = tl.load(b_place + r[None, :], mask=(r < rank)[None, :] & (f < num_out)[:, None], other=0.0)
+        total += b.to(tl.float32) * h[None, :]
+    delta = tl.sum(total, axis=1)
+    if ADDS:
+        delta += tl.load(out_ptr + pair * num_out + f, mask=f < num_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + pair * num_out + f, delta.to(out_ptr.dtype.element_ty), mask=f < num_out)
+
+
+def pair_deltas(x_RD: Tensor, ids_TK: Tensor, slot_T: Tensor, factors: ExpertFactors, blocks: Blocks) -> Tensor:
+    """[pairs, F] of rows by token; only pairs of adapters are written."""
+    out_QF = torch.empty(ids_TK.numel(), factors.b_SEFR.shape[2], dtype=x_RD.dtype, device=x_RD.device)
+    _launch(x_RD, out_QF, ids_TK, slot_T, factors, blocks, by_place=False)
+    return out_QF
+
+
+def add_pair_deltas(
+    out_QF: Tensor, x_RD: Tensor, ids_TK: Tensor, slot_T: Tensor, factors: ExpertFactors, blocks: Blocks
+) -> None:
+    """In place; rows of x are those of the blocks."""
+    _launch(x_RD, out_QF, ids_TK, slot_T, factors, blocks, by_place=True)
+
+
+def _launch(
+    x_RD: Tensor,
+    out_QF: Tensor,
+    ids_TK: Tensor,
+    slot_T: Tensor,
+    factors: ExpertFactors,
+    blocks: Blocks,
+    *,
+    by_place: bool,
+) -> None:
+    num_experts, max_rank, num_in = factors.a_SERD.shape[1:]
+    num_out, top_k = out_QF.shape[1], ids_TK.shape[1]
+    assert factors.b_SEFR.shape[1:] == (num_experts, num_out, max_rank)
+    assert factors.a_SERD.is_contiguous()
+    assert factors.b_SEFR.is_contiguous()
+    assert x_RD.stride(1) == 1
+    ranks = min(MAX_RANKS, triton.next_power_of_2(max_rank))
+    h_QR = torch.empty(len(out_QF), max_rank, dtype=x_RD.dtype, device=x_RD.device)
+    _shrink_pairs[(len(out_QF), triton.cdiv(max_rank, ranks))](
+        x_RD, h_QR, factors.a_SERD, factors.rank_S, blocks.places_Q, ids_TK, slot_T,
+        num_in, x_RD.stride(0), num_experts, max_rank,
+        TOP_K=top_k, BY_PLACE=by_place, RANKS=ranks,
+        BLOCK=min(BLOCK_IN, triton.next_power_of_2(num_in)),
+    )  # fmt: skip
+    block = min(OUTPUTS, triton.next_power_of_2(num_out))
+    _expand_pairs[(len(out_QF), triton.cdiv(num_out, block))](
+        h_QR, out_QF, factors.b_SEFR, factors.rank_S, ids_TK, slot_T, num_out, num_experts, max_rank,
+        TOP_K=top_k, ADDS=by_place, RANKS=ranks, BLOCK=block,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the experts
+# Mixture-of-experts MLP for many tokens: blocks of pairs that share an expert go through its matrices together.
+#
+# Four kernels: pairs are put in blocks; each block makes GELU(h) · (g + 1), both
+# halves of fc1 in one pass over its tokens; each block goes through fc2; a token's experts are added up in fp32, in
+# routing order. Blocks of one expert run side by side, so that its matrices are read from memory once.
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor
-
-from kestrel.kernels.crop_attention import attend_crops
-from kestrel.kernels.fp8_linear import scaled_mm_linear
-from kestrel.kernels.gelu_linear import gelu_linear_epilogue
+from kestrel.kernels.fp8 import scaled_mm_linear
+from kestrel.kernels.linear import gelu_linear_epilogue
 from kestrel.kernels.ops import Op, Ops
-from kestrel.kernels.triton.best_ids import best_ids
-from kestrel.kernels.triton.chunk_attention import attend_chunks
 from kestrel.kernels.triton.commit_ids import commit_ids
-from kestrel.kernels.triton.draw_ids import draw_ids
-from kestrel.kernels.triton.fp8_rows import gelu_to_fp8, rows_to_fp8
-from kestrel.kernels.triton.layer_norm import (
+from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.linear import MAX_ROWS, silu_gate, silu_gate_to_fp8, small_linear
+from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
+from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
+from kestrel.kernels.triton.moe_mlp import moe_mlp, route_top_k
+from kestrel.kernels.triton.norms import (
     add_layer_norm,
     add_layer_norm_to_fp8,
     add_rms_norm,
@@ -25,36 +24,12 @@ from kestrel.kernels.triton.layer_norm import (
     rms_norm,
     rms_norm_to_fp8,
 )
-from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
-from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
-from kestrel.kernels.triton.moe_small import moe_small
-from kestrel.kernels.triton.paged_attention import attend_rows
-from kestrel.kernels.triton.patchify import patchify
-from kestrel.kernels.triton.resample import resample
-from kestrel.kernels.triton.rotate_and_store import rotate_and_store
-from kestrel.kernels.triton.route import route_top_k
-from kestrel.kernels.triton.row_inputs import row_inputs
-from kestrel.kernels.triton.silu_gate import silu_gate, silu_gate_to_fp8
-from kestrel.kernels.triton.small_linear import MAX_ROWS, small_linear
-from kestrel.kernels.triton.tau import tau_factors
-from kestrel.kernels.triton.tuning_table import NO_TABLE, TuningTable
-
-FEW_TOKENS = 4
-"""Up to so many, experts are read once per token; with more of them the same experts are met again."""
-
-
-def moe_mlp(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    ids_TK: Tensor,
-    fc1_EFD: Tensor,
-    fc2_EDI: Tensor,
-    fc1_scale_EF: Tensor | None = None,
-    fc2_scale_ED: Tensor | None = None,
-    table: TuningTable = NO_TABLE,
-) -> Tensor:
-    run = moe_small if len(x_TD) <= FEW_TOKENS else moe_grouped
-    return run(x_TD, weights_TK, ids_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED, table=table)
+from kestrel.kernels.triton.paged_attention import attend_chunks, attend_rows
+from kestrel.kernels.triton.rotary import rotate_and_store, tau_factors
+from kestrel.kernels.triton.row_tables import row_inputs
+from kestrel.kernels.triton.sampling import best_ids, draw_ids
+from kestrel.kernels.triton.vision import patchify, resample
+from kestrel.kernels.vision import attend_crops
 
 
 def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:

@@ -32,7 +32,7 @@ from kestrel.runtime.contract import (
     StepOutput,
     StepPlan,
 )
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 
 Recipe = Callable[[Any], tuple[Any, ...]]

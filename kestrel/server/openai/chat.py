@@ -25,22 +25,18 @@ from kestrel.server.openai.logprobs import LARGE_LOGPROBS, chat_logprobs, requir
 from kestrel.server.openai.parameters import (
     NOT_TRAINED,
     REFUSED_IN_CHAT,
-    TOP_LOGPROBS,
     Body,
     EngineFields,
     given,
     refuse,
     take_choices,
-    take_flag,
-    take_integer,
     take_stream,
-    token_bounds,
 )
 from kestrel.server.request_images import image_bytes
 from kestrel.server.state import state_of
+from kestrel.settings import SETTINGS, boolean
 from kestrel.skills.base import Tokenizer
 
-BOUNDS = token_bounds(1)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROLES = {"developer": "system"}
 """Other names of the chat skill's roles."""
@@ -64,7 +60,7 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
     options, num_choices = take_stream(body), take_choices(body)
-    fields = sampling_fields(state, body, BOUNDS, None)
+    fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
     num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
     shows_thinking = _take_reasoning(body, fields)
@@ -83,7 +79,8 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
 
 def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
     """How many likely tokens to show beside each; None for no log-probabilities."""
-    wants, num_top = take_flag(body, "logprobs"), take_integer(body, "top_logprobs", TOP_LOGPROBS, 0)
+    wants = boolean("logprobs", body.get("logprobs", False))
+    num_top = SETTINGS["logprobs"].kind("top_logprobs", body.get("top_logprobs", 0))
     if not wants:
         if num_top:
             raise RequestError("top_logprobs", "goes with logprobs only; set logprobs to true or leave it out")
@@ -105,13 +102,13 @@ def _take_reasoning(body: Body, fields: EngineFields) -> bool:
     asks = {
         "reasoning": reasoning,
         "reasoning_effort": effort != "none",
-        "include_reasoning": take_flag(body, "include_reasoning"),
+        "include_reasoning": boolean("include_reasoning", body.get("include_reasoning", False)),
     }
     asked = [name for name, is_asked in asks.items() if is_asked]
     fields.values["reasoning"] = bool(asked)
     if asked:
         fields.names["reasoning"] = asked[0]
-    return take_flag(body, "include_reasoning", default=True)
+    return body.get("include_reasoning", True)
 
 
 class _ChatShape:

@@ -24,21 +24,17 @@ from kestrel.server.openai.generation import (
 from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, add_prompt, require_few_logprobs
 from kestrel.server.openai.parameters import (
     REFUSED_IN_COMPLETIONS,
-    TOP_LOGPROBS,
     Body,
     EngineFields,
     given,
     refuse,
     take_choices,
-    take_flag,
-    take_integer,
     take_stream,
-    token_bounds,
 )
 from kestrel.server.state import ServerState, state_of
+from kestrel.settings import SETTINGS, boolean
 from kestrel.skills.base import Tokenizer
 
-BOUNDS = token_bounds(0)
 DEFAULT_MAX_TOKENS = 16
 """As in the API this follows: a raw prompt may never end by itself."""
 MAX_PROMPTS = 2048
@@ -58,14 +54,14 @@ async def completion(request: Request) -> Response:
 
 def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
-    options, num_choices, echoes = take_stream(body), take_choices(body), take_flag(body, "echo")
+    options, num_choices, echoes = take_stream(body), take_choices(body), boolean("echo", body.get("echo", False))
     if body.get("best_of", num_choices) != num_choices:
         raise RequestError(
             "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
         )
     prompts = _take_prompts(body)
     _require_few(len(prompts), num_choices, options.stream)
-    fields = sampling_fields(state, body, BOUNDS, DEFAULT_MAX_TOKENS)
+    fields = sampling_fields(state, body, DEFAULT_MAX_TOKENS)
     has_logprobs = _take_logprobs(body, fields, echoes)
     shown_prompts = prompts if echoes else [()] * len(prompts)
     num_logprobs = require_few_logprobs(state, "logprobs", fields.values, shown_prompts, num_choices)
@@ -110,7 +106,7 @@ def _take_logprobs(body: Body, fields: EngineFields, echoes: bool) -> bool:
     if echoes:
         fields.values["echo"] = True
     if has_logprobs:
-        fields.add("logprobs", "logprobs", take_integer(body, "logprobs", TOP_LOGPROBS, 0))
+        fields.add("logprobs", "logprobs", SETTINGS["logprobs"].kind("logprobs", body["logprobs"]))
     elif echoes and fields.values["max_tokens"] == 0:
         fields.values["prompt_logprobs"] = 0  # the engine runs no request that asks for nothing
     return has_logprobs

@@ -24,15 +24,7 @@ from kestrel.errors import AdapterNotFound, RequestError
 from kestrel.server.calls import accept, engine_call, request_info, until_gone
 from kestrel.server.errors import ModelNotFound, error_body
 from kestrel.server.native import take_model
-from kestrel.server.openai.parameters import (
-    SAMPLING,
-    Body,
-    EngineFields,
-    Parameter,
-    StreamOptions,
-    derived_seed,
-    take_settings,
-)
+from kestrel.server.openai.parameters import Body, EngineFields, StreamOptions, derived_seed, take_settings
 from kestrel.server.records import client_of, request_id_of
 from kestrel.server.responses import EventStream, event, listed_response
 from kestrel.server.state import RequestInfo, ServerState, state_of
@@ -99,15 +91,11 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     return listed_response(envelope, "choices", (choice for _, choice in finished), {"usage": usage}, timeout_s)
 
 
-def sampling_fields(
-    state: ServerState, body: Body, bounds: Sequence[Parameter], default_max: int | None
-) -> EngineFields:
-    """The settings of a body. `bounds` are the dialect's names of `max_tokens`."""
-    fields = EngineFields()
-    take_settings(body, (*bounds, *SAMPLING), fields)
-    named = {name: body[name] for name in ("model", "adapter") if name in body}
-    take_model(state, named)
-    fields.values |= named
+def sampling_fields(state: ServerState, body: Body, default_max: int | None) -> EngineFields:
+    """The settings of a body, and the adapter that its model names."""
+    fields = take_settings(body)
+    fields.values["model"] = body.get("model")
+    take_model(state, fields.values)
     default_max = state.config.default_max_new_tokens or default_max
     if default_max is not None:
         fields.values.setdefault("max_tokens", max(default_max, _least_tokens(fields)))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kestrel.errors import RequestError
-from kestrel.sampling_params import MAX_LOGPROBS
 from kestrel.server.state import ServerState
+from kestrel.settings import MAX_LOGPROBS
 from kestrel.skills.base import Tokenizer
-from kestrel.skills.text_stream import TextStream
+from kestrel.skills.states import TextStream
 from kestrel.threads import Pace
 
 Entry = Mapping[str, Any]

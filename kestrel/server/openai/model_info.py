@@ -13,11 +13,11 @@ from kestrel.errors import RequestError, shown
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
 from kestrel.server.native import adapter_in, take_model
-from kestrel.server.openai.parameters import Refusal, given, refuse, take_flag
+from kestrel.server.openai.parameters import Refusal, given, refuse
 from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
+from kestrel.settings import any_text, boolean, token_ids
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.fields import any_text, token_ids
 
 OWNER = "kestrel"
 REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}
@@ -77,7 +77,8 @@ async def tokenize(request: Request) -> Response:
         raise RequestError("prompt", "is required: give some text")
     text = any_text("prompt", body["prompt"])
     require_readable(len(text), engine.max_model_length)
-    opening = [engine.profile.ids.bos] if take_flag(body, "add_special_tokens", default=True) else []
+    bos = engine.profile.bos if boolean("add_special_tokens", body.get("add_special_tokens", True)) else None
+    opening = [] if bos is None else [bos]
 
     def answer() -> Response:
         ids = [*opening, *_prompt_ids(engine.profile, text)]
@@ -88,8 +89,8 @@ async def tokenize(request: Request) -> Response:
 
 def _prompt_ids(profile: ModelProfile, text: str) -> list[int]:
     """The ids of a text. Clients learn special ids by asking for their names, so a name all alone is its id."""
-    for token_id in (profile.ids.bos, profile.ids.eos):
-        if text == profile.tokenizer.token_name(token_id):
+    for token_id in (profile.bos, *profile.stop_ids):
+        if token_id is not None and text == profile.tokenizer.token_name(token_id):
             return [token_id]
     return profile.tokenizer.encode(text)
 
@@ -119,15 +120,15 @@ def _text_of(engine: InferenceEngine, tokens: object) -> str:
 async def tokenizer_info(request: Request) -> Response:
     """Names and numbers of the tokenizer."""
     engine = state_of(request).require_serving()
-    ids, name = engine.profile.ids, engine.profile.tokenizer.token_name
+    bos, end_id, name = engine.profile.bos, engine.profile.end_id, engine.profile.tokenizer.token_name
     return json_response(
         {
             "tokenizer_class": "tokenizer.json",
-            "bos_token": name(ids.bos),
-            "eos_token": name(ids.eos),
-            "bos_token_id": ids.bos,
-            "eos_token_id": ids.eos,
-            "add_bos_token": True,
+            "bos_token": None if bos is None else name(bos),
+            "eos_token": name(end_id),
+            "bos_token_id": bos,
+            "eos_token_id": end_id,
+            "add_bos_token": bos is not None,
             "vocab_size": engine.vocab_size,
             "model_max_length": engine.max_model_length,
             "chat_template": None,

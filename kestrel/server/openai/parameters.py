@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, shown
-from kestrel.sampling_params import MAX_LOGPROBS, MAX_SEED
-from kestrel.server.schemas import COMMON_FIELDS, RESPONSE_FORMAT, SETTINGS, Schema, integer
-from kestrel.skills.fields import MAX_TOKENS
+from kestrel.server.schemas import RESPONSE_FORMAT
+from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer
 
-MAX_CHOICES = 128
+CHOICES = integer(1, 128)
 """Answers one request may ask for (`n`)."""
-MAX_SEEDS = MAX_SEED + 1
 
 Body: TypeAlias = Mapping[str, Any]
 
-
-def _as_given(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """`schema` is for the API description; the skill that takes the setting is who refuses a value."""
-
-    name: str
-    schema: Schema
-    setting: str
-    """The engine's name for it."""
-    convert: Callable[[Any], Any] = _as_given
-    """From the value of this dialect to the engine's, where they differ."""
+PARAMETERS: Mapping[str, Setting] = {
+    name: setting for setting in (*SETTINGS.values(), *ROUTING.values()) for name in setting.openai_names
+}
+"""The settings that the dialect offers, by its own names for them."""
 
 
 @dataclass(frozen=True)
@@ -56,53 +43,18 @@ class EngineFields:
         self.names[setting] = name
 
 
-# ---------------------------------------------------------------------- values that differ from the engine's
-
-
-def _top_k(value: Any) -> Any:
-    """-1 keeps all, as 0 does."""
-    return 0 if value == -1 and not isinstance(value, bool) else value
-
-
-def _seed(value: Any) -> Any:
-    """Every integer of 64 bits names a seed; the engine's are not negative."""
-    is_negative = isinstance(value, int) and not isinstance(value, bool) and -MAX_SEEDS <= value < 0
-    return value + MAX_SEEDS if is_negative else value
+def parameter_schemas(max_tokens: Kind = SETTINGS["max_tokens"].kind) -> dict[str, Schema]:
+    """What a route takes for `max_tokens` is its own."""
+    schemas = {name: setting.schema for name, setting in PARAMETERS.items()}
+    for name in SETTINGS["max_tokens"].openai_names:
+        schemas[name] |= max_tokens.schema
+    return {**schemas, "response_format": RESPONSE_FORMAT}
 
 
 def derived_seed(seed: int, choice: int) -> int:
     """The seed of one of several choices; the first has the seed itself, so that it says what it says alone."""
-    return (seed + choice * 0x9E3779B97F4A7C15) % MAX_SEEDS
+    return (seed + choice * 0x9E3779B97F4A7C15) % (MAX_SEED + 1)
 
-
-BOOLEAN: Schema = {"type": "boolean"}
-TEXT: Schema = {"type": "string"}
-
-
-def _as_in_native(*names: str) -> tuple[Parameter, ...]:
-    return tuple(Parameter(name, SETTINGS[name], name) for name in names)
-
-
-SAMPLING = (
-    *_as_in_native("temperature", "top_p"),
-    Parameter("top_k", integer(-1, MAX_TOKENS), "top_k", _top_k),
-    *_as_in_native("min_p"),
-    Parameter("seed", integer(-MAX_SEEDS, MAX_SEED), "seed", _seed),
-    *_as_in_native("stop", "stop_token_ids", "min_tokens", "ignore_eos"),
-    *_as_in_native("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    Parameter("response_format", RESPONSE_FORMAT, "response_format"),
-    Parameter("priority", COMMON_FIELDS["priority"], "priority"),
-)
-
-
-def token_bounds(least: int) -> tuple[Parameter, Parameter]:
-    """The two names of `max_tokens`."""
-    bound = integer(least, MAX_TOKENS)
-    return Parameter("max_tokens", bound, "max_tokens"), Parameter("max_completion_tokens", bound, "max_tokens")
-
-
-TOP_LOGPROBS = integer(0, MAX_LOGPROBS)
-"""How many likely tokens may be asked for beside each."""
 
 NOT_TRAINED = "the model was not trained to call tools; leave it out"
 REFUSED_IN_CHAT: Mapping[str, Refusal] = {
@@ -133,30 +85,18 @@ def refuse(body: Body, refusals: Mapping[str, Refusal]) -> None:
             raise RequestError(name, f"is not supported: {refusal.remedy}")
 
 
-def take_settings(body: Body, parameters: Sequence[Parameter], fields: EngineFields) -> None:
-    for parameter in parameters:
-        if parameter.name in body:
-            value = parameter.convert(body[parameter.name])
-            fields.add(parameter.setting, parameter.name, value)
-
-
-def take_flag(body: Body, name: str, default: bool = False) -> bool:
-    value = body.get(name, default)
-    if not isinstance(value, bool):
-        raise RequestError(name, f"must be true or false (got {shown(value)})")
-    return value
-
-
-def take_integer(body: Body, name: str, schema: Schema, default: int) -> int:
-    value = body.get(name, default)
-    low, high = schema["minimum"], schema["maximum"]
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
-    return value
+def take_settings(body: Body) -> EngineFields:
+    fields = EngineFields()
+    for name, setting in PARAMETERS.items():
+        if name in body:
+            fields.add(setting.name, name, body[name])
+    if "response_format" in body:
+        fields.add("response_format", "response_format", body["response_format"])
+    return fields
 
 
 def take_choices(body: Body) -> int:
-    return take_integer(body, "n", integer(1, MAX_CHOICES), 1)
+    return CHOICES("n", body.get("n", 1))
 
 
 @dataclass(frozen=True)
@@ -169,7 +109,7 @@ class StreamOptions:
 
 
 def take_stream(body: Body) -> StreamOptions:
-    stream = take_flag(body, "stream")
+    stream = boolean("stream", body.get("stream", False))
     options = body.get("stream_options")
     if options is None:
         return StreamOptions(stream)
@@ -182,7 +122,5 @@ def take_stream(body: Body) -> StreamOptions:
     flags = []
     for name in ("include_usage", "continuous_usage_stats"):
         value = options.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise RequestError(f"stream_options.{name}", f"must be true or false (got {shown(value)})")
-        flags.append(bool(value))
+        flags.append(value is not None and boolean(f"stream_options.{name}", value))
     return StreamOptions(stream, include_usage=flags[0], continuous_usage=flags[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,7 @@ from kestrel.server.openai.chat import MAX_MESSAGES, chat_completion
 from kestrel.server.openai.completions import completion
 from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, embeddings
 from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
-from kestrel.server.openai.parameters import (
-    BOOLEAN,
-    MAX_CHOICES,
-    SAMPLING,
-    TEXT,
-    TOP_LOGPROBS,
-    Parameter,
-)
+from kestrel.server.openai.parameters import CHOICES, parameter_schemas
 from kestrel.server.schemas import (
     COMMON_FIELDS,
     NULL,
@@ -36,7 +29,10 @@ from kestrel.server.schemas import (
     record,
     refusals,
 )
+from kestrel.settings import SETTINGS, boolean, tokens_or_none
 
+BOOLEAN = boolean.schema
+TEXT: Schema = {"type": "string"}
 COUNT = integer(0, 2**53)
 TOKEN_ID = integer(0, 2**31 - 1)
 
@@ -45,10 +41,6 @@ def body(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Sche
     """A request: null means not given, and further fields are ignored."""
     properties = {**required, **{name: nullable(schema) for name, schema in optional.items()}}
     return {"type": "object", "properties": properties, "required": list(required)}
-
-
-def _parameters(parameters: Sequence[Parameter]) -> dict[str, Schema]:
-    return {parameter.name: parameter.schema for parameter in parameters}
 
 
 # ---------------------------------------------------------------------- requests
@@ -66,7 +58,7 @@ _MESSAGE = record(
 _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN})
 _COMMON: Mapping[str, Schema] = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
-    "n": integer(1, MAX_CHOICES),
+    "n": CHOICES.schema,
     "stream": BOOLEAN,
     "stream_options": _STREAM_OPTIONS,
     "user": {"description": "Taken and not used."},
@@ -75,9 +67,9 @@ CHAT_REQUEST = body(
     {"messages": list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)},
     {
         **_COMMON,
-        **_parameters((*chat.BOUNDS, *SAMPLING)),
+        **parameter_schemas(),
         "logprobs": BOOLEAN,
-        "top_logprobs": TOP_LOGPROBS,
+        "top_logprobs": SETTINGS["logprobs"].schema,
         "reasoning": {"anyOf": [BOOLEAN, body({}, {"effort": {"enum": list(chat.EFFORTS)}, "enabled": BOOLEAN})]},
         "reasoning_effort": {"enum": list(chat.EFFORTS)},
         "include_reasoning": BOOLEAN,
@@ -97,9 +89,9 @@ COMPLETION_REQUEST = body(
     },
     {
         **_COMMON,
-        **_parameters((*completions.BOUNDS, *SAMPLING)),
+        **parameter_schemas(tokens_or_none),
         "echo": BOOLEAN,
-        "logprobs": TOP_LOGPROBS,
+        "logprobs": SETTINGS["logprobs"].schema,
         "best_of": {"type": "integer", "description": "Must equal `n`."},
     },
 )
@@ -117,6 +109,7 @@ EMBEDDING_REQUEST = body(
         "model": _COMMON["model"],
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
+        "adapter": SETTINGS["adapter"].schema,
         "priority": COMMON_FIELDS["priority"],
         "user": _COMMON["user"],
     },

@@ -153,11 +153,11 @@ async def _server(request: Request) -> Response:
 def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]:
     profile = engine.profile
     skills = [skill for skill, template in SKILL_TEMPLATES.items() if template in profile.templates]
-    if _is_routed(request, CHAT_PATH):
+    if profile.chat is not None and _is_routed(request, CHAT_PATH):
         skills.append("chat")
     return {
         "skills": skills,
-        "can_reason": bool(profile.reasoning_opener),
+        "can_reason": profile.can_reason,
         "context_tokens": engine.max_model_length,
         "is_demonstration": engine.model_name == default_model.NAME,
         "max_image_bytes": engine.config.max_image_bytes,

@@ -141,6 +141,8 @@ class EmbeddedPictures:
         return self._kept[index]
 
     def _embed(self, index: int) -> Tensor:
+        vision = self._decoder.vision
+        assert vision is not None
         with torch.no_grad():
-            prepared = self._decoder.prepare_image(self._folder.read(self._pictures[index]))
-            return self._decoder.embed_images([prepared])[0]
+            prepared = vision.prepare_image(self._folder.read(self._pictures[index]))
+            return vision.embed_images([prepared])[0]

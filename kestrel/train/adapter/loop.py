@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair
-from kestrel.adapters.adapter import Matrix
 from kestrel.adapters.formats import OWN_FORMAT
 from kestrel.errors import ConfigError, NumericalError
 from kestrel.layers.adapt import Adapt
 from kestrel.models.adapting import SingleAdapter
-from kestrel.moondream.model import MoondreamModel
-from kestrel.skills.base import SpecialIds
+from kestrel.skills.base import RegionIds
 from kestrel.train.adapter.encoding import EmbeddedPictures, RowOrder, TrainingRow
 from kestrel.train.loop import adamw
+from kestrel.train.model import MoondreamModel
 from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
 from kestrel.train.packing import pack
 
@@ -90,7 +89,7 @@ class LoopWatcher(Protocol):
 class AdapterTask:
     """A frozen model, its pictures and its rows: what an adapter is trained and judged on."""
 
-    def __init__(self, model: MoondreamModel, pictures: EmbeddedPictures, ids: SpecialIds) -> None:
+    def __init__(self, model: MoondreamModel, pictures: EmbeddedPictures, ids: RegionIds) -> None:
         self.model = model.requires_grad_(False).eval()
         self.device = model.text.wte.device
         self.dtype = model.text.wte.dtype
@@ -270,7 +269,7 @@ class Factors:
     def __init__(
         self,
         shape: AdapterShape,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[str],
         rank: int,
         alpha: float,
         seed: int = 0,
@@ -312,7 +311,7 @@ class Factors:
             factor.copy_(value)
 
 
-def _check_rank(shape: AdapterShape, matrices: Sequence[Matrix], rank: int) -> None:
+def _check_rank(shape: AdapterShape, matrices: Sequence[str], rank: int) -> None:
     experts = shape.moe
     if experts is None or not {"fc1", "fc2"} & set(matrices) or shape.num_dense_layers == shape.num_layers:
         return

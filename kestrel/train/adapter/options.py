@@ -3,121 +3,83 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kestrel.adapters.adapter import MATRICES, Matrix
-from kestrel.config import RuntimeConfig
+from kestrel.config import RuntimeConfig, required, setting
 from kestrel.errors import ConfigError, shown
 from kestrel.train.adapter.dataset import check_skills
 
 DEFAULT_EPOCHS = 10.0
 FOLDER_SUFFIX = ".training"
+MATRICES = ("qkv", "proj", "fc1", "fc2")
+"""Those of a Moondream's blocks, which this training knows."""
 STATE, CURVES, PICTURE = "state.pt", "curves.csv", "curves.png"
-
-
-def _doc(text: str, **extra: Any) -> dict[str, Any]:
-    return {"help": text, **extra}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRun:
     """One run, from a folder of examples to an adapter file. Every field is also a CLI flag."""
 
-    data: Path = field(
-        metadata=_doc(
-            "Folder with train.jsonl (and val.jsonl), or with annotations.json (COCO), and the pictures.", metavar="DIR"
-        )
+    data: Path = required(
+        "Folder with train.jsonl (and val.jsonl), or with annotations.json (COCO), and the pictures.", metavar="DIR"
     )
-    output: Path = field(
-        metadata=_doc(
-            "Adapter to write; curves and what --resume needs go to NAME.training.", metavar="NAME.safetensors"
-        )
+    output: Path = required(
+        "Adapter to write; curves and what --resume needs go to NAME.training.", metavar="NAME.safetensors"
     )
-    skills: tuple[str, ...] = field(
-        default=(),
-        metadata=_doc(
-            "Learn only this: query, caption, point, detect or segment. Repeatable, or separated by commas. "
-            "Default: everything in train.jsonl; detect from COCO.",
-            flags=("--skill",),
-            metavar="SKILL",
-        ),
+    skills: tuple[str, ...] = setting(
+        (),
+        "Learn only this: query, caption, point, detect or segment. Repeatable, or separated by commas. "
+        "Default: everything in train.jsonl; detect from COCO.",
+        flags=("--skill",),
+        metavar="SKILL",
     )
-    model: str | None = field(
-        default=None, metadata=_doc("Base model: a registered name. Default: the embedded one.", metavar="NAME")
+    model: str | None = setting(None, "Base model: a registered name. Default: the embedded one.", metavar="NAME")
+    model_path: Path | None = setting(None, "Base model: a folder, or a single weights file.", metavar="PATH")
+    tokenizer_path: Path | None = setting(None, "tokenizer.json to use with a single weights file.", metavar="FILE")
+    rank: int = setting(16, "Rank of the adapter; experts share it.")
+    alpha: float | None = setting(None, "Deltas are scaled by alpha / rank. Default: the rank, for no scaling.")
+    targets: str = setting(",".join(MATRICES), "Matrices to adapt, separated by commas.", metavar="NAME,...")
+    epochs: float | None = setting(None, f"Passes over the data. Default: {DEFAULT_EPOCHS:g}, unless steps are given.")
+    steps: int | None = setting(None, "Batches to train on, instead of passes over the data.")
+    batch_size: int = setting(4, "Pictures in a batch, each with its tasks.")
+    length: int = setting(256, "Positions for tasks behind a picture; more tasks make more rows.")
+    lr: float | None = setting(
+        None,
+        "Learning rate after the warm-up; it falls along a half cosine. Default: half over the model's width, "
+        "0.002 for kestrel-tiny and 0.00024 for Moondream 2.",
     )
-    model_path: Path | None = field(
-        default=None, metadata=_doc("Base model: a folder, or a single weights file.", metavar="PATH")
+    final_lr: float = setting(0.0, "Learning rate at the end.")
+    warmup_steps: int = setting(20, "Steps in which the learning rate rises.")
+    weight_decay: float = setting(0.01, "Weight decay of the factors.")
+    clip_norm: float = setting(1.0, "Largest norm of a step's gradients.")
+    val_share: float = setting(0.1, "Share of the pictures to judge by, without a file for it; 0 judges by none.")
+    negatives: float = setting(0.2, "COCO: share of the questions that ask for something which is not there.")
+    val_every: int | None = setting(
+        None, "Steps between two looks at the validation loss. Default: one pass over the data."
     )
-    tokenizer_path: Path | None = field(
-        default=None, metadata=_doc("tokenizer.json to use with a single weights file.", metavar="FILE")
+    patience: int = setting(5, "Looks without a better validation loss before training ends early; 0 never does.")
+    max_seconds: float = setting(math.inf, "Stop after this time; --resume goes on.", show_default=False)
+    resume: bool = setting(
+        False, "Go on where a run with the same options stopped.", flags=("--resume",), show_default=False
     )
-    rank: int = field(default=16, metadata=_doc("Rank of the adapter; experts share it."))
-    alpha: float | None = field(
-        default=None, metadata=_doc("Deltas are scaled by alpha / rank. Default: the rank, for no scaling.")
+    overwrite: bool = setting(
+        False, "Start anew over an earlier run's files.", flags=("--overwrite",), show_default=False
     )
-    targets: str = field(
-        default=",".join(MATRICES), metadata=_doc("Matrices to adapt, separated by commas.", metavar="NAME,...")
+    seed: int = setting(0, "Of the first factors, the split and the order of the data.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
+    dtype: str = setting(
+        "auto",
+        "Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32. On a processor that "
+        "computes bfloat16 only slowly, bfloat16 is read as float32.",
     )
-    epochs: float | None = field(
-        default=None, metadata=_doc(f"Passes over the data. Default: {DEFAULT_EPOCHS:g}, unless steps are given.")
+    picture_memory_mb: int = setting(
+        2048, "Memory for what the vision tower made of pictures; the rest is computed each time."
     )
-    steps: int | None = field(default=None, metadata=_doc("Batches to train on, instead of passes over the data."))
-    batch_size: int = field(default=4, metadata=_doc("Pictures in a batch, each with its tasks."))
-    length: int = field(default=256, metadata=_doc("Positions for tasks behind a picture; more tasks make more rows."))
-    lr: float | None = field(
-        default=None,
-        metadata=_doc(
-            "Learning rate after the warm-up; it falls along a half cosine. Default: half over the model's width, "
-            "0.002 for kestrel-tiny and 0.00024 for Moondream 2."
-        ),
-    )
-    final_lr: float = field(default=0.0, metadata=_doc("Learning rate at the end."))
-    warmup_steps: int = field(default=20, metadata=_doc("Steps in which the learning rate rises."))
-    weight_decay: float = field(default=0.01, metadata=_doc("Weight decay of the factors."))
-    clip_norm: float = field(default=1.0, metadata=_doc("Largest norm of a step's gradients."))
-    val_share: float = field(
-        default=0.1, metadata=_doc("Share of the pictures to judge by, without a file for it; 0 judges by none.")
-    )
-    negatives: float = field(
-        default=0.2, metadata=_doc("COCO: share of the questions that ask for something which is not there.")
-    )
-    val_every: int | None = field(
-        default=None, metadata=_doc("Steps between two looks at the validation loss. Default: one pass over the data.")
-    )
-    patience: int = field(
-        default=5, metadata=_doc("Looks without a better validation loss before training ends early; 0 never does.")
-    )
-    max_seconds: float = field(
-        default=math.inf, metadata=_doc("Stop after this time; --resume goes on.", show_default=False)
-    )
-    resume: bool = field(
-        default=False,
-        metadata=_doc("Go on where a run with the same options stopped.", flags=("--resume",), show_default=False),
-    )
-    overwrite: bool = field(
-        default=False,
-        metadata=_doc("Start anew over an earlier run's files.", flags=("--overwrite",), show_default=False),
-    )
-    seed: int = field(default=0, metadata=_doc("Of the first factors, the split and the order of the data."))
-    device: str = field(default="auto", metadata=_doc("auto, cpu, cuda or cuda:N. auto takes a GPU when there is one."))
-    dtype: str = field(
-        default="auto",
-        metadata=_doc(
-            "Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32. On a processor that "
-            "computes bfloat16 only slowly, bfloat16 is read as float32."
-        ),
-    )
-    picture_memory_mb: int = field(
-        default=2048,
-        metadata=_doc("Memory for what the vision tower made of pictures; the rest is computed each time."),
-    )
-    max_image_pixels: int = field(
-        default=RuntimeConfig.max_image_pixels, metadata=_doc("Largest picture in pixels, read from its header.")
-    )
-    max_image_bytes: int = field(default=RuntimeConfig.max_image_bytes, metadata=_doc("Largest picture file in bytes."))
-    log_every: int = field(default=10, metadata=_doc("Steps between two rows of the curves."))
+    max_image_pixels: int = setting(RuntimeConfig.max_image_pixels, "Largest picture in pixels, read from its header.")
+    max_image_bytes: int = setting(RuntimeConfig.max_image_bytes, "Largest picture file in bytes.")
+    log_every: int = setting(10, "Steps between two rows of the curves.")
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -142,7 +104,7 @@ class AdapterRun:
         return tuple(_listed(",".join(self.skills)))
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[str, ...]:
         """In the order of the model, however they were listed."""
         names = _listed(self.targets)
         return tuple(name for name in MATRICES if name in names)

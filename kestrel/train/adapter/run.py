@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kestrel.adapters import save_adapter
-from kestrel.errors import CheckpointError, ConfigError
-from kestrel.families import load, resolve
+from kestrel.errors import ConfigError
+from kestrel.families import find_family, load, resolve
 from kestrel.images.encoded import ImageLimits
-from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
-from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.spec import LoadedMoondream
-from kestrel.runtime.cpu_products import fast_dtype
-from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.models.family import LoadedModel
+from kestrel.runtime.device import choose_device, choose_dtype, fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
 from kestrel.train.adapter.encoding import EmbeddedPictures, SampleEncoder, TrainingRow
 from kestrel.train.adapter.loop import (
@@ -34,6 +31,7 @@ from kestrel.train.adapter.loop import (
 from kestrel.train.adapter.options import CURVES, PICTURE, STATE, AdapterRun
 from kestrel.train.adapter.samples import MistakeList, PictureFolder
 from kestrel.train.curves import CurveWriter, draw_curves
+from kestrel.train.model import moondream
 
 CURVE_COLOURS = {"loss": "#2563eb", "val_loss": "#dc2626", "text": "#94a3b8", "token_accuracy": "#9333ea"}
 
@@ -82,14 +80,12 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     loaded = load_base(options)
     train, val = encoded(dataset, loaded, options)
     state = _starting_state(options, dataset, loaded.name)
-    pictures = EmbeddedPictures(
-        folder, MoondreamDecoder(loaded.model), dataset.pictures, options.picture_memory_mb * 2**20
-    )
-    device = loaded.model.text.wte.device
+    decoder, profile = find_family(loaded.family).decoder(loaded), find_family(loaded.family).profile(loaded)
+    pictures = EmbeddedPictures(folder, decoder, dataset.pictures, options.picture_memory_mb * 2**20)
     factors = Factors(
-        adapter_shape(loaded.config.text), options.matrices, options.rank, options.scale_alpha, options.seed, device
+        decoder.adapter_shape, options.matrices, options.rank, options.scale_alpha, options.seed, decoder.device
     )
-    plan = _loop_plan(options, len(train), loaded.config.text.dim)
+    plan = _loop_plan(options, len(train), decoder.shape.hidden_dim)
     report.beginning(
         Beginning(
             loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
@@ -97,7 +93,8 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
         )
     )  # fmt: skip
     pictures.prepare(report.picture, should_stop)
-    task = AdapterTask(loaded.model, pictures, moondream_profile(loaded.config, loaded.tokenizer, loaded.name).ids)
+    assert profile.regions is not None
+    task = AdapterTask(moondream(loaded), pictures, profile.regions)
     keeper = _Keeper(options, dataset, loaded.name, factors, report)
     ending = train_adapter(task, factors, train, val, plan, state, keeper, should_stop)
     return keeper.finish(task, val, plan, state, ending)
@@ -114,24 +111,25 @@ def _check_output(options: AdapterRun) -> None:
         )
 
 
-def load_base(options: AdapterRun) -> LoadedMoondream:
+def load_base(options: AdapterRun) -> LoadedModel[Any, Any]:
     config = options.runtime_config()
     device = choose_device(config)
     if device.type == "cuda":  # read once, at the first matrix product; without it none repeats bit by bit
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     loaded = load(resolve(config), device, fast_dtype(device, choose_dtype(config, device)))
-    if not isinstance(loaded, LoadedMoondream):
-        raise CheckpointError(f"{loaded.name} is no Moondream; adapters can be trained for Moondream models only")
+    moondream(loaded)  # refuses models of other families
     return loaded
 
 
 def encoded(
-    dataset: Dataset, loaded: LoadedMoondream, options: AdapterRun
+    dataset: Dataset, loaded: LoadedModel[Any, Any], options: AdapterRun
 ) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    room = loaded.config.text.max_context - 1 - loaded.config.vision.num_patches
+    family = find_family(loaded.family)
+    shape = family.decoder(loaded).shape
+    room = shape.max_context - 1 - shape.num_image_positions
     if options.length > room:
         raise ConfigError("length", f"must be {room} or less to fit the model's context (got {options.length})")
-    encoder = SampleEncoder(moondream_profile(loaded.config, loaded.tokenizer, loaded.name), options.length)
+    encoder = SampleEncoder(family.profile(loaded), options.length)
     index = {picture.digest: number for number, picture in enumerate(dataset.pictures)}
     mistakes = MistakeList()
     train, val = (encoder.rows(part, index, mistakes) for part in (dataset.train, dataset.val))

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.models.tokenizer import TextTokenizer
-from kestrel.skills.base import ModelProfile, SkillDefaults, SkillRegistry, SpecialIds, Template
+from kestrel.skills.base import ModelProfile, RegionIds, SkillRegistry, Template
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 _PICTURE = "picture"  # skills hand pictures on unread; any value stands for one
@@ -77,13 +77,15 @@ class TaskEncoder:
         self._registry = registry
         self._text = lru_cache(_CACHED_TEXTS)(self._encoded_text)
         self._plain_prompt = lru_cache(_CACHED_TEXTS)(self._prompt_of_items)
-        ids = profile.ids
+        regions = profile.regions
+        assert regions is not None
+        assert profile.answer_id is not None
         self._special = {
-            "answer": TextToken(ids.answer),
-            "start_ground": TextToken(ids.start_ground),
-            "end_ground": TextToken(ids.end_ground),
+            "answer": TextToken(profile.answer_id),
+            "start_ground": TextToken(regions.start_ground),
+            "end_ground": TextToken(regions.end_ground),
         }
-        self._end = TextToken(ids.eos)
+        self._end = TextToken(profile.end_id)
 
     def encode(self, example: TaskExample) -> EncodedTask:
         if "spatial_refs" in example.fields:  # hardly ever the same twice
@@ -130,7 +132,11 @@ class PromptFormat:
     """What turns a request into ids, as plain data that can cross to a process."""
 
     tokenizer_json: str
-    ids: SpecialIds
+    bos: int
+    end_id: int
+    answer_id: int
+    thinking_id: int
+    regions: RegionIds
     templates: Mapping[str, Template]
     """By skill, as in `ModelProfile`."""
 
@@ -138,13 +144,16 @@ class PromptFormat:
         """A Moondream 3 as the skills see it: one answer suffix or one thinking id opens what the model says."""
         return ModelProfile(
             name="training",
-            ids=self.ids,
+            tokenizer=TextTokenizer(TokenizerJson.from_str(self.tokenizer_json)),
+            bos=self.bos,
+            stop_ids=(self.end_id,),
+            has_vision=True,
             templates=dict(self.templates),
             answer_opener=self.templates["query"].suffix,
-            reasoning_opener=(self.ids.thinking,),
+            reasoning_opener=(self.thinking_id,),
+            answer_id=self.answer_id,
+            regions=self.regions,
             compares_coord_and_eos_only=True,
-            defaults=SkillDefaults(),
-            tokenizer=TextTokenizer(TokenizerJson.from_str(self.tokenizer_json)),
         )
 
 

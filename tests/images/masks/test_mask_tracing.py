@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
 from kestrel.images.masks import Mask, rasterise_path, trace_mask
+from tests.exhaustive import sweep
 
 from .shapes import WHOLE, disc, draw, flood_regions, iou, letters, ring, star
 
 
-@pytest.mark.parametrize("side", [32, 50, 64, 100, 300, 1000])
+@sweep("side", [32, 50, 64, 100, 300, 1000], always=[32, 50, 300])
 @pytest.mark.parametrize("shape", ["disc", "star", "ring", "letters"])
 def test_a_traced_mask_draws_itself_again(shape: str, side: int) -> None:
     shapes = {"disc": lambda n: disc(n, 0.4 * n), "star": star, "ring": ring, "letters": letters}

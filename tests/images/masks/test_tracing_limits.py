@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kestrel.images.masks import Mask, rasterise_path, trace_mask
+from tests.exhaustive import sweep
 
 from .shapes import disc, iou
 
@@ -68,9 +69,10 @@ def trace_within(max_discs: float, mask: Mask) -> tuple[str, dict[str, float]] |
         assert len(discs) < 3, f"took as long as {discs} discs"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("make", "accepted_side", "refused_side"),
     [(noise, 58, 90), (blobs, 160, 210), (squares, 200, 260), (blocks, 310, 400)],
+    always=[(noise, 58, 90), (blocks, 310, 400)],
 )
 def test_the_dearest_accepted_masks_take_less_than_40_discs(
     make: Callable[[], Mask], accepted_side: int, refused_side: int

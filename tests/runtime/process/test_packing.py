@@ -31,7 +31,7 @@ from kestrel.runtime.contract import (
 )
 from kestrel.runtime.process.messages import RefineOutline, RunStep, StepDone
 from kestrel.runtime.process.packing import RECIPES, pack, portable, unpack
-from kestrel.sampling_params import SamplingParams
+from kestrel.settings import SamplingParams
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
 from kestrel.train.adapter.samples import DataError
 

@@ -66,7 +66,7 @@ def task_of(run_options: AdapterRun) -> tuple[AdapterTask, list[TrainingRow], li
     pictures = EmbeddedPictures(
         PictureFolder(run_options.data, LIMITS), MoondreamDecoder(loaded.model), data.pictures, 2**30
     )
-    ids = moondream_profile(loaded.config, loaded.tokenizer, loaded.name).ids
+    ids = moondream_profile(loaded.config, loaded.tokenizer, loaded.name).regions
     return AdapterTask(loaded.model, pictures, ids), train, val, loaded
 
 

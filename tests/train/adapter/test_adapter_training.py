@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,10 @@ from kestrel.train.adapter.encoding import RowOrder
 from kestrel.train.adapter.loop import Factors, LoopPlan
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import Trained, run_adapter
+from kestrel.train.model import merge_adapter
 from kestrel.train.objective import TaskTensors, hidden_states
 from kestrel.train.packing import pack
-from kestrel.train.saving import merge_adapter
+from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS, coarse_folder
 
 from .data_folder import small_folder
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_folder(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_the_loss_falls_and_the_file_has_the_loss_that_was_told(family: str, data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", family, steps=16, val_every=8)
     done, report = run(chosen)
@@ -86,7 +86,7 @@ def test_gradients_reach_every_factor_and_nothing_of_the_base(family: str, data:
         assert torch.equal(value, on_disk[f"model.{name}"].float()), name
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_gradients_are_those_of_the_loss(family: str, data: Path, tmp_path: Path) -> None:
     """By finite differences in double precision, so small that no token changes its experts."""
     chosen = options(data, tmp_path / "a.safetensors", family, targets="qkv,fc2")
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_the_loss(family: str, data: Path, tmp_path: Path
     assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=2e-2)
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_an_adapter_that_was_merged_gives_the_same_stream(family: str, data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", family, steps=2)
     run(chosen)
@@ -160,7 +160,7 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return chosen, *run(chosen)
 
 
-@pytest.mark.parametrize("stop_after", [1, 3])
+@sweep("stop_after", [1, 3], always=[3])
 def test_a_run_that_was_stopped_and_resumed_is_an_uninterrupted_one_bit_by_bit(
     stop_after: int, uninterrupted: tuple[AdapterRun, Trained, QuietReport], tmp_path: Path
 ) -> None:
@@ -244,11 +244,9 @@ def test_training_ends_early_when_it_no_longer_helps_and_keeps_the_best(data: Pa
 
 def test_a_time_limit_stops_and_can_be_resumed(data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", steps=1000, max_seconds=0.5)
-    start = time.monotonic()
     done, _ = run(chosen)
     assert done.ending == "the time is up"
     assert 0 < done.steps_done < 1000
-    assert time.monotonic() - start < 60
     assert done.val_loss is not None
     assert run(replace(chosen, resume=True))[0].steps_done > done.steps_done
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -207,28 +205,10 @@ def test_levels_are_chosen_by_shrinking():
     assert levels.tolist() == [0, 0, 1, 2, 6, NUM_LEVELS - 1]
 
 
-def test_drawing_on_a_cpu_takes_milliseconds(textures: AtlasTensors):
-    batch = sample_batch(np.arange(8), 378, 378, NORMAL)
-    draw_batch(batch, textures)
-    start = time.perf_counter()
-    draw_batch(batch, textures)
-    print(f"{8 / (time.perf_counter() - start):.0f} scenes drawn per second on one CPU core")
-
-
 @pytest.mark.gpu
-def test_a_gpu_draws_what_a_cpu_draws_and_fast(atlas: SpriteAtlas, textures: AtlasTensors):
+def test_a_gpu_draws_what_a_cpu_draws(atlas: SpriteAtlas, textures: AtlasTensors):
     on_gpu = upload_atlas(atlas, "cuda")
     batch = sample_batch(np.arange(32), 378, 378, NORMAL)
     difference = (draw_batch(batch, on_gpu).cpu().int() - draw_batch(batch, textures).int()).abs()
     assert (difference > 2).float().mean() < 1e-3
     assert torch.equal(draw_batch(batch, on_gpu), draw_batch(batch, on_gpu))
-    large = sample_batch(np.arange(256), 378, 378, NORMAL)
-    draw_batch(large, on_gpu)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        draw_batch(large, on_gpu)
-    torch.cuda.synchronize()
-    per_second = 2560 / (time.perf_counter() - start)
-    print(f"{per_second:.0f} scenes drawn per second on the GPU")
-    assert per_second > 4000

@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 from kestrel.request import FinishReason
-from kestrel.skills.states import token_id
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken
 from kestrel.train.scenes.truth import Scene, SceneObject
 from kestrel.train.tasks.example import TaskExample, encode
@@ -28,13 +27,13 @@ def result_of(example: TaskExample) -> dict[str, Any]:
     request = skill.parse({**example.fields, **images}, model)
     prompt = skill.prompt(request, [ImageSpan("any", 729)] * len(images), model)
     decoder = Decoder(
-        model.ids,
+        model.regions,
         prompt.grammar,
         prompt.sampling,
         iter([token.value for token in encoded.target_items if isinstance(token, CoordToken)]),
         iter([(token.width, token.height) for token in encoded.target_items if isinstance(token, SizeToken)]),
     )
-    tokens = list(decoder.run(in_order(token_id(model.ids, token) for token in encoded.target_items)))
+    tokens = list(decoder.run(in_order(model.id_of(token) for token in encoded.target_items)))
     assert decoder.reason is FinishReason.STOP
     assert tuple(tokens) == encoded.target_items[:-1]
     return feed(skill.start(request, model), tokens)[0].fields

@@ -71,7 +71,7 @@ def _rounded(task: EncodedTask) -> EncodedTask:
 
 def test_tasks_come_back_from_the_arrays() -> None:
     encoded = _encoded()
-    packed = pack(encoded, 400, profile().ids)
+    packed = pack(encoded, 400, profile().regions)
     assert packed.num_dropped == 0
     for row, tasks in enumerate(encoded):
         assert [_unpacked(packed, row, index) for index in range(len(tasks))] == [_rounded(task) for task in tasks]
@@ -79,7 +79,7 @@ def test_tasks_come_back_from_the_arrays() -> None:
 
 
 def test_one_task_by_hand() -> None:
-    packed = pack([[TASK]], 10, profile().ids)
+    packed = pack([[TASK]], 10, profile().regions)
     assert packed.input_kind.tolist() == [[TEXT, TEXT, COORD, SIZE, TEXT, TEXT, COORD, SIZE, PAD, PAD]]
     assert packed.input_id.tolist() == [[1, 40, 5, 6, 3, 50, 5, 6, 0, 0]]
     assert packed.input_value[0, [2, 3, 6, 7]].tolist() == [[0.25, 0.0], [0.5, 0.75], [0.125, 0.0], [0.25, 0.5]]
@@ -92,13 +92,13 @@ def test_one_task_by_hand() -> None:
 
 
 def test_positions_start_anew_with_each_task() -> None:
-    packed = pack([[TASK, TASK]], 16, profile().ids, image_positions=100)
+    packed = pack([[TASK, TASK]], 16, profile().regions, image_positions=100)
     assert packed.position.tolist() == [[*range(100, 108), *range(100, 108)]]
 
 
 def test_a_task_without_a_picture_starts_at_zero_and_does_not_see_it() -> None:
     blind = EncodedTask((TextToken(0), TextToken(3)), (TextToken(50), TextToken(0)), sees_image=False)
-    packed = pack([[TASK, blind]], 12, profile().ids)
+    packed = pack([[TASK, blind]], 12, profile().regions)
     assert packed.position[0, 8:11].tolist() == [0, 1, 2]
     assert packed.sees_image.tolist() == [[True] * 8 + [False] * 4]
     assert packed.input_id[0, 8] == 0
@@ -106,14 +106,14 @@ def test_a_task_without_a_picture_starts_at_zero_and_does_not_see_it() -> None:
 
 def test_a_task_that_does_not_fit_is_left_out_whole_and_a_shorter_one_still_fits() -> None:
     short = EncodedTask((TextToken(3),), (TextToken(50), TextToken(0)))
-    packed = pack([[TASK, TASK, short], [short]], 10, profile().ids)
+    packed = pack([[TASK, TASK, short], [short]], 10, profile().regions)
     assert packed.num_dropped == 1
     assert packed.task.tolist() == [[0] * 8 + [2] * 2, [0] * 2 + [NO_TASK] * 8]
     assert [_unpacked(packed, 0, 0), _unpacked(packed, 0, 2)] == [TASK, short]
 
 
 def test_padding_has_no_label() -> None:
-    packed = pack(_encoded(5), 400, profile().ids)
+    packed = pack(_encoded(5), 400, profile().regions)
     padding = packed.task == NO_TASK
     assert padding.any()
     assert (packed.input_kind[padding] == PAD).all()
@@ -123,7 +123,7 @@ def test_padding_has_no_label() -> None:
 
 
 def test_arrays_have_one_shape_and_documented_types() -> None:
-    packed = pack(_encoded(3), 300, profile().ids)
+    packed = pack(_encoded(3), 300, profile().regions)
     shapes = {f.name: getattr(packed, f.name).shape[:2] for f in fields(packed) if f.name != "num_dropped"}
     assert set(shapes.values()) == {(3, 300)}
     assert packed.input_value.dtype == packed.label_coord.dtype == packed.label_size.dtype == np.float32
@@ -133,4 +133,4 @@ def test_arrays_have_one_shape_and_documented_types() -> None:
 def test_a_second_picture_inside_a_prompt_is_refused() -> None:
     task = EncodedTask((TextToken(1), ImageSpan("other", 729)), ANSWER)
     with pytest.raises(ValueError, match="picture"):
-        pack([[task]], 20, profile().ids)
+        pack([[task]], 20, profile().regions)

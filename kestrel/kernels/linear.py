@@ -1,0 +1,75 @@
+"""Linear layers with what often follows them: activation, residual, gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kestrel.kernels.fp8 import rows_to_fp8
+
+# ---------------------------------------------------------------------- a handful of rows
+# A linear layer for a handful of rows, with what often follows it.
+#
+#     y = x · (scale · weight)ᵀ + bias;  y[:, gelu_from:] = GELU_tanh of itself;  y += residual
+#
+# `gelu_from` lets one matrix serve two layers that read the same x, of which the second has an activation ([qkv |
+# fc1]); with `gelu_rows_M` (bool) only these rows get it, for the others something else comes first. `scale_F` holds a
+# factor per output for weights kept in float8.
+
+
+def small_linear(
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    bias_F: Tensor | None = None,
+    residual_MF: Tensor | None = None,
+    gelu_from: int | None = None,
+    scale_F: Tensor | None = None,
+    gelu_rows_M: Tensor | None = None,
+) -> Tensor:
+    """y [M, F] in the dtype of x."""
+    assert x_MD.ndim == weight_FD.ndim == 2
+    if scale_F is not None:
+        weight_FD = (weight_FD.float() * scale_F[:, None]).to(x_MD.dtype)
+    y_MF = functional.linear(x_MD, weight_FD, bias_F)
+    if gelu_from is not None:
+        active_MF = functional.gelu(y_MF[:, gelu_from:], approximate="tanh")
+        if gelu_rows_M is not None:
+            active_MF = torch.where(gelu_rows_M[:, None], active_MF, y_MF[:, gelu_from:])
+        y_MF = active_MF if gelu_from == 0 else torch.cat((y_MF[:, :gelu_from], active_MF), dim=1)
+    return y_MF if residual_MF is None else y_MF + residual_MF
+
+
+# ---------------------------------------------------------------------- GELU
+# A linear layer and the tanh form of GELU behind it: what feeds the second matrix of an MLP.
+
+
+def gelu_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
+    """GELU_tanh(x · weightᵀ + bias), [T, F]."""
+    assert x_TD.ndim == 2
+    return functional.gelu(functional.linear(x_TD, weight_FD, bias_F), approximate="tanh")
+
+
+def gelu_linear_epilogue(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
+    """The same on a GPU, whose matrix product ends with the activation. On a CPU this call means the erf form."""
+    assert x_TD.is_cuda
+    return torch.ops.aten._addmm_activation(bias_F, x_TD, weight_FD.t(), use_gelu=True)
+
+
+# ---------------------------------------------------------------------- gated SiLU
+# The middle of a gated MLP: one product has made [gate | up] of each row.
+#
+#     hidden = silu(gate) · up        silu(g) = g · sigmoid(g)
+#
+# silu(gate) is rounded to the dtype of z before it is multiplied, as the published models do.
+
+
+def silu_gate(z_TF: Tensor) -> Tensor:
+    """hidden [T, F / 2]."""
+    gate_TI, up_TI = z_TF.chunk(2, dim=-1)
+    return functional.silu(gate_TI) * up_TI
+
+
+def silu_gate_to_fp8(z_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """(hidden in float8 [T, F / 2], its scales [T, 1] fp32)."""
+    return rows_to_fp8(silu_gate(z_TF))

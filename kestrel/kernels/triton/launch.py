@@ -1,0 +1,84 @@
+"""How kernels are launched: with block sizes that were measured, and while the kernel before them ends."""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+# ---------------------------------------------------------------------- measured block sizes
+# By operation and size; where nothing was measured, a kernel's own rules decide.
+#
+# A size is what the time depends on. Rows change with every batch, so they count in ranges that grow by four, named by
+# their upper end: 1, 2 to 4, 5 to 16, 17 to 64 and so on. Kernels change their ways on these edges too (1, 4 and 16
+# rows, 64 and 1024 for adapters). The rest belongs to the model and must be equal: dimensions of matrices and heads,
+# dtypes. A measurement answers for its own range and for no other one.
+
+
+class TunedSize(NamedTuple):
+    op: str
+    max_rows: int
+    """The upper end of a range of rows: a power of four."""
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class TuningTable:
+    def __init__(self, tunings: Mapping[TunedSize, Any]) -> None:
+        self._tunings: dict[tuple[Any, ...], Any] = {(*size,): tuning for size, tuning in tunings.items()}
+
+    def __len__(self) -> int:
+        return len(self._tunings)
+
+    def find(self, op: str, num_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
+        """The `Tuning` of the kernel `op`, or None where its rules decide."""
+        # A bare tuple is equal to a size and made in half the time; this runs at every launch.
+        return self._tunings.get((op, rows_range(num_rows), dims, dtypes)) if self._tunings else None
+
+
+NO_TABLE = TuningTable({})
+
+
+def rows_range(num_rows: int) -> int:
+    """The upper end of the range that a number of rows lies in."""
+    return 1 << ((num_rows - 1).bit_length() + 1) // 2 * 2
+
+
+# ---------------------------------------------------------------------- dependent launch
+# Kernels that start while the one before them ends (programmatic dependent launch, from Hopper on).
+#
+# A kernel that takes part calls `wait_for_inputs` before it reads what another kernel wrote, and before it writes
+# anything; weights may be read earlier. It is launched with `**dependent()`.
+
+
+FIRST_CAPABILITY = 9
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def dependent() -> dict[str, Any]:
+    """Launch options; without effect on older GPUs and in the interpreter."""
+    if _has_gpu() and _is_supported(torch.cuda.current_device()):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
+
+
+@lru_cache(maxsize=1)
+def _has_gpu() -> bool:
+    return isinstance(wait_for_inputs, JITFunction) and torch.cuda.is_available()
+
+
+@lru_cache(maxsize=64)
+def _is_supported(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] >= FIRST_CAPABILITY

@@ -1,0 +1,69 @@
+"""The family's entry in the table of models. A folder in the hub's format is what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kestrel.adapters import AdapterShape
+from kestrel.errors import CheckpointError
+from kestrel.llama.config import MODEL_TYPES, LlamaConfig
+from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
+from kestrel.models.checkpoint_files import open_checkpoint
+from kestrel.models.contract import DecoderModel
+from kestrel.models.decoder import TextModelDecoder
+from kestrel.models.family import LoadedModel, Progress
+from kestrel.models.locate import LocatedModel
+from kestrel.models.tokenizer import TextTokenizer
+from kestrel.ready_model import ModelFamily
+from kestrel.skills.base import ModelProfile
+
+FAMILY = "llama"
+
+
+@dataclass(frozen=True)
+class LoadedLlama(LoadedModel[LlamaModel, LlamaConfig]):
+    family = FAMILY
+
+
+class LlamaFamily(ModelFamily):
+    name = FAMILY
+
+    def owns(self, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") in MODEL_TYPES
+
+    def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
+        return adapter_shape(LlamaConfig.from_dict(config))
+
+    def load(
+        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+    ) -> LoadedLlama:
+        config = LlamaConfig.from_dict(located.config)
+        tokenizer = TextTokenizer.from_file(located.tokenizer)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise CheckpointError(
+                f"{located.tokenizer} has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}; "
+                "pass the model's own tokenizer.json as tokenizer_path"
+            )
+        if not config.stop_ids:
+            raise CheckpointError("config.json: eos_token_id is missing; name the ids that end a text")
+        with open_checkpoint(located.weights) as checkpoint:
+            model = load_llama(checkpoint, config, device, dtype, progress)
+        return LoadedLlama(located.name, model, config, tokenizer)
+
+    def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
+        config = loaded.config
+        return TextModelDecoder(loaded.model, decoder_shape(config), adapter_shape(config))
+
+    def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
+        """A start id opens contexts only if the tokenizer puts it there: some models have one and never see it."""
+        config, tokenizer = loaded.config, loaded.tokenizer
+        return ModelProfile(
+            name=loaded.name,
+            tokenizer=tokenizer,
+            bos=config.bos_id if tokenizer.start_id == config.bos_id else None,
+            stop_ids=config.stop_ids,
+        )
