@@ -22,8 +22,7 @@ from kestrel.request import FinishReason, ScoredToken, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, PromptPart, RowOutput, StepOutput
 from kestrel.runtime.device import start_download, upload
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
-from kestrel.runtime.rows import HostRow, RowTable
-from kestrel.runtime.sampling_options import apply_masks
+from kestrel.runtime.rows import HostRow, RowTable, apply_masks
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 

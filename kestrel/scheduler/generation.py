@@ -18,9 +18,9 @@ from kestrel.cache import CacheManager
 from kestrel.errors import ContextTooLong, RequestCancelled, RequestError
 from kestrel.request import GenerationRequest, StreamUpdate, require_free_id
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
-from kestrel.scheduler.admission import Admission, SlotPool
+from kestrel.scheduler.admission import Admission
 from kestrel.scheduler.queues import WaitingQueue
-from kestrel.scheduler.sequence import Sequence, Stage
+from kestrel.scheduler.sequence import Sequence, SlotPool, Stage
 from kestrel.scheduler.steps import Committer, LaunchedStep, Pipeline, PlannedStep, StepPlanner, reserve_next_token
 
 

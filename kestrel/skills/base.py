@@ -134,7 +134,6 @@ class ModelProfile:
     """Each ends a text; the first is the one to name where a single one is asked for."""
     defaults: SkillDefaults = SkillDefaults()
     has_vision: bool = False
-    calls_tools: bool = False
     chat: ChatFormat | None = None
     """None: the model knows no conversations."""
     templates: Mapping[str, Template] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel.cache.manager import CacheMisuse, PagePool
+from kestrel.cache.radix import CacheMisuse, PagePool
 from kestrel.errors import ConfigError, OutOfPages
 
 

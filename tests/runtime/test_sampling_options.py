@@ -11,8 +11,7 @@ import torch
 from kestrel.grammar import END, Edge, Grammar, State, free_text
 from kestrel.request import FinishReason
 from kestrel.runtime.contract import RowStart
-from kestrel.runtime.rows import GrammarTables
-from kestrel.runtime.sampling_options import EndingTable, PenaltyTable
+from kestrel.runtime.rows import EndingTable, GrammarTables, PenaltyTable
 from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.exhaustive import sweep

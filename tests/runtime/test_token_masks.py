@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kestrel.runtime.sampling_options import apply_masks
+from kestrel.runtime.rows import apply_masks
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 64, 333])

@@ -6,8 +6,8 @@ import pytest
 
 from kestrel.errors import RequestError
 from kestrel.request import AdapterUse
-from kestrel.scheduler.admission import SlotPool
 from kestrel.scheduler.queues import PATIENCE_S
+from kestrel.scheduler.sequence import SlotPool
 from tests.scheduler.harness import by_hand, make, request, run, text, tokens_of
 
 
