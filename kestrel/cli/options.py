@@ -15,7 +15,7 @@ import typer
 from kestrel.config import RuntimeConfig
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import ConfigError, RequestError, shown
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
 from kestrel.skills.builtin import SpatialRef, spatial_refs
