@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from kestrel.images import picture
 from kestrel.images import picture as picture_module
 from kestrel.images.crops import cut_crops, make_crops, shrunk_tensors
 from kestrel.images.decode import decode_image, decode_opened, find_or_open
@@ -93,7 +92,7 @@ def test_a_thread_may_rest_before_every_part() -> None:
     assert not isinstance(opened, (RgbImage, ShrunkImage))
     rests: list[None] = []
     decode_opened(opened, form=FORM, rest=lambda: rests.append(None))
-    assert len(rests) >= 500 * 700 / (picture.PART_BYTES / 4)
+    assert len(rests) >= 500 * 700 / (picture_module.PART_BYTES / 4)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
