@@ -30,7 +30,7 @@ from kestrel.errors import CheckpointError, KestrelError
 from kestrel.families import ready_model
 from kestrel.images.crops import make_crops
 from kestrel.images.decode import ImageLimits, decode_image
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.picture import TilingParams, plan_tiling
 from kestrel.models.checkpoint_files import find_weights
 from kestrel.models.locate import TOKENIZER_NAME, read_config
 from kestrel.request import GenerationRequest

@@ -14,7 +14,7 @@ from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import ConfigError
-from kestrel.images.shrink import PictureForm
+from kestrel.images.picture import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
 from kestrel.models.family import LoadedModel, ModelSpec, Progress

@@ -28,7 +28,7 @@ from kestrel.engine import InferenceEngine
 from kestrel.families import find_family, ready_from
 from kestrel.images.decode import decode_image
 from kestrel.images.encoded import ImageLimits
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.models.contract import DecoderModel
 from kestrel.models.family import LoadedModel
 from kestrel.ready_model import ReadyModel

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from kestrel.errors import RequestError
 from kestrel.images.masks import rasterise_path
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 
 Colour: TypeAlias = tuple[int, int, int]
 

@@ -16,7 +16,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.families import random_names
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
 from kestrel.skills.builtin import SpatialRef, spatial_refs
 from kestrel.skills.fields import FieldTable

@@ -34,7 +34,7 @@ from kestrel.cli.printing import note_limit, note_metrics, printer_for
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import RequestError
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 
 
 @with_flags

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from kestrel.errors import ContextTooLong, QueueFull, RequestError, shown
-from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import Picture
+from kestrel.images.picture import Picture, RgbImage
 from kestrel.models.contract import OutlineRefiner
 from kestrel.ready_model import ReadyModel
 from kestrel.request import (

@@ -23,7 +23,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import EngineStopped, QueueFull, RequestError
 from kestrel.images.decode import OpenedImage, RecentPictures, decode_opened, find_or_open, known_images
 from kestrel.images.encoded import ImageLimits
-from kestrel.images.shrink import Picture, PictureForm
+from kestrel.images.picture import Picture, PictureForm
 from kestrel.skills.base import ConstraintSource
 from kestrel.threads import Pace, Threads
 

@@ -22,7 +22,7 @@ from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import ConfigError, NumericalError, RequestError
 from kestrel.evals.questions import HELD_OUT_DIFFICULTY, AskedScene, EvalPlan, Question, held_out_questions
 from kestrel.evals.scoring import FamilyResult, Reply, score
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.request import RequestMetrics
 from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas, missing_fonts
 from kestrel.train.scenes.draw import draw_batch

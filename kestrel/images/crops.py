@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kestrel.images.picture import RgbImage, ShrunkImage, TilingPlan
 from kestrel.images.resize import resize_by_taps, resize_lanczos
-from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import ShrunkImage
-from kestrel.images.tiling import TilingPlan
 from kestrel.kernels.ops import Ops
 
 

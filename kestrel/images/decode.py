@@ -17,8 +17,7 @@ from PIL import Image
 
 from kestrel.errors import RequestError
 from kestrel.images.encoded import EncodedPicture, ImageLimits, canvas_from_pillow, reading
-from kestrel.images.rgb import Canvas, RgbImage, file_digest
-from kestrel.images.shrink import Picture, PictureForm
+from kestrel.images.picture import Canvas, Picture, PictureForm, RgbImage, file_digest
 
 FEW_BYTES = 2**17
 """They are hashed in less time than it takes to hand them to another thread and back."""

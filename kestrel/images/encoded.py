@@ -36,7 +36,7 @@ from PIL import (
 from PIL.ImageFile import ImageFile
 
 from kestrel.errors import RequestError
-from kestrel.images.rgb import UPRIGHT, Canvas, Turn
+from kestrel.images.picture import UPRIGHT, Canvas, Turn
 from kestrel.threads import Pace
 
 # ---------------------------------------------------------------------- texts

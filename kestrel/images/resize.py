@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kestrel.images.shrink import columns_first
+from kestrel.images.picture import columns_first
 
 Resample: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """The contract of `kestrel.kernels.vision`."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters import AdapterShape
-from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import PictureForm, ShrunkImage
+from kestrel.images.picture import PictureForm, RgbImage, ShrunkImage
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend

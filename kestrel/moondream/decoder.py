@@ -19,9 +19,7 @@ from kestrel.images.crops import (
     shrunk_tensors,
 )
 from kestrel.images.decode import LARGE_PIXELS
-from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import PictureForm, ShrunkImage
-from kestrel.images.tiling import TilingParams, TilingPlan, plan_tiling
+from kestrel.images.picture import PictureForm, RgbImage, ShrunkImage, TilingParams, TilingPlan, plan_tiling
 from kestrel.kernels.ops import Ops
 from kestrel.models.contract import DecoderShape, EncodeCrops, KvScale, PreparedImage
 from kestrel.models.decoder import TextModelDecoder

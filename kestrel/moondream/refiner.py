@@ -26,8 +26,7 @@ from torch.nn import functional
 from kestrel.errors import CheckpointError, ConfigError, RequestError
 from kestrel.images.crops import normalise_and_patchify
 from kestrel.images.masks import Mask, box_values, clean_mask, rasterise_path, trace_mask
-from kestrel.images.rgb import Canvas, RgbImage
-from kestrel.images.shrink import at_most
+from kestrel.images.picture import Canvas, RgbImage, at_most
 from kestrel.layers.linear import normal_parameter
 from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.layers.attention import Heads
 from kestrel.models.contract import DecoderModel, DecoderShape
 from kestrel.runtime.attention import PagedKVCache, bytes_per_page, stored_and_attended

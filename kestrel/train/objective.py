@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel.images.crops import make_crops, normalise_and_patchify
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.picture import TilingParams, plan_tiling
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Heads
 from kestrel.layers.mlp import Moe

@@ -12,7 +12,7 @@ from PIL import Image
 from kestrel.bench.charts import HEIGHT, MAX_BYTES, WIDTH, chart_path, chart_pictures, draw_chart, draw_into
 from kestrel.images.decode import decode_image
 from kestrel.images.encoded import ImageLimits
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.picture import TilingParams, plan_tiling
 from kestrel.moondream.config import MOONDREAM2
 
 

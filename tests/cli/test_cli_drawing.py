@@ -11,7 +11,7 @@ from PIL import Image
 from kestrel.cli import drawing
 from kestrel.cli.drawing import COLOURS, MAX_LABEL_LENGTH, draw_result, save_picture, shortened
 from kestrel.errors import RequestError
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 
 
 def grey(height: int, width: int) -> RgbImage:

@@ -20,7 +20,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.engine.compute_process import ComputeProcess, can_compute_apart
 from kestrel.errors import AdapterNotFound, CheckpointError, ConfigError, EngineStopped
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from tests.engine.conftest import GOLDENS, MakeEngine, ask, assert_same_output, cases, config, picture
 from tests.engine.random_adapters import write_adapters
 from tests.moondream.coarse import coarse_folder

@@ -15,12 +15,11 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import api, pools
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled, RequestError
-from kestrel.images import decode, rgb
+from kestrel.images import decode
+from kestrel.images import picture as picture_module
 from kestrel.images.decode import OpenedImage, find_or_open
 from kestrel.images.encoded import ImageLimits
-from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import PictureForm, ShrunkImage
-from kestrel.images.tiling import TilingParams
+from kestrel.images.picture import PictureForm, RgbImage, ShrunkImage, TilingParams
 from kestrel.runtime.fake import FakeRuntime
 from tests.engine.fake_engine import fake_engine, fake_limits
 
@@ -162,7 +161,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(threads, "time", clock)
     monkeypatch.setattr(decode, "LARGE_PIXELS", 100_000)
-    monkeypatch.setattr(rgb, "PART_BYTES", 2**14)
+    monkeypatch.setattr(picture_module, "PART_BYTES", 2**14)
     return clock
 
 

@@ -12,7 +12,7 @@ import pytest
 from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import RefinedSegment
 from kestrel.errors import CheckpointError
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.tokens import Token
 from tests.engine.conftest import GOLDENS, config

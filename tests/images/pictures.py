@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from kestrel.images.decode import ImageLimits
-from kestrel.images.tiling import TilingParams
+from kestrel.images.picture import TilingParams
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 MOONDREAM = TilingParams(crop_size=378, patch_size=14, overlap_margin=4, max_crops=12)

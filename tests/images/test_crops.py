@@ -12,8 +12,7 @@ from safetensors.numpy import load_file
 
 from kestrel.images.crops import image_tensor, make_crops, normalise_and_patchify
 from kestrel.images.decode import decode_image
-from kestrel.images.rgb import RgbImage
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.picture import RgbImage, TilingParams, plan_tiling
 
 from .pictures import GOLDENS, MOONDREAM, ROOMY, pattern, sha256
 

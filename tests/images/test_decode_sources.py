@@ -14,7 +14,7 @@ from PIL import Image
 
 from kestrel.errors import RequestError
 from kestrel.images.decode import ImageLimits, decode_image
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 
 from .pictures import ROOMY, encode, pattern
 

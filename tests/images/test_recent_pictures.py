@@ -10,7 +10,7 @@ import pytest
 
 from kestrel.errors import RequestError
 from kestrel.images.decode import FEW_BYTES, ImageLimits, RecentPictures, decode_image, known_images
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 
 from .pictures import ROOMY, encode, pattern
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 
 from .pictures import pattern
 

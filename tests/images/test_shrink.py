@@ -9,12 +9,10 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from kestrel.images import rgb
+from kestrel.images import picture as picture_module
 from kestrel.images.crops import cut_crops, make_crops, shrunk_tensors
 from kestrel.images.decode import decode_image, decode_opened, find_or_open
-from kestrel.images.rgb import Canvas, RgbImage
-from kestrel.images.shrink import PictureForm, ShrunkImage
-from kestrel.images.tiling import plan_tiling
+from kestrel.images.picture import Canvas, PictureForm, RgbImage, ShrunkImage, plan_tiling
 from tests.exhaustive import sweep
 
 from .pictures import MOONDREAM, ROOMY, encode, pattern
@@ -25,7 +23,7 @@ FORM = PictureForm(MOONDREAM)
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that pictures of a test are cut into dozens."""
-    monkeypatch.setattr(rgb, "PART_BYTES", 2**14)
+    monkeypatch.setattr(picture_module, "PART_BYTES", 2**14)
 
 
 def shrunk(source: Any, form: PictureForm = FORM) -> ShrunkImage:
@@ -94,7 +92,7 @@ def test_a_thread_may_rest_before_every_part() -> None:
     assert not isinstance(opened, (RgbImage, ShrunkImage))
     rests: list[None] = []
     decode_opened(opened, form=FORM, rest=lambda: rests.append(None))
-    assert len(rests) >= 500 * 700 / (rgb.PART_BYTES / 4)
+    assert len(rests) >= 500 * 700 / (picture_module.PART_BYTES / 4)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel.errors import ConfigError
-from kestrel.images.tiling import TilingParams, plan_tiling, select_tiling
+from kestrel.images.picture import TilingParams, plan_tiling, select_tiling
 
 from .pictures import GOLDENS, MOONDREAM
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from kestrel.images.crops import cut_patches, make_crops, normalise_and_patchify
+from kestrel.images.picture import TilingParams, plan_tiling
 from kestrel.images.resize import lanczos_taps, resize_by_taps
-from kestrel.images.tiling import TilingParams, plan_tiling
 from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.triton.vision import patchify, resample
 from kestrel.kernels.vision import patchify as plain_patchify

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kestrel.images.crops import make_crops, normalise_and_patchify
-from kestrel.images.tiling import TilingParams, plan_tiling
+from kestrel.images.picture import TilingParams, plan_tiling
 from kestrel.moondream.config import VisionConfig
 
 

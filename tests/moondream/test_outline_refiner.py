@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kestrel.errors import CheckpointError
 from kestrel.images.masks import rasterise_path
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.models.contract import OutlineRefiner
 from kestrel.moondream.config import VisionConfig
 from kestrel.moondream.model import MoondreamModel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kestrel.cache import CacheManager
 from kestrel.grammar import Grammar
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.models.contract import DecoderModel
 from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel.images.rgb import Canvas, RgbImage
+from kestrel.images.picture import Canvas, RgbImage
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import EncodeCrops, PreparedImage
 from kestrel.moondream.decoder import MoondreamDecoder, MoondreamVision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.moondream.decoder import MoondreamVision
 from kestrel.runtime import pictures as pictures_module
 from kestrel.runtime.contract import PictureSlice, PrefillChunk

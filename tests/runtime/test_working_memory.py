@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kestrel.config import RuntimeConfig
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.kernels.ops import PLAIN
 from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.runtime import bring_up

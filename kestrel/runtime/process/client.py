@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kestrel.adapters.adapter import Adapter
 from kestrel.adapters.shared_memory import SentAdapter
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.process.messages import Connection, Refined, RefineOutline, RunStep, StepDone
 from kestrel.runtime.process.pictures import HeldPictures

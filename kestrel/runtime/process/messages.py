@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from kestrel.adapters.shared_memory import SentAdapter
 from kestrel.errors import EngineStopped, KestrelError
-from kestrel.images.rgb import RgbImage
-from kestrel.images.shrink import Picture
+from kestrel.images.picture import Picture, RgbImage
 from kestrel.runtime.contract import StepOutput, StepPlan
 from kestrel.runtime.process.packing import Packed, pack, portable, unpack
 

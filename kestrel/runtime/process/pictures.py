@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kestrel.images.shrink import Picture
+from kestrel.images.picture import Picture
 from kestrel.runtime.contract import PrefillChunk, StepPlan
 from kestrel.tokens import ImageSpan
 

@@ -23,7 +23,7 @@ from typing import Any
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.images.decode import decode_image
 from kestrel.images.encoded import ImageLimits
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.skills.segment import UNITS
 from kestrel.tokens import CoordToken, SizeToken
 from kestrel.train.tasks.example import Apart, Piece, TaskExample

@@ -14,7 +14,7 @@ from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
 from kestrel.adapters.shared_memory import SentAdapter
 from kestrel.errors import CheckpointError, ConfigError, ContextTooLong, KestrelError, NumericalError, RequestError
 from kestrel.grammar import Carries, Edge, Grammar, State, free_text
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.request import FinishReason, PromptOutputs, ScoredToken, TokenLogprobs
 from kestrel.runtime.contract import (
     AdapterLoad,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kestrel.images.rgb import RgbImage
+from kestrel.images.picture import RgbImage
 from kestrel.runtime.contract import PictureSlice, PrefillChunk, RuntimeLimits, StepPlan
 from kestrel.runtime.fake import NUM_CROPS, FakeRuntime
 from kestrel.runtime.process import ProcessRuntime
