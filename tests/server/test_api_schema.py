@@ -35,6 +35,7 @@ CHECKS = (
 )
 PHASES = "examples,fuzzing"
 """Not "coverage": thousands of requests at the bounds of every field are for runs by hand."""
+FEW_EXAMPLES = 5
 METHODS = {"get", "put", "post", "delete", "patch"}
 
 
@@ -49,7 +50,7 @@ def operations(schema: dict[str, Any]) -> list[tuple[str, str]]:
     return [(path, method) for path, item in schema["paths"].items() for method in item if method in METHODS]
 
 
-@sweep("max_examples", [5, 20], always=[5])
+@sweep("max_examples", [FEW_EXAMPLES, 20], always=[FEW_EXAMPLES])
 def test_generated_requests_find_no_fault_in_any_route(
     described: RunningServer, tmp_path: Path, max_examples: int
 ) -> None:
@@ -72,9 +73,12 @@ def test_generated_requests_find_no_fault_in_any_route(
     tested = re.search(r"Tested: (\d+)", told.stdout)
     assert tested is not None
     assert int(tested[1]) == len(listed)
-    for skill in NATIVE_SKILLS:
-        assert page.total("kestrel_http_requests_total", route=f"/v1/{skill.name}", status="200") > 0
-        assert page.total("kestrel_http_requests_total", route=f"/v1/{skill.name}", status="400") > 0
+    answered, refused = (
+        [page.total("kestrel_http_requests_total", route=f"/v1/{skill.name}", status=status) for skill in NATIVE_SKILLS]
+        for status in ("200", "400")
+    )
+    assert all(refused)
+    assert any(answered) if max_examples == FEW_EXAMPLES else all(answered), "few examples may all be wrong for a skill"
     assert described.state.running == {}
 
 
