@@ -27,7 +27,7 @@ from kestrel.server.host import ServerHost
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import END_SIGNALS
 from kestrel.server.lifecycle import serve as serve_app
-from kestrel.server.logs import configure_logs, lossy_stderr
+from kestrel.server.records import configure_logs, lossy_stderr
 from kestrel.server.state import END_S, Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")

@@ -13,9 +13,8 @@ from typing import Any
 from kestrel.engine import EngineStream
 from kestrel.server.calls import AcceptedRequest, Interruption, engine_request
 from kestrel.server.errors import kind_of
-from kestrel.server.logs import access_log
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
-from kestrel.server.records import RequestRecord, fresh_id, recorded
+from kestrel.server.records import RequestRecord, access_log, fresh_id, recorded
 from kestrel.server.state import Phase, RequestInfo, ServerState
 from kestrel.settings import MAX_NAME_LENGTH
 from kestrel.threads import Threads

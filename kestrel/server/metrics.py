@@ -26,8 +26,7 @@ from starlette.routing import BaseRoute
 
 from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
 from kestrel.request import FinishReason, RequestMetrics
-from kestrel.server.logs import access_log
-from kestrel.server.records import RecordedRequests, RequestRecord
+from kestrel.server.records import RecordedRequests, RequestRecord, access_log
 from kestrel.server.schemas import refusals
 from kestrel.server.tracing import TracedRequests
 

@@ -13,8 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kestrel.errors import ConfigError
-from kestrel.server.logs import QUIET_ROUTES
-from kestrel.server.records import SETTINGS, RequestRecord, route_path
+from kestrel.server.records import QUIET_ROUTES, SETTINGS, RequestRecord, route_path
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

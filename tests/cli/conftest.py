@@ -12,7 +12,7 @@ import torch
 
 from kestrel.cli.app import run
 from kestrel.moondream.random_models import write_tiny_random_folder
-from kestrel.server.logs import LOGGERS
+from kestrel.server.records import LOGGERS
 from tests.moondream.coarse import coarse_folder
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, Response
 
 from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import RequestError
-from kestrel.server.logs import LOGGERS, configure_logs
 from kestrel.server.metrics import Observation
+from kestrel.server.records import LOGGERS, configure_logs
 from tests.scene import SCENE
 from tests.server.pages import Page
 from tests.server.recorded_app import client_of

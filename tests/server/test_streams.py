@@ -13,7 +13,7 @@ import pytest
 from kestrel.engine.worker import Cancel
 from kestrel.errors import NumericalError
 from kestrel.server.config import ServerConfig
-from kestrel.server.logs import JsonLines
+from kestrel.server.records import JsonLines
 from tests.scene import SCENE
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
