@@ -1,4 +1,4 @@
-"""One HTTP request: its id, what is read from its scope, the record that log, metrics and spans are made of, and the log.
+"""One HTTP request: its id, what is read from its scope, the record that metrics and spans are made of, and the log.
 
 `RecordedRequests` is the outermost ASGI layer. It gives the request its id, opens the record, which handlers fill, and
 tells the watchers once the last byte is out or the client is gone. A record holds numbers and names only, never a

@@ -84,7 +84,7 @@ def test_the_guide_lists_the_files_of_a_request_in_order(trip: list[str]) -> Non
     told = re.findall(r"^ +- `(kestrel/[\w/]+\.py)`$", section("The trip of one request"), re.MULTILINE)
     missing, extra = [file for file in trip if file not in told], [file for file in told if file not in trip]
     assert (missing, extra) == ([], []), "the list in docs/architecture.md and what was traced differ"
-    # Threads run beside each other, so two neighbours may change places; what opens a section is caused by the one before.
+    # Threads run beside each other: neighbours may change places. What opens a section is caused by the one before.
     openers = re.findall(r"^\d+\. .+:\n +- `(kestrel/[\w/]+\.py)`$", section("The trip of one request"), re.MULTILINE)
     assert len(openers) > 10
     assert [file for file in trip if file in openers] == openers
