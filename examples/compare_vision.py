@@ -48,11 +48,9 @@ def run_kestrel(args: argparse.Namespace, config: RuntimeConfig) -> tuple[torch.
     ready = ready_model(config)
     runtime, skill = ready.runtime, QuerySkill()
     assert isinstance(runtime, ModelRuntime)
-    vision = runtime.decoder.vision
-    assert vision is not None, "the model reads no pictures"
-    image = decode_image(args.image, AS_STORED)
+    image, vision = decode_image(args.image, AS_STORED), runtime.decoder.vision
     with torch.inference_mode():
-        embeddings_PD = vision.embed_images([vision.prepare_image(image)])[0]
+        embeddings_PD = vision.embed_images([vision.prepare_image(image)])[0]  # pyright: ignore[reportOptionalMemberAccess]
     request = skill.parse({"image": image, "question": args.prompt, "reasoning": False, **args.settings}, ready.profile)
     prompt = skill.prompt(request, [ImageSpan(image.digest, ready.num_image_positions)], ready.profile)
     consumer, images = skill.start(request, ready.profile), {image.digest: image}

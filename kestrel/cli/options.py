@@ -15,8 +15,8 @@ import typer
 from kestrel.config import RuntimeConfig
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import ConfigError, RequestError, shown
+from kestrel.families import random_names
 from kestrel.images.picture import RgbImage
-from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
 from kestrel.skills.builtin import SpatialRef, spatial_refs
 from kestrel.skills.fields import FieldTable
@@ -42,7 +42,7 @@ RandomOption = Annotated[
     typer.Option(
         "--random",
         metavar="NAME",
-        help=f"Random weights made on the device instead of a model: {', '.join(RANDOM_NAMES)}.",
+        help=f"Random weights made on the device instead of a model: {', '.join(random_names())}.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
@@ -158,8 +158,8 @@ def check_parent_folder(flag: str, path: Path) -> None:
 def check_random(random: str | None, config: RuntimeConfig) -> None:
     if random is None:
         return
-    if random not in RANDOM_NAMES:
-        raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(RANDOM_NAMES)}")
+    if random not in random_names():
+        raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(random_names())}")
     if config.model is not None or config.weights is not None:
         raise ConfigError("--random", "takes the place of a model; leave out --model and --model-path")
 

@@ -378,8 +378,10 @@ WARM_UP_FIELDS = {
     "point": {"object": "thing", "max_objects": 1},
     "detect": {"object": "thing", "max_objects": 1},
     "segment": {"object": "thing", "max_tokens": 8},
-    "complete": {"prompt": "What is this?", "max_tokens": 2},
 }
+
+TEXT_WARM_UP_FIELDS = {"prompt": "What is this?", "max_tokens": 2}
+"""Of a model that knows none of those."""
 
 
 async def warm_up(engine: InferenceEngine) -> float:
@@ -387,11 +389,13 @@ async def warm_up(engine: InferenceEngine) -> float:
     itself ready; the seconds it took."""
     began_s = time.monotonic()
     await engine.prepare_formats()
-    known = {name.split(".")[0] for name in engine.profile.templates} or {"complete"}
+    known = {name.split(".")[0] for name in engine.profile.templates}
     picture = _warm_up_picture() if engine.profile.has_vision else None
     for skill, fields in WARM_UP_FIELDS.items():
         if skill in known and skill in engine.skills:
             await engine.run(skill, image=picture, tenant=WARM_UP_TENANT, **fields)
+    if not known:
+        await engine.run("complete", tenant=WARM_UP_TENANT, **TEXT_WARM_UP_FIELDS)
     return time.monotonic() - began_s
 
 

@@ -28,7 +28,7 @@ class LocatedModel:
 
 
 def read_config(folder: Path) -> Mapping[str, Any] | None:
-    """The config.json of a folder; None when there is none, or when it says nothing.
+    """The config.json of a folder; None when there is none, or when it gives no dimensions.
 
     Published Moondreams say `"config": {}`: their dimensions are known by the name of the release only.
     """
@@ -42,7 +42,12 @@ def read_config(folder: Path) -> Mapping[str, Any] | None:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download or write it again")
     nested = content.get("config", content)
-    return nested if isinstance(nested, dict) and nested else None
+    return nested if isinstance(nested, dict) and _gives_sizes(nested) else None
+
+
+def _gives_sizes(config: Mapping[str, Any]) -> bool:
+    """Whether some field is a whole number or a section."""
+    return any(isinstance(value, (int, dict)) and not isinstance(value, bool) for value in config.values())
 
 
 def find_tokenizer(weights: Path, given: Path | None) -> Path:

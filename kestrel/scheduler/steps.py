@@ -37,7 +37,7 @@ from kestrel.runtime.contract import (
     StepT,
 )
 from kestrel.scheduler.sequence import Sequence, Stage
-from kestrel.tokens import ImageSpan
+from kestrel.tokens import ContextItem, ImageSpan
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class StepPlanner:
         slice_tokens = limits.streaming_prefill_tokens
         is_streaming = slice_tokens > 0 and any(s.is_streaming for s in running)
         in_slices = is_streaming or (slice_tokens > 0 and limits.paces_pictures)
-        step.slice_budget = self._slice_budget(is_streaming and bool(step.plan.decode))
+        step.slice_budget = self._slice_budget(running, is_streaming and bool(step.plan.decode))
         budget = limits.max_prefill_tokens
         if is_streaming:
             budget = min(budget, slice_tokens)
@@ -109,11 +109,18 @@ class StepPlanner:
         self._pictures_at_s = self._clock() if is_timed else None
         return step
 
-    def _slice_budget(self, streams_beside: bool) -> int:
-        """0 for `REST_PER_WORK` times as long as the last work for pictures took, while an answer is streamed."""
+    def _starts_stream(self, sequence: Sequence) -> bool:
+        """Whether the next step may bring a stream nearer to its first token, without encoding a picture for it."""
+        if not sequence.request.is_streaming or sequence.stage is not Stage.PREFILL:
+            return False
+        return self._picture_to_encode(sequence.items[sequence.next_item]) is None
+
+    def _slice_budget(self, running: list[Sequence], streams_beside: bool) -> int:
+        """0 for `REST_PER_WORK` times as long as the last work for pictures took, while an answer is streamed or
+        about to be."""
         if not self._limits.paces_pictures:
             return self._limits.max_prefill_tokens
-        if not streams_beside:
+        if not streams_beside and not any(map(self._starts_stream, running)):
             return self._limits.streaming_prefill_tokens
         return 0 if self._clock() < self._next_slice_at_s else POSITIONS_PER_CROP
 
@@ -166,7 +173,7 @@ class StepPlanner:
         publishes = False
         while budget > 0 and sequence.next_item < len(sequence.items):
             chunk = self._next_chunk(sequence, budget)
-            picture = self._picture_to_encode(chunk) if in_slices else None
+            picture = self._picture_to_encode(chunk.items[0]) if in_slices else None
             if picture is not None:
                 if step.slice_budget <= 0:
                     break
@@ -190,8 +197,7 @@ class StepPlanner:
             sequence.stage = Stage.DECODE
         return budget
 
-    def _picture_to_encode(self, chunk: PrefillChunk) -> str | None:
-        first = chunk.items[0]
+    def _picture_to_encode(self, first: ContextItem) -> str | None:
         if not isinstance(first, ImageSpan) or self._has_encoded(first.digest):
             return None
         return first.digest

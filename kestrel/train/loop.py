@@ -42,9 +42,14 @@ class TrainingPlan:
 
     def lr_at(self, step: int, seconds: float = 0.0) -> float:
         """Where a time limit ends the run before its steps do, the time decides how far it is."""
-        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         done = min(1.0, max(step / max(1, self.steps), seconds / self.max_seconds))
-        return warm * (self.final_lr + 0.5 * (self.lr - self.final_lr) * (1.0 + math.cos(math.pi * done)))
+        return cosine_lr(self.lr, self.final_lr, self.warmup_steps, step, done)
+
+
+def cosine_lr(lr: float, final_lr: float, warmup_steps: int, step: int, done: float) -> float:
+    """Rises over the first steps, then follows a half cosine; `done` is the share of the run that lies behind."""
+    warm = min(1.0, (step + 1) / max(1, warmup_steps))
+    return warm * (final_lr + 0.5 * (lr - final_lr) * (1.0 + math.cos(math.pi * done)))
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,7 @@ def test_workers_never_import_torch_and_end_with_a_killed_program(
     assert eventually(lambda: all(is_gone(pid) for pid in workers)), "a worker outlived the program"
 
 
+@pytest.mark.exhaustive
 @needs_proc
 def test_ctrl_c_saves_what_was_learnt_ends_with_130_and_leaves_no_worker(
     tmp_path: Path, atlas_file: Path, small_folder: Path

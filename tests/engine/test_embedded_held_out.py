@@ -87,6 +87,7 @@ async def test_counts_names_and_boxes_are_right_in_a_crowd_and_alone(
         assert [result.output for result in one_by_one] == [result.output for result in together[: len(alone)]]
 
 
+@pytest.mark.exhaustive
 async def test_preempted_requests_are_answered_right() -> None:
     """The prompts just fit; what is written does not, so sequences are put back and computed again."""
     asked = asked_about(("think_count", "caption_long"), num_scenes=1)

@@ -18,6 +18,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests.moondream.coarse import EMBEDDED, coarse_folder
+from tests.server.programs import Forked, forked_server
 from tests.server.sockets import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ class Endpoint:
 
     kind: str
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log_file: Path
     http_port: int
     is_ending: bool = False
@@ -122,10 +123,8 @@ def start_native(folder: Path, *flags: str) -> Endpoint:
     log = folder / "native.log"
     settings = {**SETTINGS, "model_path": str(coarse_folder(EMBEDDED))}
     own = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", value)]
-    command = [sys.executable, "-m", "kestrel.main", "serve", "--port", "0", "--grpc-port", "0", *own, *flags]
-    with log.open("wb") as file:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stderr=file, env=environment, cwd=ROOT)
+    log.touch()
+    process = forked_server(log, ["serve", "--port", "0", "--grpc-port", "0", *own, *flags])
 
     def told(pattern: str) -> str:
         return next(iter(re.findall(pattern, log.read_text(encoding="utf-8"))), "")

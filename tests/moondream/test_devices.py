@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kestrel.runtime.device import computing
+from tests.exhaustive import sweep
 
 from .goldens import FAMILIES, golden, pixels, tensors
 from .naive import NaiveMoondream
@@ -22,7 +23,7 @@ def moved(family: str, device: str, dtype: torch.dtype) -> NaiveMoondream:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_fp32_takes_the_steps_of_the_reference(family: str, device: str) -> None:
     naive, cases = moved(family, device, torch.float32), golden(family).cases
     runs = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 
 from kestrel.kernels.ops import PLAIN
@@ -13,6 +12,7 @@ from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.rows import RowTable
+from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.runtime.paged import Paged, RecordingDecoder, paged_in_steps
 from tests.runtime.repeating_pool import RepeatingPool
@@ -31,7 +31,7 @@ def captured(family: str, pool: RepeatingPool) -> tuple[Paged, DecodeGraphs]:
     return paged_in_steps(decoder, make, vision_batch_crops=20), made[0]
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_steps_run_once_before_they_are_captured_and_give_what_the_dense_loop_gives(family: str) -> None:
     g, pool = coarse(family), RepeatingPool()
     engine, graphs = captured(family, pool)

@@ -25,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_fp32_logits_are_the_golden_ones(family: str, device: str) -> None:
     g = golden(family)
     close = compare_with_golden(g, family, deepcopy(g.model).to(device))
@@ -48,7 +48,7 @@ def check_close(family: str, model: MoondreamModel, where: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md2"])
 def test_bf16_stays_close(family: str, device: str) -> None:
     check_close(family, deepcopy(golden(family).model).to(device, torch.bfloat16), device)
 

@@ -147,7 +147,7 @@ def test_several_pictures_in_one_context(family: str) -> None:
     assert engine.run(case)["two"] == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md2"])
 def test_logits_stay_within_the_golden_tolerance(family: str) -> None:
     g = golden(family)
     engine = paged(g.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 
 from kestrel.cache import CacheManager
@@ -18,6 +17,7 @@ from kestrel.runtime.pictures import VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillForm, PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
+from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import Golden
 from tests.runtime.paged import Case, Paged, RecordingDecoder
@@ -45,14 +45,14 @@ def captured(family: str, pool: RepeatingPool, max_prefill_tokens: int) -> tuple
         return FastSteps(FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16)), prefill)
 
     with torch.inference_mode():
-        vision = VisionGraphs(decoder, 20, pool)
+        vision = VisionGraphs(decoder.vision, 20, pool)
         runtime = Executor(
             decoder, limits, vision_batch_crops=20, make_fast_steps=make, vision_graphs=vision, by_kernels=True
         )
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder), made[0]
 
 
-@pytest.mark.parametrize(("family", "max_prefill_tokens"), [("md2", 2048), ("md3", 100)])
+@sweep(("family", "max_prefill_tokens"), [("md2", 2048), ("md3", 100)], always=[("md3", 100)])
 def test_every_skill_equals_the_dense_loop(family: str, max_prefill_tokens: int) -> None:
     g, pool = coarse(family), RepeatingPool()
     engine, graphs = captured(family, pool, max_prefill_tokens)

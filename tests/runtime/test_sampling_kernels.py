@@ -7,6 +7,8 @@ from tests.kernels.triton_mode import devices  # isort: skip - before any kernel
 import copy
 from dataclasses import replace
 
+import pytest
+
 from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.row_tables import row_inputs
@@ -40,6 +42,7 @@ def engine(device: str) -> Paged:
 
 
 @devices
+@pytest.mark.exhaustive
 def test_every_skill_equals_the_usual_step(device: str) -> None:
     cases = all_skills(coarse("md2"), "a", "small")
     assert engine(device).run(*cases) == paged(model_on(device)).run(*cases)

@@ -19,6 +19,7 @@ from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.runtime import bring_up
 from kestrel.runtime.bring_up import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
 from kestrel.runtime.memory import ROOM, WorkingMemory, measure_working_memory
+from tests.exhaustive import sweep
 from tests.moondream.goldens import golden
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ MIB = 2**20
 MEASURED = WorkingMemory(per_crop=10 * MIB, prefill=100 * MIB, is_captured=True)
 
 
-@pytest.mark.parametrize(("name", "is_fused"), [("md2", False), ("md3", True)])
+@sweep(("name", "is_fused"), [("md2", False), ("md3", True)], always=[("md3", True)])
 def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool) -> None:
     decoder = MoondreamDecoder(copy.deepcopy(golden(name).model))
     if is_fused:

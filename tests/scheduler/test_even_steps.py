@@ -198,6 +198,27 @@ def test_where_pictures_are_paced_readers_have_twice_as_much_time_as_pictures_be
     assert all(2.0 <= rest_s < 2.2 for rest_s in rests_s), rests_s
 
 
+def test_where_pictures_are_paced_the_first_token_of_a_stream_waits_for_no_slice_that_is_not_begun() -> None:
+    paced = PacedRun()
+    paced.scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+    paced.scheduler.step()
+    assert paced.plans[-1].picture_slices
+    paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=200, is_streaming=True))
+    paced.scheduler.step()
+    assert [chunk.items for chunk in paced.plans[-1].prefill] == [text(3, 4)]
+    assert not paced.plans[-1].picture_slices
+    answers = run(paced.scheduler)
+    assert tokens_of(answers["reader"]) == by_hand(text(3, 4), 200, 50)
+    assert tokens_of(answers["guest"]) == by_hand(PROMPT, 4, 50)
+
+
+def test_where_pictures_are_paced_a_stream_about_a_new_picture_rests_for_nobody() -> None:
+    paced = PacedRun()
+    paced.scheduler.add(request("guest", PROMPT, max_new_tokens=4, is_streaming=True))
+    run(paced.scheduler)
+    assert [slice_.max_crops for plan in paced.plans for slice_ in plan.picture_slices] == [2, 2, 2]
+
+
 def test_where_pictures_are_paced_their_prefill_counts_too() -> None:
     paced = PacedRun()
     paced.scheduler.add(request("reader", text(3, 4), max_new_tokens=800, is_streaming=True))

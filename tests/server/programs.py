@@ -71,7 +71,7 @@ class Program:
         self._log = log
         log.touch()
         changes = (num_files, hangs_after_steps, never_warm)
-        self.process = _forked(log, flags, *changes) if is_forked else _started(log, flags)
+        self.process = forked_server(log, [*FLAGS, *flags], *changes) if is_forked else _started(log, flags)
 
     @property
     def log(self) -> str:
@@ -108,12 +108,16 @@ def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _forked(log: Path, flags: tuple[str, ...], *changes: Any) -> Forked:
-    return Forked(FORKING.Process(target=_serve, args=(log, [*FLAGS, *flags], *changes)))
+def forked_server(log: Path, arguments: list[str], *changes: Any) -> Forked:
+    return Forked(FORKING.Process(target=_serve, args=(log, arguments, *changes)))
 
 
 def _serve(
-    log: Path, arguments: list[str], num_files: int | None, hangs_after_steps: int | None, never_warm: bool
+    log: Path,
+    arguments: list[str],
+    num_files: int | None = None,
+    hangs_after_steps: int | None = None,
+    never_warm: bool = False,
 ) -> None:
     # Here and not above: this module is also what tests import.
     import torch  # noqa: PLC0415

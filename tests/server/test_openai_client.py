@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,12 +154,14 @@ def test_the_client_retries_as_it_is_told(
     narrow: RunningServer, folder: Path | None, trouble: Any, error: tuple[str, str]
 ) -> None:
     before = num_refused(narrow)
-    with session(folder, "patience", narrow.url) as process:
-        with trouble(narrow):
+    with ExitStack() as troubled:
+        troubled.enter_context(trouble(narrow))
+        with session(folder, "patience", narrow.url) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "refused\n"
             assert eventually(lambda: num_refused(narrow) == before + 2), "the next attempt is refused too"
-        seen = last_line(process)
+            troubled.close()
+            seen = last_line(process)
     assert (seen["refused"]["class"], seen["refused"]["code"]) == error
     assert seen["refused"]["retry_after"] == "1"
     assert seen["answer"]

@@ -84,12 +84,12 @@ def test_points_and_boxes_stream_one_by_one(client: httpx.Client) -> None:
 
 def test_pieces_arrive_while_the_answer_is_written(client: httpx.Client, server: RunningServer) -> None:
     """Nothing on the way buffers: the first pieces are there while the engine computes the last of many tokens."""
-    body = long_query(end_id_of(server.engine), stream=True)
+    body = long_query(end_id_of(server.engine), stream=True, request_id="in-pieces")
     with client.stream("POST", "/v1/query", json=body) as response:
         pieces = response.iter_raw()
         assert all(next(pieces) for _ in range(5))
-        assert server.engine.num_requests == 1
-    assert eventually(lambda: server.engine.num_requests == 0)
+        assert server.engine.is_taken("in-pieces")
+    assert eventually(lambda: not server.engine.is_taken("in-pieces"))
 
 
 def test_a_wrong_field_is_a_status_and_no_stream(client: httpx.Client) -> None:

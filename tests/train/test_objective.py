@@ -14,6 +14,7 @@ from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextTo
 from kestrel.train.objective import TaskTensors, embed_pictures, hidden_states, smoothed_bin_loss
 from kestrel.train.packing import pack
 from kestrel.train.tasks.example import EncodedTask
+from tests.exhaustive import sweep
 from tests.moondream.goldens import config_dict, golden
 from tests.moondream.naive_generator import NaiveGenerator
 
@@ -31,7 +32,7 @@ TASKS = [
 ]
 
 
-@pytest.mark.parametrize("size", [(378, 378), (420, 640)])
+@sweep("size", [(378, 378), (420, 640)], always=[(378, 378)])
 def test_every_packed_task_has_the_hidden_states_it_has_alone(size: tuple[int, int]) -> None:
     torch.set_num_threads(1)
     config = MoondreamConfig.from_dict(config_dict("md3")).with_region_ln(True)

@@ -50,6 +50,26 @@ def _chosen(ranks_ptr, set_stride, SETS: tl.constexpr, CANDIDATES: tl.constexpr,
     return (key > NEGATIVE_INF) & (key < INF), LAST - (best & LAST)
 
 
+@triton.jit
+def _kind_and_value(
+    entry, emitted, carries, coords_ptr, sizes_ptr, coord_id, size_id,
+    HAS_COORDS: tl.constexpr, HAS_SIZES: tl.constexpr,
+):  # fmt: skip
+    """(kind of token, coordinate or width, height); 0 where there is none."""
+    kind = tl.full((), IS_TEXT, dtype=tl.int64)
+    first, second = tl.full((), 0.0, dtype=tl.float32), tl.full((), 0.0, dtype=tl.float32)
+    if HAS_COORDS:
+        is_coord = (emitted == coord_id) & ((carries & WITH_COORD) > 0)
+        kind = tl.where(is_coord, IS_COORD, kind)
+        first = tl.where(is_coord, tl.load(coords_ptr + entry), first)
+    if HAS_SIZES:
+        is_size = (emitted == size_id) & ((carries & WITH_SIZE) > 0)
+        kind = tl.where(is_size, IS_SIZE, kind)
+        first = tl.where(is_size, tl.load(sizes_ptr + 2 * entry), first)
+        second = tl.where(is_size, tl.load(sizes_ptr + 2 * entry + 1), second)
+    return kind, first, second
+
+
 @triton.jit(do_not_specialize=["set_stride"])
 def _commit(
     ranks_ptr, rows_ptr, last_id_ptr, last_kind_ptr, last_value_ptr, state_ptr, spent_ptr, generated_ptr, budget_ptr,
@@ -80,18 +100,9 @@ def _commit(
         hits = tl.max((stop_ids == sampled).to(tl.int32), axis=0)
         has_ended = has_ended | ((hits > 0) & (tl.load(end_ids_ptr + state * ENDS) < vocab))
     following = tl.where(has_ended, state, goto)
-
-    kind = tl.full((), IS_TEXT, dtype=tl.int64)
-    first, second = tl.full((), 0.0, dtype=tl.float32), tl.full((), 0.0, dtype=tl.float32)
-    if HAS_COORDS:
-        is_coord = (emitted == coord_id) & ((carries & WITH_COORD) > 0)
-        kind = tl.where(is_coord, IS_COORD, kind)
-        first = tl.where(is_coord, tl.load(coords_ptr + entry), first)
-    if HAS_SIZES:
-        is_size = (emitted == size_id) & ((carries & WITH_SIZE) > 0)
-        kind = tl.where(is_size, IS_SIZE, kind)
-        first = tl.where(is_size, tl.load(sizes_ptr + 2 * entry), first)
-        second = tl.where(is_size, tl.load(sizes_ptr + 2 * entry + 1), second)
+    kind, first, second = _kind_and_value(
+        entry, emitted, carries, coords_ptr, sizes_ptr, coord_id, size_id, HAS_COORDS, HAS_SIZES
+    )
 
     spent = tl.where(tl.load(phase_ptr + following) != phase, 0, spent + 1)
     generated = tl.where(has_ended, generated, generated + 1)

@@ -29,13 +29,25 @@ class RowTuning:
 
 
 @triton.jit
-def store_fp8_scale(scale_ptr, row, largest):
-    """The inverse of a row's scale, from its largest magnitude. Times that, no number of the row exceeds 448 by as much
-    as float8 would notice, so that quotients need no limit.
-    """
-    scale = tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
-    tl.store(scale_ptr + row, scale)
-    return 1.0 / scale
+def store_row(
+    out_ptr, scale_ptr, row, dim, y, y_rest,
+    MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr, TO_FP8: tl.constexpr,
+):  # fmt: skip
+    """A row held in one tile, or in two where REST is above 0: as it is, or in float8 with its scale."""
+    if TO_FP8:
+        largest = tl.max(tl.abs(y), axis=0)
+        if REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(y_rest), axis=0))
+        scale = tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
+        tl.store(scale_ptr + row, scale)
+        # No number then exceeds 448 by as much as float8 would notice: quotients need no limit.
+        per_scale = 1.0 / scale
+        y *= per_scale
+        if REST > 0:
+            y_rest *= per_scale
+    store_tile(out_ptr, row * dim, tl.arange(0, MAIN), dim, y, False)
+    if REST > 0:
+        store_tile(out_ptr, row * dim, MAIN + tl.arange(0, REST), dim, y_rest, REST_MASKED)
 
 
 @triton.jit
@@ -52,17 +64,12 @@ def _quantise(
     MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr, HAS_GELU: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    main = tl.arange(0, MAIN)
-    x = _load_row_part(x_ptr, row * x_stride, main, dim, False, HAS_GELU)
-    largest = tl.max(tl.abs(x), axis=0)
+    x = _load_row_part(x_ptr, row * x_stride, tl.arange(0, MAIN), dim, False, HAS_GELU)
+    x_rest = x
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
         x_rest = _load_row_part(x_ptr, row * x_stride, rest, dim, REST_MASKED, HAS_GELU)
-        largest = tl.maximum(largest, tl.max(tl.abs(x_rest), axis=0))
-    per_scale = store_fp8_scale(scale_ptr, row, largest)
-    store_tile(out_ptr, row * dim, main, dim, x * per_scale, False)
-    if REST > 0:
-        store_tile(out_ptr, row * dim, rest, dim, x_rest * per_scale, REST_MASKED)
+    store_row(out_ptr, scale_ptr, row, dim, x, x_rest, MAIN, REST, REST_MASKED, True)
 
 
 def rows_to_fp8(x_TD: Tensor, tuning: RowTuning | None = None, table: TuningTable = NO_TABLE) -> tuple[Tensor, Tensor]:

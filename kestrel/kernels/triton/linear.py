@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.triton.device_functions import RowTiles, gelu_tanh, load_tile, store_tile, widened
-from kestrel.kernels.triton.fp8 import RowTuning, store_fp8_scale
+from kestrel.kernels.triton.device_functions import RowTiles, gelu_tanh, load_tile, widened
+from kestrel.kernels.triton.fp8 import RowTuning, store_row
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 
 # ---------------------------------------------------------------------- a handful of rows
@@ -211,22 +211,11 @@ def _gate(
     MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    main = tl.arange(0, MAIN)
-    y = _hidden_part(z_ptr, row * z_stride, main, dim, False)
+    y = _hidden_part(z_ptr, row * z_stride, tl.arange(0, MAIN), dim, False)
+    y_rest = y
     if REST > 0:
-        rest = MAIN + tl.arange(0, REST)
-        y_rest = _hidden_part(z_ptr, row * z_stride, rest, dim, REST_MASKED)
-    if TO_FP8:
-        largest = tl.max(tl.abs(y), axis=0)
-        if REST > 0:
-            largest = tl.maximum(largest, tl.max(tl.abs(y_rest), axis=0))
-        per_scale = store_fp8_scale(scale_ptr, row, largest)
-        y *= per_scale
-        if REST > 0:
-            y_rest *= per_scale
-    store_tile(out_ptr, row * dim, main, dim, y, False)
-    if REST > 0:
-        store_tile(out_ptr, row * dim, rest, dim, y_rest, REST_MASKED)
+        y_rest = _hidden_part(z_ptr, row * z_stride, MAIN + tl.arange(0, REST), dim, REST_MASKED)
+    store_row(out_ptr, scale_ptr, row, dim, y, y_rest, MAIN, REST, REST_MASKED, TO_FP8)
 
 
 def silu_gate(z_TF: Tensor, tuning: RowTuning | None = None, table: TuningTable = NO_TABLE) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.triton.device_functions import RowTiles, load_tile, store_tile
-from kestrel.kernels.triton.fp8 import fp8_rows_like, store_fp8_scale
+from kestrel.kernels.triton.fp8 import fp8_rows_like, store_row
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 
 MANY_ROWS = 1024
@@ -102,23 +102,15 @@ def _normalise(
         per_deviation = 1.0 / tl.sqrt(squares / dim + eps)
         if RMS:
             y = _weighted(x * per_deviation, weight, x_ptr.dtype.element_ty)
+            y_rest = y
             if REST > 0:
                 y_rest = _weighted(x_rest * per_deviation, weight_rest, x_ptr.dtype.element_ty)
         else:
             y = x * per_deviation * weight + bias
+            y_rest = y
             if REST > 0:
                 y_rest = x_rest * per_deviation * weight_rest + bias_rest
-        if TO_FP8:
-            largest = tl.max(tl.abs(y), axis=0)
-            if REST > 0:
-                largest = tl.maximum(largest, tl.max(tl.abs(y_rest), axis=0))
-            per_scale = store_fp8_scale(scale_ptr, row, largest)
-            y *= per_scale
-            if REST > 0:
-                y_rest *= per_scale
-        store_tile(y_ptr, offset, main, dim, y, False)
-        if REST > 0:
-            store_tile(y_ptr, offset, rest, dim, y_rest, REST_MASKED)
+        store_row(y_ptr, scale_ptr, row, dim, y, y_rest, MAIN, REST, REST_MASKED, TO_FP8)
 
 
 def layer_norm(

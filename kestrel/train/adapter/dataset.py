@@ -1,22 +1,254 @@
-"""A data folder in memory: samples to learn from and samples to judge by, with no picture in both.
-
-train.jsonl, optionally val.jsonl; or annotations.json (COCO), optionally val_annotations.json. Without a file to judge
-by, some of the pictures are set aside, chosen by the seed.
-"""
+"""A data folder in memory: samples to learn from and samples to judge by, with no picture in both."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any, TypeGuard
 
-from kestrel.errors import ConfigError
-from kestrel.train.adapter.coco import COCO_SKILLS, read_coco
-from kestrel.train.adapter.samples import SKILLS, Mistake, MistakeList, Picture, PictureFolder, Sample, parse_line
+from kestrel.errors import ConfigError, shown
+from kestrel.train.adapter.samples import (
+    SKILLS,
+    Box,
+    Mistake,
+    MistakeList,
+    Picture,
+    PictureFolder,
+    Point,
+    Sample,
+    Scale,
+    box_pieces,
+    outline_pieces,
+    parse_line,
+    point_pieces,
+    read_polygon,
+)
+from kestrel.train.tasks.example import TaskExample
+
+# ---------------------------------------------------------------------- COCO annotations
+# COCO annotations as tasks: one question per picture and category that is there, and some for categories that are not.
+#
+# Pictures lie beside annotations.json or in `images/`. Categories with a crowd annotation in a picture are not asked
+# for there, because nobody knows how many a crowd is; an outline is asked for where there is one object of one polygon.
+
+
+IMAGE_FOLDER = "images"
+COCO_SKILLS = ("detect", "point", "segment")
+_OVERHANG_PX = 1.0
+"""How far a box may reach beyond its picture: published annotations round."""
+
+
+@dataclass
+class _Group:
+    """The objects of one category in one picture."""
+
+    boxes: list[Box] = field(default_factory=list)
+    polygons: list[list[Point] | None] = field(default_factory=list)
+    is_crowd: bool = False
+
+
+def read_coco(
+    path: Path, pictures: PictureFolder, skills: Sequence[str], negatives: float, seed: int, mistakes: MistakeList
+) -> list[Sample]:
+    """Every mistake goes to the list; what is returned then is not to be used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        mistakes.add(path.name, f"cannot be read as JSON ({error}); mend or export it again")
+        return []
+    reader = _CocoReader(path.name, pictures, mistakes)
+    if not isinstance(content, dict):
+        mistakes.add(path.name, 'must be an object with "images", "annotations" and "categories"; export it again')
+        return []
+    categories = reader.categories(content)
+    found = reader.images(content)
+    groups = reader.groups(content, found, categories)
+    return list(_questions(path.name, found, categories, groups, skills, negatives, seed))
+
+
+class _CocoReader:
+    def __init__(self, file: str, pictures: PictureFolder, mistakes: MistakeList) -> None:
+        self._file = file
+        self._pictures = pictures
+        self._mistakes = mistakes
+
+    def categories(self, content: Mapping[str, Any]) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for where, entry in self._entries(content, "categories"):
+            number, name = entry.get("id"), entry.get("name")
+            if not _is_id(number) or number in names:
+                self._mistakes.add(where, f"id: must be a number of its own (got {shown(number)})")
+            elif not isinstance(name, str) or not name.strip():
+                self._mistakes.add(where, f"name: must be text (got {shown(name)})")
+            else:
+                names[number] = name
+        return names
+
+    def images(self, content: Mapping[str, Any]) -> dict[int, Picture]:
+        found: dict[int, Picture] = {}
+        for where, entry in self._entries(content, "images"):
+            number = entry.get("id")
+            if not _is_id(number) or number in found:
+                self._mistakes.add(where, f"id: must be a number of its own (got {shown(number)})")
+                continue
+            try:
+                found[number] = self._picture(entry)
+            except Mistake as mistake:
+                self._mistakes.add(where, mistake)
+        return found
+
+    def groups(
+        self, content: Mapping[str, Any], found: Mapping[int, Picture], categories: Mapping[int, str]
+    ) -> dict[tuple[int, int], _Group]:
+        known_images = [entry.get("id") for _, entry in self._entries(content, "images", quietly=True)]
+        known_ids = {number for number in known_images if _is_id(number)}
+        groups: dict[tuple[int, int], _Group] = defaultdict(_Group)
+        for where, entry in self._entries(content, "annotations"):
+            image, category = entry.get("image_id"), entry.get("category_id")
+            if not _is_id(image) or image not in known_ids:
+                self._mistakes.add(where, f"image_id: {shown(image)} is not among the images; correct or remove it")
+            elif not _is_id(category) or category not in categories:
+                self._mistakes.add(where, f"category_id: {shown(category)} is not among the categories; correct it")
+            elif image in found:
+                try:
+                    _add(groups[image, category], entry, found[image])
+                except Mistake as mistake:
+                    self._mistakes.add(where, mistake)
+        return groups
+
+    def _picture(self, entry: Mapping[str, Any]) -> Picture:
+        name = entry.get("file_name")
+        in_folder = isinstance(name, str) and self._pictures.exists(name, IMAGE_FOLDER)
+        try:
+            picture = self._pictures.find(name, IMAGE_FOLDER if in_folder else "")
+        except Mistake as mistake:
+            raise Mistake("file_name", str(mistake).removeprefix("image: ")) from mistake
+        told = entry.get("width", picture.width), entry.get("height", picture.height)
+        if told != (picture.width, picture.height):
+            size = f"{picture.width} x {picture.height}"
+            raise Mistake(
+                "width",
+                f"{told[0]} x {told[1]} is said, but {name} has {size} pixels (turned by its EXIF tag?); fix it",
+            )
+        return picture
+
+    def _entries(
+        self, content: Mapping[str, Any], key: str, quietly: bool = False
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        entries = content.get(key)
+        if not isinstance(entries, list):
+            if not quietly:
+                self._mistakes.add(self._file, f"{key}: must be a list (got {shown(entries)}); export the file again")
+            return
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                yield f"{self._file} {key}[{index}]", entry
+            elif not quietly:
+                self._mistakes.add(f"{self._file} {key}[{index}]", f"must be an object (got {shown(entry)})")
+
+
+def _is_id(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _add(group: _Group, entry: Mapping[str, Any], picture: Picture) -> None:
+    if entry.get("iscrowd"):
+        group.is_crowd = True
+        return
+    group.boxes.append(_box(entry.get("bbox"), picture))
+    group.polygons.append(_polygon(entry.get("segmentation"), picture))
+
+
+def _box(raw: object, picture: Picture) -> Box:
+    values = raw if isinstance(raw, list) else []
+    if len(values) != 4 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        raise Mistake("bbox", f"must be [x, y, width, height] in pixels (got {shown(raw)})")
+    x, y, width, height = (float(value) for value in values)
+    right, bottom = x + width, y + height
+    reach = max(-x, -y, right - picture.width, bottom - picture.height)
+    if not reach <= _OVERHANG_PX:
+        size = f"{picture.width} x {picture.height}"
+        raise Mistake("bbox", f"{shown(raw)} lies outside the picture of {size} pixels; give [x, y, width, height]")
+    box = (
+        max(x, 0.0) / picture.width,
+        max(y, 0.0) / picture.height,
+        min(right, picture.width) / picture.width,
+        min(bottom, picture.height) / picture.height,
+    )
+    if box[0] >= box[2] or box[1] >= box[3]:
+        raise Mistake("bbox", f"{shown(raw)} has no area; correct or remove it")
+    return box
+
+
+def _polygon(raw: object, picture: Picture) -> list[Point] | None:
+    """None for what is no single polygon, such as a mask or an object in two parts."""
+    if not isinstance(raw, list) or len(raw) != 1 or not isinstance(raw[0], list) or len(raw[0]) % 2:
+        return None
+    flat = raw[0]
+    corners = [[flat[i], flat[i + 1]] for i in range(0, len(flat), 2)]
+    return read_polygon("segmentation", corners, Scale(picture.width, picture.height)) or None
+
+
+def _detect(name: str, group: _Group) -> TaskExample | None:
+    return TaskExample("detect", "detect", {"object": name}, box_pieces(group.boxes))
+
+
+def _point(name: str, group: _Group) -> TaskExample | None:
+    centres = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in group.boxes]
+    return TaskExample("point", "point", {"object": name}, point_pieces(centres))
+
+
+def _segment(name: str, group: _Group) -> TaskExample | None:
+    if not group.polygons:
+        return TaskExample("segment", "segment", {"object": name}, ())
+    only = group.polygons[0] if len(group.polygons) == 1 else None
+    return None if only is None else TaskExample("segment", "segment", {"object": name}, outline_pieces(only))
+
+
+_MAKERS: Mapping[str, Callable[[str, _Group], TaskExample | None]] = {
+    "detect": _detect,
+    "point": _point,
+    "segment": _segment,
+}
+
+
+def _asked(where: str, picture: Picture, name: str, group: _Group, skills: Sequence[str]) -> Iterator[Sample]:
+    for skill in skills:
+        example = _MAKERS[skill](name, group)
+        if example is not None:
+            yield Sample(where, picture, example)
+
+
+def _questions(
+    file: str,
+    found: Mapping[int, Picture],
+    categories: Mapping[int, str],
+    groups: Mapping[tuple[int, int], _Group],
+    skills: Sequence[str],
+    negatives: float,
+    seed: int,
+) -> Iterator[Sample]:
+    """What is there, and what is absent: drawn by lot to be that share of all questions, or as many as there can be."""
+    for (image, category), group in groups.items():
+        if not group.is_crowd:
+            where = f"{file} image {image}, category {category}"
+            yield from _asked(where, found[image], categories[category], group, skills)
+    absent = [(image, category) for image in found for category in categories if (image, category) not in groups]
+    wanted = round(len(groups) * negatives / (1.0 - negatives))
+    for image, category in sorted(Random(f"{seed} negatives").sample(absent, min(wanted, len(absent)))):
+        where = f"{file} image {image}, category {category} (absent)"
+        yield from _asked(where, found[image], categories[category], _Group(), skills)
+
+
+# ---------------------------------------------------------------------- the folder
+# train.jsonl, optionally val.jsonl; or annotations.json (COCO), optionally val_annotations.json. Without a file to
+# judge by, some of the pictures are set aside, chosen by the seed.
+
 
 TRAIN, VAL = "train.jsonl", "val.jsonl"
 COCO_TRAIN, COCO_VAL = "annotations.json", "val_annotations.json"

@@ -27,7 +27,7 @@ from kestrel.layers.adapt import Adapt
 from kestrel.models.adapting import SingleAdapter
 from kestrel.skills.base import RegionIds
 from kestrel.train.adapter.encoding import EmbeddedPictures, RowOrder, TrainingRow
-from kestrel.train.loop import adamw
+from kestrel.train.loop import adamw, cosine_lr
 from kestrel.train.model import MoondreamModel
 from kestrel.train.objective import Losses, TaskTensors, answer_losses, hidden_states
 from kestrel.train.packing import pack
@@ -52,9 +52,7 @@ class LoopPlan:
 
     def lr_at(self, step: int) -> float:
         """Depends on the step alone: a stopped and resumed run has the rates of one that was not."""
-        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
-        done = step / max(1, self.steps)
-        return warm * (self.final_lr + 0.5 * (self.lr - self.final_lr) * (1.0 + math.cos(math.pi * done)))
+        return cosine_lr(self.lr, self.final_lr, self.warmup_steps, step, step / max(1, self.steps))
 
 
 @dataclass(frozen=True)

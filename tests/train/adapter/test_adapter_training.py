@@ -55,6 +55,7 @@ def test_the_loss_falls_and_the_file_has_the_loss_that_was_told(family: str, dat
     assert len(adapter.metadata["data_digest"]) == 64
 
 
+@pytest.mark.exhaustive
 def test_a_few_steps_teach_the_embedded_model(data: Path, tmp_path: Path) -> None:
     brief = {"batch_size": 1, "steps": 3, "val_every": 3}
     chosen = options(data, tmp_path / "a.safetensors", rank=8, model_path=None, lr=2e-3, **brief)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kestrel.train.scenes.effects import (
+from kestrel.train.scenes.draw import (
     CHROMINANCE,
     LUMINANCE,
     add_noise,
