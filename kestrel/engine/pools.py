@@ -1,8 +1,8 @@
 """Slow work for requests in thread pools, so that neither the event loop nor the worker waits for it.
 
 Pictures: small ones never wait behind large ones, which have threads of their own and rest half of the time while a
-model computes on the same processor. What decoding takes is reckoned from
-a picture's header and counted before it begins. What is kept of a picture afterwards is what the model needs of it.
+model computes on the same processor. What decoding takes is reckoned from a picture's header and counted before it
+begins. What is kept of a picture afterwards is what the model needs of it.
 
 Answer formats: a few threads compile, each behind a trial that bounds its time. One more serves the formats that are
 compiled already, so that these never wait behind one that is not.
