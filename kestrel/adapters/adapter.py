@@ -91,6 +91,8 @@ class AdapterShape:
     matrices: Mapping[str, AdaptedMatrix]
     """Of a dense layer, by name."""
     moe: ExpertShape | None = None
+    is_parallel: bool = False
+    """Attention and MLP read the same norm, so that a delta of `proj` may read it too (`Adapter.proj_input`)."""
 
     @property
     def places(self) -> Mapping[str, tuple[str, ...]]:

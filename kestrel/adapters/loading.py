@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRankPair
+from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRankPair, ProjInput
 from kestrel.adapters.formats import (
     HOSTED_MATRICES,
     OWN_FORMAT,
@@ -63,6 +63,7 @@ def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
             f"use the adapter with the model it was made for ({header.base_model or 'not named in the file'})"
         )
     _require_matrices(file.path, {target.matrix for target in header.targets}, shape)
+    _require_norm(file.path, header.proj_input, shape)
     pairs = _checked_pairs(file.path, file.tensors, own_roles(header.targets), shape, header.rank)
     return Adapter(
         format=OWN_FORMAT,
@@ -82,6 +83,7 @@ def _load_variant(file: AdapterFile, shape: AdapterShape) -> Adapter:
             f"from layer {shape.num_dense_layers} on; use it with the model it was made for"
         )
     _require_matrices(file.path, VARIANT_MATRICES, shape)
+    _require_norm(file.path, "block_norm", shape)
     roles = variant_roles(shape)
     rank = _common_rank(file.path, file.tensors, roles, shape)
     pairs = _checked_pairs(file.path, file.tensors, roles, shape, rank)
@@ -108,6 +110,14 @@ def _require_matrices(path: Path, names: Collection[str], shape: AdapterShape) -
         raise CheckpointError(
             f"{path} adapts the matrices {', '.join(unknown)}, which the base model does not have (it has "
             f"{', '.join(shape.matrices)}); use the adapter with the model it was made for"
+        )
+
+
+def _require_norm(path: Path, proj_input: ProjInput, shape: AdapterShape) -> None:
+    if proj_input == "block_norm" and not shape.is_parallel:
+        raise CheckpointError(
+            f"{path} has deltas of proj that read the block's norm (proj_input block_norm), and attention and MLP of the "
+            "base model have norms of their own; use the adapter with the model it was made for"
         )
 
 

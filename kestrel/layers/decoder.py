@@ -178,7 +178,7 @@ class TextDecoder(nn.Module):
         self.quantization = "none"
 
     def reset_buffers(self, device: torch.device | str) -> None:
-        """Computes what no checkpoint holds; needed after `load_state_dict(assign=True)` on a meta model."""
+        """Computes what no checkpoint holds, and ties the head again; call it once a meta model has its parameters."""
         if self.rope is not None:
             self.rope.reset_buffers(device)
         if self._is_tied:

@@ -144,7 +144,8 @@ class DecoderModel(Protocol):
     def embed_text(self, ids_T: Tensor) -> Tensor: ...
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
-        """The last layer's residual stream, [T, hidden_dim]."""
+        """The last layer's residual stream, [T, hidden_dim]. Positions are below `max_context`, those of padding too: a
+        model that has no rotary ones adds its own here."""
         ...
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:

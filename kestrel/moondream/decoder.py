@@ -40,7 +40,7 @@ def adapter_shape(text: TextConfig) -> AdapterShape:
         fc1=(text.ff_dim, text.dim),
         fc2=(text.dim, text.ff_dim),
     )
-    return AdapterShape(text.n_layers, matrices, experts)
+    return AdapterShape(text.n_layers, matrices, experts, is_parallel=True)
 
 
 def _matrices(**sizes: tuple[int, int]) -> dict[str, AdaptedMatrix]:

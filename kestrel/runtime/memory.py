@@ -137,7 +137,7 @@ def plan_pages(
         if config.kv_cache_pages < least:
             raise ConfigError(
                 "kv_cache_pages",
-                f"{config.kv_cache_pages} pages of {config.page_size} cannot hold one picture and a question; "
+                f"{config.kv_cache_pages} pages of {config.page_size} cannot hold {_one_request(shape)}; "
                 f"use at least {least}",
             )
         needed = config.kv_cache_pages * page_bytes
@@ -155,11 +155,15 @@ def plan_pages(
     if affordable < least:
         raise ConfigError(
             "kv_cache_memory_fraction",
-            f"{_left(free, working_bytes, device)}, and {fraction} of that cannot hold one picture "
+            f"{_left(free, working_bytes, device)}, and {fraction} of that cannot hold {_one_request(shape)} "
             f"({least * page_bytes / GIB:.2f} GiB needed); free memory, raise it, or use a smaller model"
             f"{_smaller_steps(working_bytes)}",
         )
     return min(useful, affordable)
+
+
+def _one_request(shape: DecoderShape) -> str:
+    return "one picture and a question" if shape.num_image_positions else f"a prompt of {MIN_TEXT_POSITIONS} tokens"
 
 
 def _free_beside_steps(device: torch.device, working_bytes: int) -> int:

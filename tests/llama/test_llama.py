@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ async def test_an_adapter_of_another_family_is_refused_by_its_matrices(
     engine = await make_engine("llama", adapter_dir=tmp_path)
     with pytest.raises(Exception, match="adapts the matrices qkv, which the base model does not have"):
         await tokens(engine, PROMPTS[0], settings={"adapter": "foreign"})
+
+
+async def test_an_adapter_whose_delta_reads_a_norm_that_is_not_there_is_refused(
+    make_engine: MakeEngine, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shape = adapter_shape(resolve(RuntimeConfig(model_path=folders["llama"], device="cpu")))
+    adapter = replace(random_adapter(shape, ("o",), 4, seed=1), proj_input="block_norm")
+    save_adapter(adapter, tmp_path / "norm.safetensors")
+    engine = await make_engine("llama", adapter_dir=tmp_path)
+    with pytest.raises(Exception, match="proj_input block_norm"):
+        await tokens(engine, PROMPTS[0], settings={"adapter": "norm"})
 
 
 async def test_a_text_begins_as_the_tokenizer_begins_it_and_ends_at_any_end_id(make_engine: MakeEngine) -> None:
