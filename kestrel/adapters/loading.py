@@ -116,8 +116,8 @@ def _require_matrices(path: Path, names: Collection[str], shape: AdapterShape) -
 def _require_norm(path: Path, proj_input: ProjInput, shape: AdapterShape) -> None:
     if proj_input == "block_norm" and not shape.is_parallel:
         raise CheckpointError(
-            f"{path} has deltas of proj that read the block's norm (proj_input block_norm), and attention and MLP of the "
-            "base model have norms of their own; use the adapter with the model it was made for"
+            f"{path} has deltas of proj that read the block's norm (proj_input block_norm), and attention and MLP of "
+            "the base model have norms of their own; use the adapter with the model it was made for"
         )
 
 
