@@ -89,7 +89,7 @@ def test_pieces_arrive_while_the_answer_is_written(client: httpx.Client, server:
         pieces = response.iter_raw()
         assert all(next(pieces) for _ in range(5))
         assert "in-pieces" in server.engine.taken_ids
-    assert eventually(lambda: not "in-pieces" in server.engine.taken_ids)
+    assert eventually(lambda: "in-pieces" not in server.engine.taken_ids)
 
 
 def test_a_wrong_field_is_a_status_and_no_stream(client: httpx.Client) -> None:
