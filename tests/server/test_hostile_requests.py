@@ -18,6 +18,7 @@ from PIL import Image
 
 from kestrel.server.config import ServerConfig
 from tests.exhaustive import sweep
+from tests.processes import eventually
 from tests.server.conftest import RunningServer, data_url, encoded, runtime_config, start_server
 from tests.server.leftovers import holdings, resident_bytes
 from tests.server.sockets import JSON, POST_QUERY, eventually
@@ -62,7 +63,7 @@ def neighbour(sturdy: RunningServer) -> Iterator[Neighbour]:
     """Present during every test of this file; judged at the end."""
     with Neighbour(sturdy.url) as present:
         yield present
-    assert len(present.statuses) > 20
+        assert eventually(lambda: len(present.statuses) > 20)
     assert set(present.statuses) == {200}
 
 
