@@ -18,7 +18,6 @@ from PIL import Image
 
 from kestrel.server.config import ServerConfig
 from tests.exhaustive import sweep
-from tests.processes import eventually
 from tests.server.conftest import RunningServer, data_url, encoded, runtime_config, start_server
 from tests.server.leftovers import holdings, resident_bytes
 from tests.server.sockets import JSON, POST_QUERY, eventually
