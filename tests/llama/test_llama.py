@@ -19,6 +19,8 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.api import warm_up
 from kestrel.errors import CheckpointError, RequestError
 from kestrel.families import adapter_shape, load, resolve
+from kestrel.models.adapting import SingleAdapter
+from tests.layers.test_text_families import causal
 from tests.llama.reference import greedy, logprobs, merged, reference
 from tests.llama.tiny_folders import CONTEXT, KINDS, START, STOP, random_adapter, write_folder
 
@@ -109,6 +111,18 @@ async def test_adapters_give_what_their_deltas_give_when_built_in(
     assert expected[0] != expected[1] != expected[2]
     found = await asyncio.gather(*(tokens(engine, prompt, settings={"adapter": name}) for name, prompt in asked))
     assert found == expected
+
+
+@torch.inference_mode()
+def test_the_plain_way_to_apply_an_adapter_knows_parts_of_matrices(folders: dict[str, Path]) -> None:
+    located = resolve(RuntimeConfig(model_path=folders["llama"], device="cpu"))
+    shape, loaded = adapter_shape(located), load(located, "cpu", torch.float32)
+    adapter = random_adapter(shape, ("q", "v", "o", "up"), 6, seed=4)
+    model: Any = loaded.model
+    ids = torch.tensor(LONG)
+    hidden = model(model.embed(ids), torch.arange(len(LONG)), causal, SingleAdapter(adapter, shape=shape))
+    expected = logprobs(merged(folders["llama"], adapter), LONG)
+    torch.testing.assert_close(model.logits(hidden).log_softmax(-1), expected, rtol=0, atol=1e-4)
 
 
 async def test_an_adapter_of_another_family_is_refused_by_its_matrices(
