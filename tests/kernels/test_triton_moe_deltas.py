@@ -11,18 +11,22 @@ from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, expert_mlp, moe
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 from tests.exhaustive import sweep
 
-DIM, INNER, EXPERTS, TOP_K, SLOTS, MAX_RANK = 40, 24, 5, 2, 3, 4
+DIM, INNER, EXPERTS, TOP_K, SLOTS = 40, 24, 5, 2, 3
 RANKS = [4, 0, 1]
 """By slot. The second adapter changes no expert."""
+WIDE_RANKS = [20, 3, 33]
+"""More than kernels add at a time."""
 
 
-def drawn(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], ExpertDeltas]:
+def drawn(
+    num_tokens: int, device: str, dtype: torch.dtype, ranks: list[int] = RANKS
+) -> tuple[tuple[Tensor, ...], ExpertDeltas]:
     draw = Draw(device, dtype)
 
     def factors(num_out: int, num_in: int) -> ExpertFactors:
-        a = draw(SLOTS, EXPERTS, MAX_RANK, num_in, scale=0.2)
-        b = draw(SLOTS, EXPERTS, num_out, MAX_RANK, scale=0.4)
-        return ExpertFactors(a, b, torch.tensor([*RANKS, 0], dtype=torch.int32, device=device))
+        a = draw(SLOTS, EXPERTS, max(ranks), num_in, scale=0.2)
+        b = draw(SLOTS, EXPERTS, num_out, max(ranks), scale=0.4)
+        return ExpertFactors(a, b, torch.tensor([*ranks, 0], dtype=torch.int32, device=device))
 
     x, fc1, fc2 = draw(num_tokens, DIM), draw(EXPERTS, 2 * INNER, DIM, scale=0.2), draw(EXPERTS, DIM, INNER, scale=0.3)
     weights, ids = route_top_k(draw(num_tokens, EXPERTS), TOP_K)
@@ -61,6 +65,13 @@ def test_tokens_get_the_deltas_of_their_adapters(num_tokens: int, device: str) -
     base = moe_grouped(*inputs)
     assert torch.equal(found[~is_changed], base[~is_changed])
     assert num_tokens == 1 or not torch.isclose(found[is_changed], base[is_changed], atol=1e-3).all(dim=1).any()
+
+
+@devices
+def test_ranks_may_be_larger_than_what_is_added_at_a_time(device: str) -> None:
+    inputs, deltas = drawn(9, device, torch.float32, WIDE_RANKS)
+    expected = moe_mlp_adapted(*inputs, None, None, deltas)
+    torch.testing.assert_close(moe_grouped(*inputs, deltas=deltas), expected, rtol=1e-4, atol=1e-4)
 
 
 @devices

@@ -23,6 +23,7 @@ from kestrel.bench.kernels.tunings import (
     tau_tunings,
 )
 from kestrel.bench.kernels.vision_cases import norm_case, row_case
+from kestrel.config import RuntimeConfig
 from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_slots
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, moe_mlp, moe_mlp_fp8, route_top_k
@@ -224,7 +225,8 @@ def moe_cases(sizes: Sizes) -> Iterator[Case]:
     for tokens in sizes.routed_tokens:
         share = tokens * sizes.moe.experts_per_token / sizes.moe.num_experts
         yield _moe_case("moe_grouped", moe_grouped, sizes, tokens, moe_grouped_tunings(share))
-        yield _adapted_moe_case(sizes, tokens, _Slots(*sizes.adapters[0]), moe_grouped_tunings(share))
+        usual_room = replace(_Slots(*sizes.adapters[0]), max_rank=RuntimeConfig.max_adapter_rank)
+        yield _adapted_moe_case(sizes, tokens, usual_room, moe_grouped_tunings(share))
         narrow = moe_fp8_tunings(share)
         if tokens <= MAX_EXACT_ROWS:
             yield _moe_case("moe_grouped", moe_grouped, sizes, tokens, narrow, has_fp8_experts=True)
@@ -272,21 +274,22 @@ def _moe_case(
 
 
 def _adapted_moe_case(sizes: Sizes, tokens: int, slots: _Slots, tunings: tuple[Any, ...]) -> Case:
-    """Every token with an adapter; each expert holds its share of an adapter's rank."""
+    """Every token with an adapter, those of one adapter together as in prompts; each expert holds its share of an
+    adapter's rank."""
     moe, dim = sizes.moe, sizes.text.dim
-    rank = -(-slots.rank // moe.experts_per_token)
+    rank, width = (-(-whole // moe.experts_per_token) for whole in (slots.rank, slots.max_rank))
     base = _moe_case("moe_mlp_adapted", TRITON.moe_mlp_adapted, sizes, tokens, tunings)
 
     def factors(maker: Maker, num_out: int, num_in: int) -> ExpertFactors:
         a, b = (
             maker.numbers(slots.count, moe.num_experts, *size, scale=size[1] ** -0.5)
-            for size in ((rank, num_in), (num_out, rank))
+            for size in ((width, num_in), (num_out, width))
         )
         ranks = torch.tensor([*[rank] * slots.count, 0], dtype=torch.int32, device=maker.device)
         return ExpertFactors(a, b, ranks)
 
     def make(maker: Maker) -> tuple[Any, ...]:
-        slot_T = torch.arange(tokens, device=maker.device) % slots.count
+        slot_T = torch.arange(tokens, device=maker.device) * slots.count // tokens
         fc1, fc2 = factors(maker, 2 * moe.expert_inner_dim, dim), factors(maker, dim, moe.expert_inner_dim)
         return *base.make(maker), None, None, ExpertDeltas(slot_T, fc1, fc2)
 
@@ -294,7 +297,7 @@ def _adapted_moe_case(sizes: Sizes, tokens: int, slots: _Slots, tunings: tuple[A
     touched = min(slots.count * moe.num_experts, tokens * moe.experts_per_token)
     return replace(
         base,
-        size=f"{base.size}, {slots.count} adapters of rank {slots.rank}",
+        size=f"{base.size}, {slots.count} adapters of rank {slots.rank} in {slots.max_rank}",
         plain=PLAIN.moe_mlp_adapted,
         make=make,
         bytes_moved=base.bytes_moved + touched * per_pair * HALF_BYTES,

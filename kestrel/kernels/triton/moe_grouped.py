@@ -35,8 +35,6 @@ class Blocks:
 
     pairs_R: Tensor
     expert_G: Tensor
-    places_Q: Tensor
-    """Where each pair is."""
     rows_per_block: int
 
 
@@ -54,7 +52,7 @@ def _fill(ptr, start, end, value, AT_A_TIME: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _group(
-    ids_ptr, pairs_ptr, expert_ptr, places_ptr, num_pairs, num_blocks, num_experts,
+    ids_ptr, pairs_ptr, expert_ptr, num_pairs, num_blocks, num_experts,
     ROWS: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: counts everybody's pairs to find its first block, then places its own."""
@@ -80,7 +78,6 @@ def _group(
         is_own = (ids == expert).to(tl.int32)
         place = start + tl.cumsum(is_own, axis=0) - 1
         tl.store(pairs_ptr + place, pair, mask=is_own > 0)
-        tl.store(places_ptr + pair, place, mask=is_own > 0)
         start += tl.sum(is_own, axis=0)
 
 
@@ -90,122 +87,115 @@ def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks
     num_blocks = max_blocks(num_pairs, num_experts, rows_per_block)
     pairs_R = torch.empty(num_blocks * rows_per_block, dtype=torch.int32, device=ids_TK.device)
     expert_G = torch.empty(num_blocks, dtype=torch.int32, device=ids_TK.device)
-    places_Q = torch.empty(num_pairs, dtype=torch.int32, device=ids_TK.device)
     if num_pairs > 0:
         _group[(num_experts,)](
-            ids_TK, pairs_R, expert_G, places_Q, num_pairs, num_blocks, num_experts,
+            ids_TK, pairs_R, expert_G, num_pairs, num_blocks, num_experts,
             ROWS=rows_per_block, BINS=triton.next_power_of_2(num_experts + 1),
             AT_A_TIME=min(PAIRS_AT_A_TIME, max(32, triton.next_power_of_2(num_pairs))), PLACES=PLACES_AT_A_TIME,
         )  # fmt: skip
-    return Blocks(pairs_R, expert_G, places_Q, rows_per_block)
+    return Blocks(pairs_R, expert_G, rows_per_block)
 
 
 # ---------------------------------------------------------------------- deltas of adapters
 # Low-rank deltas of experts: a pair of token and expert has factors of its own, by the token's adapter and the expert.
 #
-# A program takes one pair, since few of them share factors, and ranks are small: an expert holds its share of an
-# adapter's rank alone. Slots and ranks are read on the device; pairs of the base model end immediately.
+# They follow the blocks of pairs. One kernel makes h = a · x of every place; the kernel of the expert's product adds
+# b · h before it writes. Both go through the slots that a block holds: usually one or two, since the tokens of a prompt
+# stand together. Slots and ranks are read on the device; pairs of the base model add nothing.
 
 
-MAX_RANKS, BLOCK_IN, OUTPUTS = 16, 512, 1024
+SHRINK_ROWS, SHRINK_BLOCK, RANKS = 32, 128, 16
+NO_MORE_SLOTS = tl.constexpr(1 << 30)
 
 
-@triton.jit
-def _shrink_pairs(
-    x_ptr, h_ptr, a_ptr, rank_ptr, places_ptr, ids_ptr, slots_ptr, num_in, x_stride, num_experts, max_rank,
-    TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """h = a · x of one pair; rows of x are tokens, or places in the blocks of experts."""
-    pair = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
-    if slot < 0:
-        return
-    rank = tl.load(rank_ptr + slot)
-    if tl.program_id(1) * RANKS >= rank:
-        return
-    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
-    row = tl.load(places_ptr + pair).to(tl.int64) if BY_PLACE else pair // TOP_K
-    a_place = a_ptr + ((slot * num_experts + expert) * max_rank + r)[:, None] * num_in
-    total = tl.zeros((RANKS, BLOCK), dtype=tl.float32)
-    for start in range(0, num_in, BLOCK):
-        d = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + d, mask=d < num_in, other=0.0).to(tl.float32)
-        a = tl.load(a_place + d[None, :], mask=(r < rank)[:, None] & (d < num_in)[None, :], other=0.0)
-        total += a.to(tl.float32) * x[None, :]
-    h = tl.sum(total, axis=1)
-    tl.store(h_ptr + pair * max_rank + r, h.to(h_ptr.dtype.element_ty), mask=r < rank)
+class BlockDeltas(NamedTuple):
+    """What adapters add to one product of the blocks."""
+
+    h_RR: Tensor
+    """a · x of every place; only those of adapters are written, up to their rank."""
+    factors: ExpertFactors
+    slot_T: Tensor
 
 
 @triton.jit
-def _expand_pairs(
-    h_ptr, out_ptr, b_ptr, rank_ptr, ids_ptr, slots_ptr, num_out, num_experts, max_rank,
-    TOP_K: tl.constexpr, ADDS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+def _next_slot(slots, last):
+    return tl.min(tl.where(slots > last, slots, NO_MORE_SLOTS), axis=0)
+
+
+@triton.jit
+def _shrink_blocks(
+    x_ptr, h_ptr, pairs_ptr, expert_ptr, slots_ptr, a_ptr, rank_ptr, num_in, x_stride, num_experts, max_rank,
+    TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """b · h of one pair, added to what is there or put there."""
-    pair = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
-    if slot < 0:
+    """h = a · x of a tile of a block; rows of x are tokens, or places in the blocks."""
+    tile = tl.program_id(0)
+    expert = tl.load(expert_ptr + tile // TILES).to(tl.int64)
+    if expert < 0:
         return
-    rank = tl.load(rank_ptr + slot)
-    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
-    b_place = b_ptr + ((slot * num_experts + expert) * num_out + f)[:, None] * max_rank
-    total = tl.zeros((BLOCK, RANKS), dtype=tl.float32)
-    for first in range(0, rank, RANKS):
-        r = first + tl.arange(0, RANKS)
-        h = tl.load(h_ptr + pair * max_rank + r, mask=r < rank, other=0.0).to(tl.float32)
-        b = tl.load(b_place + r[None, :], mask=(r < rank)[None, :] & (f < num_out)[:, None], other=0.0)
-        total += b.to(tl.float32) * h[None, :]
-    delta = tl.sum(total, axis=1)
-    if ADDS:
-        delta += tl.load(out_ptr + pair * num_out + f, mask=f < num_out, other=0.0).to(tl.float32)
-    tl.store(out_ptr + pair * num_out + f, delta.to(out_ptr.dtype.element_ty), mask=f < num_out)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    pairs = tl.load(pairs_ptr + rows)
+    slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
+    x_rows = rows if BY_PLACE else pairs // TOP_K
+    x_place = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
+    slot = _next_slot(slots, -1)
+    while slot < NO_MORE_SLOTS:
+        rank = tl.load(rank_ptr + slot)
+        is_own = (slots == slot)[:, None]
+        for first in range(0, rank, RANKS):
+            r = first + tl.arange(0, RANKS)
+            a_place = a_ptr + ((slot * num_experts + expert) * max_rank + r)[:, None] * num_in
+            total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+            for start in range(0, num_in, BLOCK):
+                d = start + tl.arange(0, BLOCK)[None, :]
+                x_mask, a_mask = is_own, (r < rank)[:, None]
+                if not EVEN:
+                    x_mask, a_mask = x_mask & (d < num_in), a_mask & (d < num_in)
+                x = tl.load(x_place + d, mask=x_mask, other=0.0)
+                a = tl.load(a_place + d, mask=a_mask, other=0.0)
+                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+            h_place = h_ptr + rows.to(tl.int64)[:, None] * max_rank + r[None, :]
+            tl.store(h_place, total.to(h_ptr.dtype.element_ty), mask=is_own & (r < rank)[None, :])
+        slot = _next_slot(slots, slot)
 
 
-def pair_deltas(x_RD: Tensor, ids_TK: Tensor, slot_T: Tensor, factors: ExpertFactors, blocks: Blocks) -> Tensor:
-    """[pairs, F] of rows by token; only pairs of adapters are written."""
-    out_QF = torch.empty(ids_TK.numel(), factors.b_SEFR.shape[2], dtype=x_RD.dtype, device=x_RD.device)
-    _launch(x_RD, out_QF, ids_TK, slot_T, factors, blocks, by_place=False)
-    return out_QF
+@triton.jit
+def _add_deltas(
+    total, rows, slots, f, has_f, h_ptr, b_ptr, rank_ptr, expert, num_experts, num_out, max_rank, RANKS: tl.constexpr
+):  # fmt: skip
+    """total + b · h, the rows of each slot with its own b."""
+    slot = _next_slot(slots, -1)
+    while slot < NO_MORE_SLOTS:
+        rank = tl.load(rank_ptr + slot)
+        b_place = b_ptr + ((slot * num_experts + expert) * num_out + f)[:, None] * max_rank
+        for first in range(0, rank, RANKS):
+            r = first + tl.arange(0, RANKS)[None, :]
+            h_mask = (slots == slot)[:, None] & (r < rank)
+            h = tl.load(h_ptr + rows.to(tl.int64)[:, None] * max_rank + r, mask=h_mask, other=0.0)
+            b = tl.load(b_place + r, mask=has_f[:, None] & (r < rank), other=0.0)
+            total = tl.dot(h, tl.trans(b), total, input_precision="ieee")
+        slot = _next_slot(slots, slot)
+    return total
 
 
-def add_pair_deltas(
-    out_QF: Tensor, x_RD: Tensor, ids_TK: Tensor, slot_T: Tensor, factors: ExpertFactors, blocks: Blocks
-) -> None:
-    """In place; rows of x are those of the blocks."""
-    _launch(x_RD, out_QF, ids_TK, slot_T, factors, blocks, by_place=True)
-
-
-def _launch(
-    x_RD: Tensor,
-    out_QF: Tensor,
-    ids_TK: Tensor,
-    slot_T: Tensor,
-    factors: ExpertFactors,
-    blocks: Blocks,
-    *,
-    by_place: bool,
-) -> None:
+def block_deltas(
+    x_RD: Tensor, top_k: int, slot_T: Tensor, factors: ExpertFactors, blocks: Blocks, *, by_place: bool
+) -> BlockDeltas:
+    """`by_place`: rows of x are those of the blocks, not of the tokens."""
     num_experts, max_rank, num_in = factors.a_SERD.shape[1:]
-    num_out, top_k = out_QF.shape[1], ids_TK.shape[1]
-    assert factors.b_SEFR.shape[1:] == (num_experts, num_out, max_rank)
     assert factors.a_SERD.is_contiguous()
     assert factors.b_SEFR.is_contiguous()
     assert x_RD.stride(1) == 1
-    ranks = min(MAX_RANKS, triton.next_power_of_2(max_rank))
-    h_QR = torch.empty(len(out_QF), max_rank, dtype=x_RD.dtype, device=x_RD.device)
-    _shrink_pairs[(len(out_QF), triton.cdiv(max_rank, ranks))](
-        x_RD, h_QR, factors.a_SERD, factors.rank_S, blocks.places_Q, ids_TK, slot_T,
+    h_RR = torch.empty(len(blocks.pairs_R), max_rank, dtype=x_RD.dtype, device=x_RD.device)
+    rows = min(SHRINK_ROWS, blocks.rows_per_block)
+    block = _fitting(SHRINK_BLOCK, num_in)
+    _shrink_blocks[(len(blocks.pairs_R) // rows,)](
+        x_RD, h_RR, blocks.pairs_R, blocks.expert_G, slot_T, factors.a_SERD, factors.rank_S,
         num_in, x_RD.stride(0), num_experts, max_rank,
-        TOP_K=top_k, BY_PLACE=by_place, RANKS=ranks,
-        BLOCK=min(BLOCK_IN, triton.next_power_of_2(num_in)),
+        TOP_K=top_k, BY_PLACE=by_place, TILES=blocks.rows_per_block // rows, ROWS=rows, RANKS=RANKS,
+        BLOCK=block, EVEN=num_in % block == 0,
     )  # fmt: skip
-    block = min(OUTPUTS, triton.next_power_of_2(num_out))
-    _expand_pairs[(len(out_QF), triton.cdiv(num_out, block))](
-        h_QR, out_QF, factors.b_SEFR, factors.rank_S, ids_TK, slot_T, num_out, num_experts, max_rank,
-        TOP_K=top_k, ADDS=by_place, RANKS=ranks, BLOCK=block,
-    )  # fmt: skip
+    return BlockDeltas(h_RR, factors, slot_T)
 
 
 # ---------------------------------------------------------------------- the experts
@@ -251,10 +241,11 @@ def _factor(x, dtype, WIDENS: tl.constexpr):
 
 @triton.jit
 def _gate_blocks(
-    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, delta_ptr, slots_ptr, hidden_ptr,
-    num_in, num_inner, x_stride,
+    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
+    low_ptr, b_ptr, rank_ptr, slots_ptr, num_experts, max_rank,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -289,11 +280,14 @@ def _gate_blocks(
         h *= x_scale
         g *= x_scale
     if HAS_DELTA:
-        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1)
-        has_delta = (slots >= 0)[:, None] & (i < num_inner)[None, :]
-        delta_place = delta_ptr + pairs.to(tl.int64)[:, None] * (2 * num_inner) + i[None, :]
-        h += tl.load(delta_place, mask=has_delta, other=0.0).to(tl.float32)
-        g += tl.load(delta_place + num_inner, mask=has_delta, other=0.0).to(tl.float32)
+        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
+        inside, num_z = i < num_inner, 2 * num_inner
+        h = _add_deltas(
+            h, rows, slots, i, inside, low_ptr, b_ptr, rank_ptr, expert, num_experts, num_z, max_rank, RANKS
+        )
+        g = _add_deltas(
+            g, rows, slots, num_inner + i, inside, low_ptr, b_ptr, rank_ptr, expert, num_experts, num_z, max_rank, RANKS
+        )
     out = (gelu_erf(h) * (g + 1.0)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * num_inner + i[None, :], out, mask=(i < num_inner)[None, :])
 
@@ -301,8 +295,10 @@ def _gate_blocks(
 @triton.jit
 def _project_blocks(
     hidden_ptr, hidden_scale_ptr, pairs_ptr, expert_ptr, fc2_ptr, scale_ptr, out_ptr, num_inner, num_out,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_HIDDEN_SCALE: tl.constexpr, WIDENS: tl.constexpr,
+    low_ptr, b_ptr, rank_ptr, slots_ptr, num_experts, max_rank,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_HIDDEN_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -327,6 +323,11 @@ def _project_blocks(
         total *= tl.load(scale_ptr + expert * num_out + f, mask=f < num_out, other=0.0)[None, :]
     if HAS_HIDDEN_SCALE:
         total *= tl.load(hidden_scale_ptr + rows)[:, None]
+    if HAS_DELTA:
+        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
+        total = _add_deltas(
+            total, rows, slots, f, f < num_out, low_ptr, b_ptr, rank_ptr, expert, num_experts, num_out, max_rank, RANKS
+        )
     place = out_ptr + pairs.to(tl.int64)[:, None] * num_out + f[None, :]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(pairs >= 0)[:, None] & (f < num_out)[None, :])
 
@@ -371,13 +372,13 @@ def moe_grouped(
     chosen = found or Tuning.of(ids_TK.numel(), num_experts)
     blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
     x, dtype = ScaledRows(x_TD), x_TD.dtype
-    added = None
+    top_k, added = ids_TK.shape[1], None
     if deltas is not None:
-        added = pair_deltas(x_TD, ids_TK, deltas.slot_T, deltas.fc1, blocks), deltas.slot_T
-    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype, added)
-    out_QD = _projected(ScaledRows(hidden_RI), ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
+        added = block_deltas(x_TD, top_k, deltas.slot_T, deltas.fc1, blocks, by_place=False)
+    hidden_RI = _gated(x, top_k, blocks, fc1_EFD, fc1_scale_EF, chosen, dtype, added)
     if deltas is not None:
-        add_pair_deltas(out_QD, hidden_RI, ids_TK, deltas.slot_T, deltas.fc2, blocks)
+        added = block_deltas(hidden_RI, top_k, deltas.slot_T, deltas.fc2, blocks, by_place=True)
+    out_QD = _projected(ScaledRows(hidden_RI), ids_TK.shape, blocks, fc2_EDI, fc2_scale_ED, chosen, dtype, added)
     return _summed(out_QD, weights_TK)
 
 
@@ -404,7 +405,7 @@ def moe_grouped_fp8(
     x, dtype = ScaledRows(*rows_to_fp8(x_TD, table=table)), x_TD.dtype
     hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
     hidden = ScaledRows(*rows_to_fp8(hidden_RI, table=table))
-    out_QD = _projected(hidden, ids_TK.numel(), blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
+    out_QD = _projected(hidden, ids_TK.shape, blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
     return _summed(out_QD, weights_TK)
 
 
@@ -437,10 +438,9 @@ def _gated(
     scale_EF: Tensor | None,
     tuning: Tuning,
     dtype: torch.dtype,
-    added: tuple[Tensor, Tensor] | None = None,
+    added: BlockDeltas | None = None,
 ) -> Tensor:
-    """GELU(h) · (g + 1) of every place; places without a pair hold what a token of zeros would give. `added`: deltas of
-    pairs, and the slots of tokens, which say whether there is one."""
+    """GELU(h) · (g + 1) of every place; places without a pair hold what a token of zeros would give."""
     x_TD = x.numbers
     num_inner, num_in = fc1_EFD.shape[1] // 2, fc1_EFD.shape[2]
     hidden_RI = torch.empty(len(blocks.pairs_R), num_inner, dtype=dtype, device=x_TD.device)
@@ -448,12 +448,11 @@ def _gated(
     _gate_blocks[(len(blocks.expert_G), triton.cdiv(num_inner, outputs))](
         x_TD, x_TD if x.scale is None else x.scale,
         blocks.pairs_R, blocks.expert_G, fc1_EFD, x_TD if scale_EF is None else scale_EF,
-        *(added or (x_TD, blocks.pairs_R)), hidden_RI,
-        num_in, num_inner, x_TD.stride(0),
+        hidden_RI, num_in, num_inner, x_TD.stride(0), *_delta_arguments(added, x_TD),
         TOP_K=top_k, ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
         EVEN=num_in % block == 0 and num_inner % outputs == 0,
         HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, HAS_DELTA=added is not None,
-        WIDENS=_widens(x),
+        WIDENS=_widens(x), RANKS=RANKS,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return hidden_RI
@@ -461,28 +460,37 @@ def _gated(
 
 def _projected(
     hidden: ScaledRows,
-    num_pairs: int,
+    pairs_shape: torch.Size,
     blocks: Blocks,
     fc2_EDI: Tensor,
     scale_ED: Tensor | None,
     tuning: Tuning,
     dtype: torch.dtype,
+    added: BlockDeltas | None = None,
 ) -> Tensor:
     """fc2 of every pair, in the order of the pairs."""
     hidden_RI = hidden.numbers
     _, num_out, num_inner = fc2_EDI.shape
-    out_QD = torch.empty(num_pairs, num_out, dtype=dtype, device=hidden_RI.device)
+    out_QD = torch.empty(pairs_shape.numel(), num_out, dtype=dtype, device=hidden_RI.device)
     block, outputs = _fitting(tuning.block_in, num_inner), _fitting(tuning.mix_outputs, num_out)
     _project_blocks[(len(blocks.expert_G), triton.cdiv(num_out, outputs))](
         hidden_RI, hidden_RI if hidden.scale is None else hidden.scale,
         blocks.pairs_R, blocks.expert_G, fc2_EDI, hidden_RI if scale_ED is None else scale_ED, out_QD,
-        num_inner, num_out,
-        ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
+        num_inner, num_out, *_delta_arguments(added, hidden_RI),
+        TOP_K=pairs_shape[1], ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
         EVEN=num_inner % block == 0 and num_out % outputs == 0,
-        HAS_SCALE=scale_ED is not None, HAS_HIDDEN_SCALE=hidden.scale is not None, WIDENS=_widens(hidden),
+        HAS_SCALE=scale_ED is not None, HAS_HIDDEN_SCALE=hidden.scale is not None, HAS_DELTA=added is not None,
+        WIDENS=_widens(hidden), RANKS=RANKS,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return out_QD
+
+
+def _delta_arguments(added: BlockDeltas | None, unused: Tensor) -> tuple[Tensor | int, ...]:
+    if added is None:
+        return unused, unused, unused, unused, 0, 0
+    num_experts, _, max_rank = added.factors.b_SEFR.shape[1:]
+    return added.h_RR, added.factors.b_SEFR, added.factors.rank_S, added.slot_T, num_experts, max_rank
 
 
 def _fitting(block: int, size: int) -> int:
