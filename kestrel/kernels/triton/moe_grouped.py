@@ -99,21 +99,21 @@ def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks
 # ---------------------------------------------------------------------- deltas of adapters
 # Low-rank deltas of experts: a pair of token and expert has factors of its own, by the token's adapter and the expert.
 #
-# They follow the blocks of pairs. One kernel makes h = a · x of every place; the kernel of the expert's product adds
-# b · h before it writes. Both go through the slots that a block holds: usually one or two, since the tokens of a prompt
-# stand together. Slots and ranks are read on the device; pairs of the base model add nothing.
+# They follow the blocks of pairs, in tiles: one kernel makes h = a · x in parts, by columns of x, a second b · h. The
+# kernel of the expert's product adds that before it writes. A tile goes through the slots that it holds: usually one or
+# two, since the tokens of a prompt stand together. Slots and ranks are read on the device, and pairs of the base model
+# add nothing.
 
 
-SHRINK_ROWS, SHRINK_BLOCK, RANKS = 32, 128, 16
+TILE_ROWS, SHRINK_BYTES, EXPAND_OUTPUTS, RANKS = 32, 2048, 128, 16
 NO_MORE_SLOTS = tl.constexpr(1 << 30)
 
 
 class BlockDeltas(NamedTuple):
     """What adapters add to one product of the blocks."""
 
-    h_RR: Tensor
-    """a · x of every place; only those of adapters are written, up to their rank."""
-    factors: ExpertFactors
+    delta_RF: Tensor
+    """By place; only those of adapters are written."""
     slot_T: Tensor
 
 
@@ -123,13 +123,13 @@ def _next_slot(slots, last):
 
 
 @triton.jit
-def _shrink_blocks(
+def _shrink_tiles(
     x_ptr, h_ptr, pairs_ptr, expert_ptr, slots_ptr, a_ptr, rank_ptr, num_in, x_stride, num_experts, max_rank,
-    TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    TOP_K: tl.constexpr, BY_PLACE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """h = a · x of a tile of a block; rows of x are tokens, or places in the blocks."""
-    tile = tl.program_id(0)
+    """A part of h = a · x; rows of x are tokens, or places in the blocks."""
+    tile, part = tl.program_id(0), tl.program_id(1)
     expert = tl.load(expert_ptr + tile // TILES).to(tl.int64)
     if expert < 0:
         return
@@ -137,45 +137,57 @@ def _shrink_blocks(
     pairs = tl.load(pairs_ptr + rows)
     slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
     x_rows = rows if BY_PLACE else pairs // TOP_K
-    x_place = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride
+    d = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x_mask = (slots >= 0)[:, None] if EVEN else (slots >= 0)[:, None] & (d < num_in)
+    x = tl.load(x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + d, mask=x_mask, other=0.0)
+    h_place = h_ptr + (part * tl.num_programs(0) * ROWS + rows).to(tl.int64)[:, None] * max_rank
     slot = _next_slot(slots, -1)
     while slot < NO_MORE_SLOTS:
         rank = tl.load(rank_ptr + slot)
-        is_own = (slots == slot)[:, None]
         for first in range(0, rank, RANKS):
             r = first + tl.arange(0, RANKS)
-            a_place = a_ptr + ((slot * num_experts + expert) * max_rank + r)[:, None] * num_in
-            total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
-            for start in range(0, num_in, BLOCK):
-                d = start + tl.arange(0, BLOCK)[None, :]
-                x_mask, a_mask = is_own, (r < rank)[:, None]
-                if not EVEN:
-                    x_mask, a_mask = x_mask & (d < num_in), a_mask & (d < num_in)
-                x = tl.load(x_place + d, mask=x_mask, other=0.0)
-                a = tl.load(a_place + d, mask=a_mask, other=0.0)
-                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-            h_place = h_ptr + rows.to(tl.int64)[:, None] * max_rank + r[None, :]
-            tl.store(h_place, total.to(h_ptr.dtype.element_ty), mask=is_own & (r < rank)[None, :])
+            a_mask = (r < rank)[:, None] if EVEN else (r < rank)[:, None] & (d < num_in)
+            a = tl.load(
+                a_ptr + ((slot * num_experts + expert) * max_rank + r)[:, None] * num_in + d, mask=a_mask, other=0.0
+            )
+            h = tl.dot(x, tl.trans(a), input_precision="ieee")
+            tl.store(h_place + r[None, :], h, mask=(slots == slot)[:, None] & (r < rank)[None, :])
         slot = _next_slot(slots, slot)
 
 
 @triton.jit
-def _add_deltas(
-    total, rows, slots, f, has_f, h_ptr, b_ptr, rank_ptr, expert, num_experts, num_out, max_rank, RANKS: tl.constexpr
+def _expand_tiles(
+    h_ptr, delta_ptr, pairs_ptr, expert_ptr, slots_ptr, b_ptr, rank_ptr, num_out, num_experts, max_rank,
+    TOP_K: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    """total + b · h, the rows of each slot with its own b."""
+    """b · h; h, the sum of its parts, is rounded as the plain version does."""
+    tile = tl.program_id(0)
+    expert = tl.load(expert_ptr + tile // TILES).to(tl.int64)
+    if expert < 0:
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    pairs = tl.load(pairs_ptr + rows)
+    slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
+    f = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    h_place = h_ptr + rows.to(tl.int64)[:, None] * max_rank
+    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     slot = _next_slot(slots, -1)
     while slot < NO_MORE_SLOTS:
         rank = tl.load(rank_ptr + slot)
         b_place = b_ptr + ((slot * num_experts + expert) * num_out + f)[:, None] * max_rank
         for first in range(0, rank, RANKS):
             r = first + tl.arange(0, RANKS)[None, :]
-            h_mask = (slots == slot)[:, None] & (r < rank)
-            h = tl.load(h_ptr + rows.to(tl.int64)[:, None] * max_rank + r, mask=h_mask, other=0.0)
-            b = tl.load(b_place + r, mask=has_f[:, None] & (r < rank), other=0.0)
-            total = tl.dot(h, tl.trans(b), total, input_precision="ieee")
+            is_own = (slots == slot)[:, None] & (r < rank)
+            h = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+            for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+                h_part = h_place + part * tl.num_programs(0).to(tl.int64) * ROWS * max_rank
+                h += tl.load(h_part + r, mask=is_own, other=0.0)
+            b = tl.load(b_place + r, mask=(f < num_out)[:, None] & (r < rank), other=0.0)
+            total = tl.dot(h.to(b.dtype), tl.trans(b), total, input_precision="ieee")
         slot = _next_slot(slots, slot)
-    return total
+    place = delta_ptr + rows.to(tl.int64)[:, None] * num_out + f[None, :]
+    tl.store(place, total.to(delta_ptr.dtype.element_ty), mask=(slots >= 0)[:, None] & (f < num_out)[None, :])
 
 
 def block_deltas(
@@ -183,19 +195,27 @@ def block_deltas(
 ) -> BlockDeltas:
     """`by_place`: rows of x are those of the blocks, not of the tokens."""
     num_experts, max_rank, num_in = factors.a_SERD.shape[1:]
+    num_places, num_out = len(blocks.pairs_R), factors.b_SEFR.shape[2]
     assert factors.a_SERD.is_contiguous()
     assert factors.b_SEFR.is_contiguous()
     assert x_RD.stride(1) == 1
-    h_RR = torch.empty(len(blocks.pairs_R), max_rank, dtype=x_RD.dtype, device=x_RD.device)
-    rows = min(SHRINK_ROWS, blocks.rows_per_block)
-    block = _fitting(SHRINK_BLOCK, num_in)
-    _shrink_blocks[(len(blocks.pairs_R) // rows,)](
-        x_RD, h_RR, blocks.pairs_R, blocks.expert_G, slot_T, factors.a_SERD, factors.rank_S,
+    rows, columns = min(TILE_ROWS, blocks.rows_per_block), _fitting(SHRINK_BYTES // x_RD.element_size(), num_in)
+    outputs, parts = _fitting(EXPAND_OUTPUTS, num_out), triton.cdiv(num_in, columns)
+    h_PRR = torch.empty(parts, num_places, max_rank, dtype=torch.float32, device=x_RD.device)
+    delta_RF = torch.empty(num_places, num_out, dtype=x_RD.dtype, device=x_RD.device)
+    num_tiles, tiles = num_places // rows, blocks.rows_per_block // rows
+    _shrink_tiles[(num_tiles, parts)](
+        x_RD, h_PRR, blocks.pairs_R, blocks.expert_G, slot_T, factors.a_SERD, factors.rank_S,
         num_in, x_RD.stride(0), num_experts, max_rank,
-        TOP_K=top_k, BY_PLACE=by_place, TILES=blocks.rows_per_block // rows, ROWS=rows, RANKS=RANKS,
-        BLOCK=block, EVEN=num_in % block == 0,
+        TOP_K=top_k, BY_PLACE=by_place, TILES=tiles, ROWS=rows, COLUMNS=columns, RANKS=RANKS,
+        EVEN=num_in % columns == 0, num_stages=1,
     )  # fmt: skip
-    return BlockDeltas(h_RR, factors, slot_T)
+    _expand_tiles[(num_tiles, triton.cdiv(num_out, outputs))](
+        h_PRR, delta_RF, blocks.pairs_R, blocks.expert_G, slot_T, factors.b_SEFR, factors.rank_S,
+        num_out, num_experts, max_rank,
+        TOP_K=top_k, TILES=tiles, ROWS=rows, OUTPUTS=outputs, PARTS=parts, RANKS=RANKS, num_warps=8,
+    )  # fmt: skip
+    return BlockDeltas(delta_RF, slot_T)
 
 
 # ---------------------------------------------------------------------- the experts
@@ -241,11 +261,10 @@ def _factor(x, dtype, WIDENS: tl.constexpr):
 
 @triton.jit
 def _gate_blocks(
-    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
-    low_ptr, b_ptr, rank_ptr, slots_ptr, num_experts, max_rank,
+    x_ptr, x_scale_ptr, pairs_ptr, expert_ptr, fc1_ptr, scale_ptr, delta_ptr, slots_ptr, hidden_ptr,
+    num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
-    RANKS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -280,25 +299,21 @@ def _gate_blocks(
         h *= x_scale
         g *= x_scale
     if HAS_DELTA:
-        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
-        inside, num_z = i < num_inner, 2 * num_inner
-        h = _add_deltas(
-            h, rows, slots, i, inside, low_ptr, b_ptr, rank_ptr, expert, num_experts, num_z, max_rank, RANKS
-        )
-        g = _add_deltas(
-            g, rows, slots, num_inner + i, inside, low_ptr, b_ptr, rank_ptr, expert, num_experts, num_z, max_rank, RANKS
-        )
+        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1)
+        has_delta = (slots >= 0)[:, None] & (i < num_inner)[None, :]
+        delta_place = delta_ptr + rows.to(tl.int64)[:, None] * (2 * num_inner) + i[None, :]
+        h += tl.load(delta_place, mask=has_delta, other=0.0).to(tl.float32)
+        g += tl.load(delta_place + num_inner, mask=has_delta, other=0.0).to(tl.float32)
     out = (gelu_erf(h) * (g + 1.0)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * num_inner + i[None, :], out, mask=(i < num_inner)[None, :])
 
 
 @triton.jit
 def _project_blocks(
-    hidden_ptr, hidden_scale_ptr, pairs_ptr, expert_ptr, fc2_ptr, scale_ptr, out_ptr, num_inner, num_out,
-    low_ptr, b_ptr, rank_ptr, slots_ptr, num_experts, max_rank,
+    hidden_ptr, hidden_scale_ptr, pairs_ptr, expert_ptr, fc2_ptr, scale_ptr, delta_ptr, slots_ptr, out_ptr,
+    num_inner, num_out,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_HIDDEN_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
-    RANKS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -324,10 +339,9 @@ def _project_blocks(
     if HAS_HIDDEN_SCALE:
         total *= tl.load(hidden_scale_ptr + rows)[:, None]
     if HAS_DELTA:
-        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1).to(tl.int32)
-        total = _add_deltas(
-            total, rows, slots, f, f < num_out, low_ptr, b_ptr, rank_ptr, expert, num_experts, num_out, max_rank, RANKS
-        )
+        slots = tl.load(slots_ptr + pairs // TOP_K, mask=pairs >= 0, other=-1)
+        delta_place = delta_ptr + rows.to(tl.int64)[:, None] * num_out + f[None, :]
+        total += tl.load(delta_place, mask=(slots >= 0)[:, None] & (f < num_out)[None, :], other=0.0).to(tl.float32)
     place = out_ptr + pairs.to(tl.int64)[:, None] * num_out + f[None, :]
     tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(pairs >= 0)[:, None] & (f < num_out)[None, :])
 
@@ -448,11 +462,11 @@ def _gated(
     _gate_blocks[(len(blocks.expert_G), triton.cdiv(num_inner, outputs))](
         x_TD, x_TD if x.scale is None else x.scale,
         blocks.pairs_R, blocks.expert_G, fc1_EFD, x_TD if scale_EF is None else scale_EF,
-        hidden_RI, num_in, num_inner, x_TD.stride(0), *_delta_arguments(added, x_TD),
+        *(added or (x_TD, blocks.pairs_R)), hidden_RI, num_in, num_inner, x_TD.stride(0),
         TOP_K=top_k, ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
         EVEN=num_in % block == 0 and num_inner % outputs == 0,
         HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, HAS_DELTA=added is not None,
-        WIDENS=_widens(x), RANKS=RANKS,
+        WIDENS=_widens(x),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return hidden_RI
@@ -475,22 +489,15 @@ def _projected(
     block, outputs = _fitting(tuning.block_in, num_inner), _fitting(tuning.mix_outputs, num_out)
     _project_blocks[(len(blocks.expert_G), triton.cdiv(num_out, outputs))](
         hidden_RI, hidden_RI if hidden.scale is None else hidden.scale,
-        blocks.pairs_R, blocks.expert_G, fc2_EDI, hidden_RI if scale_ED is None else scale_ED, out_QD,
-        num_inner, num_out, *_delta_arguments(added, hidden_RI),
+        blocks.pairs_R, blocks.expert_G, fc2_EDI, hidden_RI if scale_ED is None else scale_ED,
+        *(added or (hidden_RI, blocks.pairs_R)), out_QD, num_inner, num_out,
         TOP_K=pairs_shape[1], ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
         EVEN=num_inner % block == 0 and num_out % outputs == 0,
         HAS_SCALE=scale_ED is not None, HAS_HIDDEN_SCALE=hidden.scale is not None, HAS_DELTA=added is not None,
-        WIDENS=_widens(hidden), RANKS=RANKS,
+        WIDENS=_widens(hidden),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return out_QD
-
-
-def _delta_arguments(added: BlockDeltas | None, unused: Tensor) -> tuple[Tensor | int, ...]:
-    if added is None:
-        return unused, unused, unused, unused, 0, 0
-    num_experts, _, max_rank = added.factors.b_SEFR.shape[1:]
-    return added.h_RR, added.factors.b_SEFR, added.factors.rank_S, added.slot_T, num_experts, max_rank
 
 
 def _fitting(block: int, size: int) -> int:
