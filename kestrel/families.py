@@ -18,7 +18,7 @@ from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
-from kestrel.models.hub import fetch_file, fetch_weights, resolved, settled
+from kestrel.models.hub import HubFile, fetch_file, fetch_weights, resolved
 from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
 from kestrel.moondream.spec import MoondreamFamily
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
@@ -166,10 +166,21 @@ def _require_same_shape(folder: Path, config: Mapping[str, Any], family: ModelFa
 def _on_hub(spec: ModelSpec, revision: str | None, tokenizer: Path | None) -> LocatedModel:
     if spec.source is None:
         raise CheckpointError(f"{spec.name} cannot be fetched. {spec.source_note}")
-    published = spec.source.weights
-    weights = fetch_weights(settled(published) if revision is None else resolved(replace(published, revision=revision)))
+    weights = fetch_weights(_at_commit(spec.name, spec.source.weights, revision))
     tokenizer = fetch_file(spec.source.tokenizer) if tokenizer is None else find_tokenizer(weights, tokenizer)
     return LocatedModel(spec.name, spec.family, spec.config, weights, tokenizer)
+
+
+def _at_commit(name: str, published: HubFile, revision: str | None) -> HubFile:
+    if revision is not None:
+        return resolved(replace(published, revision=revision))
+    if published.revision is None:
+        raise ConfigError(
+            "revision",
+            f"is needed for {name}: this release knows no commit of its weights, and a branch may move; take one from "
+            f"{published.page}/commits and give it with --revision",
+        )
+    return published
 
 
 def _recognised(weights: Path) -> ModelSpec:

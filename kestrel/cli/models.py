@@ -49,7 +49,8 @@ def _source(spec: ModelSpec) -> str:
         return "in the package; the default"
     if spec.source is None:
         return "not fetched by name"
-    return f"{spec.source.weights.repo} at {spec.source.weights.revision}"
+    weights = spec.source.weights
+    return f"{weights.repo} at {weights.revision or '--revision COMMIT'}"
 
 
 def _as_json(spec: ModelSpec) -> dict[str, Any]:

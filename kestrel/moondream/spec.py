@@ -40,7 +40,6 @@ _MOONDREAM2 = HubFile("vikhyatk/moondream2", "9a7d4024050840e001defacec2b00727e8
 _MOONDREAM3_PREVIEW = HubFile(
     "moondream/moondream3-preview", "5112966d1a723413b1c9a1e8bea272b72e647b35", "model.safetensors.index.json"
 )
-_BRANCH_NOTE = "The commit is that of the branch main when it was first fetched; it is recorded and stays."
 
 MODELS = (
     ModelSpec(
@@ -82,8 +81,8 @@ MODELS = (
         num_parameters=9_268_622_832,
         licence="Moondream Model License 1.0 (unverified; see the model page)",
         config=MOONDREAM3.to_dict(),
-        source=HubSource(HubFile("moondream/moondream3.1-9B-A2B", "main", "model.safetensors"), _STARMIE),
-        source_note=_BRANCH_NOTE,
+        source=HubSource(HubFile("moondream/moondream3.1-9B-A2B", None, "model.safetensors"), _STARMIE),
+        source_note="No commit of its weights is known to this release: give one with --revision.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Which commit runs: the pinned one, the one a branch was at its first fetch, or the one that `revision` names.
+"""Which commit runs: the pinned one, or the one that `revision` names.
 
 Against a small hub on the loopback, through huggingface_hub itself.
 """
@@ -6,7 +6,6 @@ Against a small hub on the loopback, through huggingface_hub itself.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from huggingface_hub import constants
 from kestrel import families
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
-from kestrel.models.hub import RECORD_NAME, HubFile, fetch_file, resolved, settled
+from kestrel.models.hub import HubFile, fetch_file, resolved
 
 OLD, NEW, OTHER = "a" * 40, "b" * 40, "c" * 40
 MODEL = HubFile("someone/model", "main", "model.safetensors")
@@ -84,54 +83,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-def test_a_branch_that_moves_does_not_change_what_is_fetched(
-    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "kestrel.models")
-    first = settled(MODEL)
-    assert (first.revision, fetch_file(first).read_text()) == (OLD, OLD)
-    assert OLD in caplog.text
-    hub.names["main"] = NEW
-    assert settled(MODEL).revision == OLD
-    other_file = HubFile(MODEL.repo, "main", "second.safetensors")  # which no cache holds yet
-    assert fetch_file(settled(other_file)).read_text() == OLD
-    assert json.loads((tmp_path / RECORD_NAME).read_text()) == {"someone/model@main": OLD}
-
-
-def test_the_record_outlives_the_cache_and_what_others_do_to_it(hub: Hub, tmp_path: Path) -> None:
-    settled(MODEL)
-    reference = tmp_path / "models--someone--model" / "refs" / "main"
-    reference.parent.mkdir(parents=True)
-    reference.write_text(NEW)  # another program fetched the branch after it moved
-    hub.names["main"] = NEW
-    num_asked = len(hub.asked)
-    assert settled(MODEL).revision == OLD
-    assert len(hub.asked) == num_asked
-
-
-def test_what_the_cache_holds_of_a_branch_decides_before_the_hub_does(hub: Hub, tmp_path: Path) -> None:
-    fetch_file(MODEL)  # as earlier releases did
-    hub.names["main"] = NEW
-    assert settled(MODEL).revision == OLD
-
-
-def test_a_commit_is_never_looked_up(hub: Hub, tmp_path: Path) -> None:
+def test_a_commit_is_never_looked_up(hub: Hub) -> None:
     pinned = HubFile(MODEL.repo, NEW, MODEL.name)
-    assert settled(pinned) == resolved(pinned) == pinned
+    assert resolved(pinned) == pinned
     assert hub.asked == []
-    assert not (tmp_path / RECORD_NAME).exists()
 
 
-def test_a_given_revision_is_looked_up_each_time_and_falls_back_to_the_cache(hub: Hub, tmp_path: Path) -> None:
+def test_a_given_revision_is_looked_up_each_time_and_falls_back_to_the_cache(hub: Hub) -> None:
     assert fetch_file(resolved(MODEL)).read_text() == OLD
     hub.names["main"] = NEW
     assert resolved(MODEL).revision == NEW
     fetch_file(MODEL)
     hub.is_down = True
     assert resolved(MODEL).revision in (OLD, NEW)
-    assert not (tmp_path / RECORD_NAME).exists()
     with pytest.raises(CheckpointError, match="could not fetch"):
-        settled(HubFile("someone/else", "main", "x"))
+        resolved(HubFile("someone/else", "main", "x"))
 
 
 def test_revision_reaches_the_hub_and_an_unknown_one_is_named(hub: Hub) -> None:
@@ -141,21 +107,22 @@ def test_revision_reaches_the_hub_and_an_unknown_one_is_named(hub: Hub) -> None:
         families.resolve(RuntimeConfig(model="moondream3.1-9B-A2B", revision="v3"))
 
 
-def test_registered_models_are_fetched_by_commit(hub: Hub, tmp_path: Path) -> None:
-    sources = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
-    movable = [name for name, source in sources.items() if not source.weights.is_pinned]
-    assert movable == ["moondream3.1-9B-A2B"]
-    assert all(source.tokenizer.is_pinned for source in sources.values())
-    config = RuntimeConfig(model="moondream3.1-9B-A2B", tokenizer_path=__file__)
-    assert families.resolve(config).weights.read_text() == OLD
-    hub.names["main"] = NEW
-    reference = tmp_path / "models--moondream--moondream3.1-9B-A2B" / "refs" / "main"
-    reference.parent.mkdir(exist_ok=True)
-    reference.write_text(NEW)  # as another program that follows the branch does
-    assert families.resolve(config).weights.read_text() == OLD
-    fetched = [path for path in hub.asked if "/resolve/" in path]
-    assert fetched
-    assert all(f"/resolve/{OLD}/" in path for path in fetched)
+SOURCES = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_registered_models_are_fetched_by_commit_or_not_at_all(name: str, hub: Hub) -> None:
+    source = SOURCES[name]
+    assert source.tokenizer.is_pinned
+    if source.weights.revision is not None:
+        assert source.weights.is_pinned
+        return
+    with pytest.raises(ConfigError, match=rf"^revision: is needed for {name}: .*/commits and give it with --revision"):
+        families.resolve(RuntimeConfig(model=name))
+    assert hub.asked == []
+    located = families.resolve(RuntimeConfig(model=name, revision=NEW, tokenizer_path=__file__))
+    assert located.weights.read_text() == NEW
+    assert all(f"/resolve/{NEW}/" in path for path in hub.asked)
 
 
 @pytest.mark.parametrize(
