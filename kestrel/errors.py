@@ -97,10 +97,6 @@ class OutOfPages(CapacityError):
     """The KV page pool cannot serve an allocation even after eviction."""
 
 
-class OutOfAdapterSlots(CapacityError):
-    """All adapter slots are leased."""
-
-
 class QueueFull(CapacityError):
     """The waiting queue reached its limit."""
 

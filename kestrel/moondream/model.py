@@ -6,11 +6,37 @@ import torch
 from torch import nn
 
 from kestrel.kernels.ops import Ops
+from kestrel.layers.attention import Attention, Rope
+from kestrel.layers.decoder import ParallelBlock, TextDecoder
+from kestrel.layers.mlp import Mlp, Moe
+from kestrel.layers.norm import LayerNorm
 from kestrel.models.decoder import check_widths, needs_quantising, refuse_experts_only
-from kestrel.moondream.config import MoondreamConfig
+from kestrel.moondream.config import MoondreamConfig, TextConfig
 from kestrel.moondream.region import RegionModel
-from kestrel.moondream.text import TextModel
 from kestrel.moondream.vision import VisionModel
+
+
+class TextModel(TextDecoder):
+    """Parallel blocks, rotary positions over a part of each head, in Moondream 3 experts and tau scales.
+
+    Parameters carry the names of the published checkpoints.
+    """
+
+    def __init__(self, config: TextConfig) -> None:
+        rope = Rope(config.max_context, config.rotary_dim, config.rope_theta)
+        blocks = (_block(config, layer) for layer in range(config.n_layers))
+        super().__init__(config.vocab_size, config.dim, blocks, LayerNorm(config.dim), rope, head_bias=True)
+
+
+def _block(config: TextConfig, layer: int) -> ParallelBlock:
+    norm = LayerNorm(config.dim)
+    attention = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, has_tau=config.tau_attn)
+    moe = config.moe
+    if moe is not None and layer >= moe.start_layer:
+        mlp = Moe(config.dim, moe.expert_inner_dim, moe.num_experts, moe.experts_per_token)
+    else:
+        mlp = Mlp(config.dim, config.ff_dim, config.dim)
+    return ParallelBlock(layer, norm, attention, mlp)
 
 
 class MoondreamModel(nn.Module):

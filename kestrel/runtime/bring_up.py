@@ -168,10 +168,6 @@ class Abilities:
         capability = torch.cuda.get_device_capability(device)
         return cls(torch.cuda.get_device_name(device), capability, _triton_fault())
 
-    @property
-    def is_gpu(self) -> bool:
-        return self.capability is not None
-
     def why_no_triton(self) -> str | None:
         """None when the Triton kernels run here."""
         if self.capability is None:

@@ -55,10 +55,6 @@ class PrefillForm:
             is_adapted,
         )
 
-    @property
-    def num_integers(self) -> int:
-        return 2 * self.num_positions + 5 * (self.num_long + self.num_short)
-
 
 @dataclass(frozen=True, slots=True)
 class CapturedPrefill:

@@ -15,8 +15,7 @@ from kestrel.kernels.ops import PLAIN
 from kestrel.layers.attention import Heads
 from kestrel.models.adapting import SingleAdapter, merged_delta
 from kestrel.moondream.decoder import adapter_shape
-from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.text import TextModel
+from kestrel.moondream.model import MoondreamModel, TextModel
 from kestrel.runtime.adapter_slots import NO_SLOT, AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.tokens import text_tokens

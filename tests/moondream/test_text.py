@@ -12,7 +12,7 @@ from torch import Tensor
 from kestrel.kernels.rotary import apply_rope, tau_position
 from kestrel.layers.attention import Attention, Heads, Rope, Step
 from kestrel.moondream.config import MoeConfig, TextConfig
-from kestrel.moondream.text import TextModel
+from kestrel.moondream.model import TextModel
 from kestrel.runtime.device import computing
 
 from .goldens import FAMILIES, golden, tensors
