@@ -139,8 +139,8 @@ class EngineBench:
 
     async def _load(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Load:
         async with InferenceEngine.start(config, model.ready) as engine:
-            await self._fill_slots(engine, model.ready.profile.stop_ids)
-            return await find_mode(case.mode)(engine, self._asks(case, model.ready.profile.stop_ids))
+            await self._fill_slots(engine, model.ready)
+            return await find_mode(case.mode)(engine, self._asks(case, model.ready))
 
     async def _run_case(self, model: _CountedModel, config: RuntimeConfig, case: Case) -> Row:
         before = model.runtime.num_vision_passes
@@ -164,16 +164,21 @@ class EngineBench:
             "adapter_rank": 0 if self._adapters is None else self._adapters.rank,
         }
 
-    async def _fill_slots(self, engine: InferenceEngine, end_ids: tuple[int, ...]) -> None:
+    async def _fill_slots(self, engine: InferenceEngine, ready: ReadyModel) -> None:
         if self._adapters is not None:
-            asks = find_workload("text").asks(Material([], 1, end_ids), self._adapters.count)
+            settings = _material(ready, [], 1).text_settings
+            asks = [Ask("complete", {"prompt": "Any.", "settings": settings}, 1)] * self._adapters.count
             await flood(engine, self._adapters.taken_in_turn(asks))
 
-    def _asks(self, case: Case, end_ids: tuple[int, ...]) -> list[Ask]:
+    def _asks(self, case: Case, ready: ReadyModel) -> list[Ask]:
         workload = find_workload(case.workload)
         pictures = chart_pictures(workload.pictures_for(case.requests), self._picture_folder)
-        asks = workload.asks(Material(pictures, case.tokens, end_ids), case.requests)
+        asks = workload.asks(_material(ready, pictures, case.tokens), case.requests)
         return asks if self._adapters is None else self._adapters.taken_in_turn(asks)
+
+
+def _material(ready: ReadyModel, pictures: Sequence[bytes], tokens: int) -> Material:
+    return Material(pictures, tokens, ready.profile.stop_ids, ready.vocab_size)
 
 
 class WrappedRuntime(Generic[StepT]):
@@ -410,4 +415,14 @@ TINY = (
 )
 """A minute on a CPU, to see that everything runs."""
 
-SUITES: dict[str, Sequence[Chapter]] = {"h200": H200, "tiny": TINY}
+_TEXT_CASES = (
+    Case(workload="ids128", mode="closed", max_batch_size=1, tokens=256, requests=4),
+    Case(workload="ids512", mode="flood", max_batch_size=16, tokens=128, requests=16),
+    Case(workload="ids512", mode="flood", max_batch_size=64, tokens=128, requests=64),
+    Case(workload="ids2000", mode="flood", max_batch_size=64, tokens=1, requests=64),
+    Case(workload="ids512", mode="flood", max_batch_size=256, tokens=128, requests=256),
+)
+TEXT = (Chapter("L1B", _TEXT_CASES), Chapter("L8B", _TEXT_CASES))
+"""One request alone, batches of 16 and 64, prefill alone, a flood: the shapes that other engines are measured in."""
+
+SUITES: dict[str, Sequence[Chapter]] = {"h200": H200, "tiny": TINY, "text": TEXT}

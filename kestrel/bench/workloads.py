@@ -7,6 +7,7 @@ Every request yields a known number of tokens: ends are barred.
 - same-image: many questions about one picture
 - text: the question alone
 - mixed-skills: questions, captions, points and boxes in turn, each about a fresh picture
+- ids128, ids512, ids2000: so many random token ids, continued; nothing is shared between requests
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,7 @@ class Material:
     tokens: int
     end_ids: tuple[int, ...]
     """Of the model."""
+    vocab_size: int = 0
 
     @property
     def text_settings(self) -> dict[str, Any]:
@@ -112,11 +115,19 @@ def _objects(material: Material, picture: bytes, skill: str, tokens_per_object: 
     return Ask(skill, {"image": picture, "object": "bar", "settings": settings}, count * tokens_per_object)
 
 
+def _ids(num_ids: int, material: Material, index: int) -> Ask:
+    """Ids below the first quarter are left out: control ids and bytes are among them."""
+    low = material.vocab_size // 4
+    ids = np.random.default_rng(index).integers(low, material.vocab_size, num_ids).tolist()
+    return Ask("complete", {"prompt": ids, "settings": material.text_settings}, material.tokens)
+
+
 WORKLOADS = (
     Workload("chart9", lambda requests: requests, _chart),
     Workload("same-image", lambda requests: 1, _same_image),
     Workload("text", lambda requests: 0, _text),
     Workload("mixed-skills", lambda requests: requests, _mixed),
+    *(Workload(f"ids{count}", lambda requests: 0, partial(_ids, count)) for count in (128, 512, 2000)),
 )
 
 

@@ -1,5 +1,5 @@
-"""kestrel bench: the verbs that measure. `engine`: requests per second and latency of the whole engine. `kernels`: the
-Triton kernels against their plain versions.
+"""kestrel bench: the verbs that measure. `engine`: requests per second and latency of the whole engine. `text`: the
+same for text models, ids in. `kernels`: the Triton kernels against their plain versions.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from kestrel.errors import ConfigError, KestrelError
 def make_group() -> typer.Typer:
     group = verb_group("Measure speed.")
     group.command("engine", epilog=environment_hint(engine))(engine)
+    group.command("text", epilog=environment_hint(text))(text)
     group.command("kernels")(kernels)
     return group
 
@@ -125,6 +126,33 @@ def engine(
     with LoadingBars(stderr_console()) as bars:
         loaded = load_model(config, random, bars)
     run_to_end(EngineBench(loaded, config, picture_cache, mixed).run(cases, on_row))
+
+
+@with_flags
+def text(
+    random: Annotated[
+        str | None, typer.Option("--random", metavar="NAME", help="One model of the suite alone. Default: all.")
+    ] = None,
+    output: OutputOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print whole rows, one JSON object per line.")] = False,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="S", help=f"Default: {DEFAULT_TIME_LIMIT_S:g}.")
+    ] = None,
+    *,
+    config: RuntimeConfig,
+) -> None:
+    """Measure text models of random weights, token ids in: alone, in batches, prefill, and all at once.
+
+    kestrel bench text --output bench/results/engine.csv
+
+    Nothing is shared between requests, so that no prefix is found in the cache.
+    """
+    _check_output(output)
+    check_random(random, config)
+    chapters = [chapter for chapter in find_suite("text") if random in (None, chapter.random)]
+    if not chapters:
+        raise ConfigError("--random", f"{random} is not in the suite; use one of: L1B, L8B")
+    run_to_end(run_suite(chapters, config, None, _limit_s(time_limit), _row_sink(output, as_json), note))
 
 
 def _limit_s(time_limit: float | None) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from kestrel.adapters import AdapterShape
 from kestrel.errors import CheckpointError
 from kestrel.llama.config import MODEL_TYPES, LlamaConfig
 from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
+from kestrel.llama.random_models import RANDOM_NAMES, random_llama, write_random_folder
 from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.models.contract import DecoderModel
 from kestrel.models.decoder import TextModelDecoder
@@ -31,6 +33,7 @@ class LoadedLlama(LoadedModel[LlamaModel, LlamaConfig]):
 
 class LlamaFamily(ModelFamily):
     name = FAMILY
+    random_names = RANDOM_NAMES
 
     def owns(self, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") in MODEL_TYPES
@@ -67,3 +70,9 @@ class LlamaFamily(ModelFamily):
             bos=config.bos_id if tokenizer.start_id == config.bos_id else None,
             stop_ids=config.stop_ids,
         )
+
+    def random(self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]) -> LoadedLlama:
+        return LoadedLlama(f"random-{name}", *random_llama(name, device, dtype, pieces))
+
+    def write_random(self, name: str, folder: Path, pieces: Iterable[str]) -> None:
+        write_random_folder(name, folder, pieces)

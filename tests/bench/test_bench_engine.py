@@ -26,10 +26,11 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError
 from kestrel.families import ready_from
+from kestrel.models.piece_tokenizer import byte_level_tokenizer, filled_up, piece_vocabulary
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MoondreamConfig
 from kestrel.moondream.prompts import moondream_profile
-from kestrel.moondream.random_models import byte_level_tokenizer, filled_up, piece_vocabulary, random_moondream
+from kestrel.moondream.random_models import random_moondream
 from kestrel.runtime.adapter_slots import AdapterSlots
 from kestrel.skills.query import QuerySkill
 from kestrel.tokens import ImageSpan, num_positions
@@ -65,6 +66,15 @@ def rows(quick: None, picture_folder: Path) -> dict[tuple[str, str], Row]:
     assert len(found) == len(cases)
     assert (found[-1]["max_batch_size"], found[-1]["output_tokens"]) == (1, 10)
     return {(str(row["workload"]), str(row["mode"])): row for row in found[:-1]}
+
+
+def test_a_text_model_is_asked_ids_that_nobody_shares() -> None:
+    case = Case(workload="ids128", mode="flood", max_batch_size=2, tokens=3, requests=3)
+    found: list[Row] = []
+    bench = EngineBench(load_model(CONFIG, "Ltiny"), CONFIG, None, RandomAdapters(2, 8))
+    asyncio.run(bench.run([case], found.append))
+    counts = [found[0][name] for name in ("model", "input_tokens", "cached_tokens", "output_tokens", "vision_passes")]
+    assert counts == ["random-Ltiny", 3 * 128, 0, 9, 0]
 
 
 def test_requests_take_random_adapters_in_turn(picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

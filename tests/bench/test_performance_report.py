@@ -55,6 +55,20 @@ def test_the_committed_file_is_what_the_committed_rows_give() -> None:
     assert (ROOT / TARGET).read_text(encoding="utf-8") == report(ROOT / "bench" / "results")
 
 
+def test_text_models_have_a_table_of_their_own_beside_what_vllm_was_measured_at(results: Path) -> None:
+    counts = {"model": "random-L1B", "seconds": 2.0, "input_tokens": 32_000, "output_tokens": 1024}
+    for row in (
+        engine_row("ids128", "closed", 1, 256, 2.0, 5.0, **counts),
+        engine_row("ids512", "flood", 16, 128, 8.0, 5.0, **counts),
+        engine_row("ids2000", "flood", 64, 1, 8.0, 5.0, **counts),
+    ):
+        append_row(results / "engine.csv", row)
+    text = report(results)
+    assert "| 128 | 256 | 4 | 1 | ms per token | 1.953 | 1.41 |" in text
+    assert "| 512 | 128 | 4 | 16 | tokens out per s | 1024 | 7280 |" in text
+    assert "| 2000 | 1 | 4 | 64 | ids in per s | 16000 | 268109 |" in text
+
+
 def test_runs_with_adapters_stand_apart_and_older_rows_have_none(results: Path) -> None:
     mixed = engine_row("chart9", "flood", 64, 3, 55.25, 990.0, adapters=8, adapter_rank=16)
     append_row(results / "engine.csv", mixed)

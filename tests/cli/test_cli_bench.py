@@ -98,6 +98,7 @@ def test_profile_as_json_adds_up(kestrel: Kestrel, pictures: Path) -> None:
         (("bench", "engine", "--adapter-rank", "8"), "--adapter-rank: is the rank of --adapters"),
         (("bench", "engine", "--suite", "tiny", "--adapters", "2"), "--adapters: is decided by --suite"),
         (("bench", "engine", "--suite", "h300"), "use one of: h200, tiny"),
+        (("bench", "text", "--random", "MD2"), "--random: MD2 is not in the suite; use one of: L1B, L8B"),
         (("bench", "engine", "--suite", "tiny", "--tokens", "3"), "--tokens: is decided by --suite"),
         (("bench", "engine", "--suite", "tiny", "--model", "moondream2"), "--model: is decided by --suite"),
         (("bench", "engine", "--suite", "tiny", "--max-batch-size", "2"), "--max-batch-size: is decided by --suite"),
