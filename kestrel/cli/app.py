@@ -26,6 +26,8 @@ VERBS = {
     "point": "Point at every instance of an object.",
     "detect": "Find the box of every instance of an object.",
     "segment": "Outline an object.",
+    "chat": "Talk with a model in the terminal.",
+    "complete": "Continue a text, as it is: no template is added.",
     "schedule": "Ask many questions at once and show what each took.",
     "serve": "Serve a model over HTTP.",
     "eval": "Judge a model on held-out scenes, drawn on the spot, whose truth is exact.",
@@ -42,7 +44,7 @@ GROUPS = {
     "train": "Train models.",
 }
 """Verbs with verbs of their own."""
-SKILL_VERBS = ("query", "caption", "point", "detect", "segment")
+SKILL_VERBS = ("query", "caption", "point", "detect", "segment", "complete")
 
 
 def run(arguments: Sequence[str]) -> int:

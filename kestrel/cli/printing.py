@@ -41,10 +41,11 @@ class JsonPrinter:
 
 
 class TextPrinter:
-    """The answer on stdout; thinking, dimmed, on stderr."""
+    """The answer on stdout; thinking, dimmed, on stderr. What continues a text keeps the blanks it begins with."""
 
-    def __init__(self, streamed: bool) -> None:
+    def __init__(self, streamed: bool, *, continues: bool = False) -> None:
         self._streamed = streamed
+        self._continues = continues
         self._has_text = False
         self._has_thoughts = False
 
@@ -54,7 +55,7 @@ class TextPrinter:
             self._has_thoughts = self._has_thoughts or bool(text)
             stderr_console().print(text, style="dim", markup=False, end="", soft_wrap=True)
             return
-        text = chunk.text if self._has_text else chunk.text.lstrip()
+        text = chunk.text if self._has_text or self._continues else chunk.text.lstrip()
         if text and not self._has_text:
             self._end_thoughts()
         self._has_text = self._has_text or bool(text)
@@ -69,7 +70,7 @@ class TextPrinter:
             thoughts = result.output.get("reasoning", {}).get("text", "").strip()
             if thoughts:
                 note(thoughts)
-            write(result.text.strip() + "\n")
+            write((result.text if self._continues else result.text.strip()) + "\n")
 
     def _end_thoughts(self) -> None:
         if self._has_thoughts:
@@ -132,7 +133,7 @@ def printer_for(skill: str, model: str, as_json: bool, streamed: bool) -> Printe
         return JsonPrinter(model, streamed)
     if skill in ("point", "detect"):
         return PlacesPrinter(streamed)
-    return OutlinePrinter(streamed) if skill == "segment" else TextPrinter(streamed)
+    return OutlinePrinter(streamed) if skill == "segment" else TextPrinter(streamed, continues=skill == "complete")
 
 
 def chunk_as_json(chunk: StreamChunk) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The verbs that ask one skill: query, caption, point, detect and segment."""
+"""The verbs that ask one skill: query, caption, point, detect, segment and complete."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from kestrel.cli.console import note, run_to_end
 from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import (
+    STDIN,
     ImageArgument,
     ObjectArgument,
     ObjectSettings,
@@ -145,6 +147,25 @@ def segment(
     """
     fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
     _run_skill(_SkillCall("segment", fields, image, settings, output, config))
+
+
+@with_flags
+def complete(
+    prompt: Annotated[str, typer.Argument(metavar="TEXT", help="What to continue; - reads it from stdin.")],
+    *,
+    settings: TextSettings,
+    output: TextOutputOptions,
+    config: RuntimeConfig,
+) -> None:
+    """Continue a text, as it is: no template is added.
+
+    kestrel complete "Once upon a time" --model-path /models/SmolLM2-135M
+
+    Prints what follows the text, not the text itself.
+    """
+    if prompt == STDIN:
+        prompt = sys.stdin.read()
+    _run_skill(_SkillCall("complete", {"prompt": prompt}, None, settings, output, config))
 
 
 # ---------------------------------------------------------------------- one request

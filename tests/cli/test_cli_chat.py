@@ -1,0 +1,102 @@
+"""Talking in the terminal and continuing texts: what is said, what commands do, and what Ctrl-C ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import MD3, SMALL, Kestrel
+from tests.processes import eventually
+
+BRIEF = ("--max-tokens", "3", "--temperature", "0")
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_every_line_is_answered_with_what_was_said_before_in_mind(
+    kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, "hello", "", "and you?")
+    both = kestrel("chat", *MD3, *BRIEF)
+    assert both.code == 0
+    assert len(both.out.splitlines()) == 2
+    say(monkeypatch, "and you?")
+    alone = kestrel("chat", *MD3, *BRIEF)
+    assert both.out.splitlines()[1] != alone.out.splitlines()[0]
+    say(monkeypatch, "hello", "/clear", "and you?")
+    cleared = kestrel("chat", *MD3, *BRIEF)
+    assert cleared.out.splitlines() == [both.out.splitlines()[0], alone.out.splitlines()[0]]
+    assert "the conversation is forgotten" in cleared.err
+
+
+def test_commands_set_the_system_message_and_show_pictures(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "/system", "/system Be kind.", "/system", "/what", "/image nowhere.png", "/help", "/exit", "never asked"
+    say(monkeypatch, *lines)
+    outcome = kestrel("chat", *MD3, *BRIEF)
+    assert (outcome.code, outcome.out) == (0, "")
+    for text in ("no system message", "Be kind.", "/what is not a command", "there is no file", "/image FILE"):
+        assert text in outcome.err
+    answers = []
+    for lines in (["hello"], [f"/image {SMALL}", "hello"], ["/system Be kind.", "hello"]):
+        say(monkeypatch, *lines)
+        answers.append(kestrel("chat", *MD3, *BRIEF).out)
+    assert len(set(answers)) == 3
+
+
+def test_a_refused_message_is_said_and_the_conversation_goes_on(
+    kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, "word " * 3000, "hello")
+    outcome = kestrel("chat", *MD3, *BRIEF)
+    assert outcome.code == 0
+    assert outcome.err.count("error:") == 1
+    assert len(outcome.out.splitlines()) == 1
+
+
+def test_a_text_is_continued_as_it_is(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = kestrel("complete", "Once upon", *MD3, *BRIEF)
+    assert given.code == 0
+    assert given.out
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon"))
+    assert kestrel("complete", "-", *MD3, *BRIEF, "--stream").out == given.out
+    assert kestrel("complete", "", *MD3).code == 2
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(tiny_folder: Path) -> None:
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "kestrel", "chat", "--weights", str(tiny_folder), "--max-tokens", "1900"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    )
+    seen = bytearray()
+
+    def shows(text: bytes) -> bool:
+        while select.select([controller], [], [], 0)[0]:
+            seen.extend(os.read(controller, 4096))
+        return text in seen
+
+    try:
+        os.close(terminal)
+        assert eventually(lambda: shows(b"> "))
+        os.write(controller, b"hello\n")
+        length = len(seen)
+        assert eventually(lambda: shows(b"> ") and len(seen) > length + 60)
+        process.send_signal(signal.SIGINT)
+        assert eventually(lambda: shows(b"the answer was ended"))
+        assert process.poll() is None
+        os.write(controller, b"/exit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(controller)
