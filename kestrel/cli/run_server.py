@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import threading
 import time
@@ -29,6 +30,7 @@ from kestrel.server.lifecycle import END_SIGNALS
 from kestrel.server.lifecycle import serve as serve_app
 from kestrel.server.records import configure_logs, lossy_stderr
 from kestrel.server.state import END_S, Phase, ServerState, app_state
+from kestrel.skills import SkillRegistry, default_registry
 
 logger = logging.getLogger("kestrel.server")
 
@@ -43,7 +45,7 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
             give_back_freed_memory()
         elif choose_device(config).type == "cpu":
             keep_freed_memory()
-        configure_logs(server.log_format)
+        _configure_logs(server)
         if not server.is_loopback and not server.has_keys:
             note(f"anybody who can reach {server.host} can use this server: no API key is set")
         app = create_app(lambda: _load(config, process, app_state(app)), server)
@@ -58,6 +60,10 @@ def run_server(server: ServerConfig, config: RuntimeConfig) -> None:
             watchdog.stop()
         if process is not None and process.has_died:
             raise EngineStopped(process.ending())
+
+
+def _configure_logs(server: ServerConfig) -> None:
+    configure_logs(server.log_format, server.log_level, access=server.access_log)
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def _compute_process(server: ServerConfig, config: RuntimeConfig) -> Iterator[Co
 
     def prepare() -> None:
         keep_freed_memory()
-        configure_logs(server.log_format)
+        _configure_logs(server)
 
     with ComputeProcess(config, prepare) as process:
         yield process
@@ -97,9 +103,11 @@ async def _serve(app: Starlette, config: RuntimeConfig, watchdog: Watchdog) -> N
 async def _load(config: RuntimeConfig, process: ComputeProcess | None, state: ServerState) -> InferenceEngine:
     with LoadingBars(stderr_console()) as bars:
         try:
+            skills = skills_of(state.config.seed)
             if process is None:
-                return await InferenceEngine.create(config, progress=bars)
-            engine = InferenceEngine.start(config, await asyncio.to_thread(process.ready, bars), api_key=given_key())
+                return await InferenceEngine.create(config, skills=skills, progress=bars)
+            ready = await asyncio.to_thread(process.ready, bars)
+            engine = InferenceEngine.start(config, ready, skills=skills, api_key=given_key())
             process.watch(_failing(state))
             return engine
         except asyncio.CancelledError:
@@ -107,6 +115,14 @@ async def _load(config: RuntimeConfig, process: ComputeProcess | None, state: Se
             if process is not None:
                 process.kill()
             raise
+
+
+def skills_of(seed: int | None) -> SkillRegistry:
+    """The usual ones; requests without a seed get theirs by chance, or in an order that the seed decides."""
+    if seed is None:
+        return default_registry()
+    dice = random.Random(seed)
+    return default_registry(lambda: dice.getrandbits(63))
 
 
 def _failing(state: ServerState) -> Callable[[EngineStopped], None]:

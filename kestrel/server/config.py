@@ -11,6 +11,7 @@ from kestrel.config import setting
 from kestrel.errors import ConfigError, shown
 
 LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 COMPUTE_PROCESSES = ("auto", "own", "shared")
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
@@ -63,7 +64,12 @@ class ServerConfig:
         flags=("--allowed-host",),
         metavar="NAME",
     )
-    served_model_name: str | None = setting(None, "Name that clients use for the model, beside its own.")
+    served_model_names: tuple[str, ...] = setting(
+        (),
+        "A name that clients use for the model, beside its own. Repeatable; the first is the one that answers show.",
+        flags=("--served-model-name",),
+        metavar="NAME",
+    )
     default_max_new_tokens: int | None = setting(
         None, "Longest answer in tokens when a request names none. Default: the model's own."
     )
@@ -122,7 +128,13 @@ class ServerConfig:
     isolate_prefix_cache: bool = setting(
         False, "Share cached pictures and prompts only between requests of the same key."
     )
+    seed: int | None = setting(
+        None,
+        "Draw the seeds of requests that give none from this one, so that a run can be repeated. Default: chance.",
+    )
     log_format: str = setting("text", "How requests are logged: text or json.")
+    log_level: str = setting("info", "What is logged: debug, info, warning or error, each with those after it.")
+    access_log: bool = setting(True, "Log a line for every request.")
     compute_process: str = setting(
         "auto",
         "Where the model runs: in a process of its own, or in one shared with HTTP. auto: own on a CPU under Linux.",
@@ -135,13 +147,9 @@ class ServerConfig:
         _check_texts(self)
         _check_numbers(self)
         _check_exposure(self)
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(
-                "log_format", f"{shown(self.log_format)} is not known; use one of: {', '.join(LOG_FORMATS)}"
-            )
-        if self.compute_process not in COMPUTE_PROCESSES:
-            known = ", ".join(COMPUTE_PROCESSES)
-            raise ConfigError("compute_process", f"{shown(self.compute_process)} is not known; use one of: {known}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(name, f"{shown(getattr(self, name))} is not known; use one of: {', '.join(known)}")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             missing = "tls_key_file" if self.tls_key_file is None else "tls_cert_file"
             raise ConfigError(missing, "is needed too: HTTPS takes a certificate and its key")
@@ -184,8 +192,9 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "keep_alive_timeout_s": (1, 86_400),
     "max_image_fetches": (1, 1024),
     "max_grpc_calls": (1, 10**6),
+    "seed": (0, 2**63 - 1),
 }
-_OPTIONAL_INTEGERS = ("grpc_port", "default_max_new_tokens", "max_requests_per_client", "max_connections")
+_OPTIONAL_INTEGERS = ("grpc_port", "seed", "default_max_new_tokens", "max_requests_per_client", "max_connections")
 _SECONDS = (
     "receive_timeout_s",
     "send_timeout_s",
@@ -196,9 +205,18 @@ _SECONDS = (
     "ping_interval_s",
     "stream_idle_timeout_s",
 )
-_TEXTS = ("host", "root_path", "log_format", "compute_process")
-_OPTIONAL_TEXTS = ("served_model_name", "tls_cert_file", "tls_key_file", "otlp_endpoint")
-_LISTS = ("api_keys", "urgent_api_keys", "trusted_proxies", "cors_origins", "allowed_hosts", "allowed_image_hosts")
+_TEXTS = ("host", "root_path", "log_format", "log_level", "compute_process")
+_OPTIONAL_TEXTS = ("tls_cert_file", "tls_key_file", "otlp_endpoint")
+_LISTS = (
+    "api_keys",
+    "urgent_api_keys",
+    "trusted_proxies",
+    "cors_origins",
+    "allowed_hosts",
+    "allowed_image_hosts",
+    "served_model_names",
+)
+_CHOICES = {"log_format": LOG_FORMATS, "log_level": LOG_LEVELS, "compute_process": COMPUTE_PROCESSES}
 
 
 def _check_texts(config: ServerConfig) -> None:
@@ -216,8 +234,6 @@ def _check_texts(config: ServerConfig) -> None:
     for name in config.allowed_hosts:
         if name != "*" and _HOST_NAME.fullmatch(name) is None:
             raise ConfigError("allowed_hosts", f"{shown(name)} is no name; write vision.example, without a port, or *")
-    if config.served_model_name is not None and not config.served_model_name.strip():
-        raise ConfigError("served_model_name", "is empty; name the model or leave it out")
     if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
         raise ConfigError("otlp_endpoint", f"{shown(config.otlp_endpoint)} is no http(s) URL; give the whole of it")
 

@@ -40,8 +40,7 @@ class ServerHost:
     @property
     def model_names(self) -> Sequence[str]:
         engine = self._state.engine
-        names = (self._state.config.served_model_name, None if engine is None else engine.model_name)
-        return [name for name in names if name is not None]
+        return [*self._state.config.served_model_names, *(() if engine is None else (engine.model_name,))]
 
     @property
     def max_image_bytes(self) -> int:

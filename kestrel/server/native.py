@@ -220,14 +220,14 @@ def take_model(state: ServerState, fields: dict[str, Any]) -> None:
 
 def adapter_in(state: ServerState, name: str) -> str | None:
     """The adapter that a model's name asks for, None for the model itself. Raises ModelNotFound for other models."""
-    known = [state.config.served_model_name, state.require_serving().model_name]
+    known = [*state.config.served_model_names, state.require_serving().model_name]
     for served in known:
         for spelled in (served, f"{PUBLISHER}{served}"):
-            if served is not None and name == spelled:
+            if name == spelled:
                 return None
-            if served is not None and name.startswith(f"{spelled}/"):
+            if name.startswith(f"{spelled}/"):
                 return name.removeprefix(f"{spelled}/")
-    close = did_you_mean(name, [served for served in known if served is not None])
+    close = did_you_mean(name, known)
     raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out{close}")
 
 

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import ConfigError, shown
 from kestrel.request import RequestMetrics
-from kestrel.server.config import LOG_FORMATS
+from kestrel.server.config import LOG_FORMATS, LOG_LEVELS
 
 REQUEST_ID_HEADER = "x-request-id"
 HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
@@ -258,7 +258,6 @@ def recorded(record: RequestRecord, watchers: Sequence[RequestWatcher]) -> Itera
 # `lossy_stderr` keeps a standard error that takes no more from stopping the server.
 
 
-LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("kestrel", "uvicorn")
 """Ours, and that of the HTTP server underneath, whose own account of its start and end is left out at info level."""
 QUIET_ROUTES = HEALTH_PATHS | {"/metrics"}
@@ -272,12 +271,16 @@ _FIELDS = "kestrel_fields"
 _logger = logging.getLogger("kestrel.server.access")
 
 
-def configure_logs(format: str = "json", level: str = "info", stream: TextIO | None = None) -> None:
-    """Send the server's logs to `stream` (standard error). A second call replaces the first."""
+def configure_logs(
+    format: str = "json", level: str = "info", stream: TextIO | None = None, *, access: bool = True
+) -> None:
+    """Send the server's logs to `stream` (standard error), with a line per request if `access`. A second call replaces
+    the first."""
     if format not in LOG_FORMATS:
         raise ConfigError("log_format", f"{shown(format)} is not a format; use one of: {', '.join(LOG_FORMATS)}")
-    if level not in LEVELS:
-        raise ConfigError("log_level", f"{shown(level)} is not a level; use one of: {', '.join(LEVELS)}")
+    if level not in LOG_LEVELS:
+        raise ConfigError("log_level", f"{shown(level)} is not a level; use one of: {', '.join(LOG_LEVELS)}")
+    _logger.disabled = not access
     handler = _ServerHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
     for name in LOGGERS:

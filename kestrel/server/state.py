@@ -219,9 +219,8 @@ class ServerState:
     @property
     def model_name(self) -> str | None:
         """The name clients see."""
-        if self.config.served_model_name is not None:
-            return self.config.served_model_name
-        return None if self.engine is None else self.engine.model_name
+        own = () if self.engine is None else (self.engine.model_name,)
+        return next(iter((*self.config.served_model_names, *own)), None)
 
     def require_serving(self) -> InferenceEngine:
         """The engine, for a new request. Raises NotServing while starting or draining."""

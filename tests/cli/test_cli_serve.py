@@ -14,6 +14,7 @@ from kestrel.cli import run_server
 from kestrel.config import RuntimeConfig, flag_names
 from kestrel.server.config import ServerConfig
 from tests.cli.conftest import Kestrel
+from tests.skills.model_profiles import golden_profile
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_a_flag_outranks_the_environment_the_file_and_the_default(
     file = tmp_path / "kestrel.yaml"
     file.write_text(
         "port: 1001\nqueue_timeout_s: 7\nmax_batch_size: 3\napi_keys: [one, two]\nenable_prefix_cache: false\n"
-        "served_model_name: house\nroot_path:\n",
+        "served_model_names: [house, home]\nroot_path:\n",
         encoding="utf-8",
     )
     monkeypatch.setenv("KESTREL_PORT", "1002")
@@ -73,7 +74,8 @@ def test_a_flag_outranks_the_environment_the_file_and_the_default(
     assert kestrel("serve").code == 0
     assert [server.port for server, _ in seen] == [1003, 1002, 1001]
     server, config = seen[-1]
-    assert (server.queue_timeout_s, server.api_keys, server.served_model_name) == (7.0, ("one", "two"), "house")
+    assert (server.queue_timeout_s, server.api_keys) == (7.0, ("one", "two"))
+    assert server.served_model_names == ("house", "home")
     assert (config.max_batch_size, config.enable_prefix_cache) == (4, False)
     assert server.root_path == ""
 
@@ -92,7 +94,7 @@ def test_a_flag_outranks_the_environment_the_file_and_the_default(
         ("port: 80\nport: 81", "'port' is given twice"),
         ("api_keys: 0123", "api_keys: is read as 83, not as text; put it in quotes"),
         ("api_keys: [good, yes]", "api_keys: is read as True, not as text"),
-        ("served_model_name: 2", "served_model_name: is read as 2"),
+        ("served_model_names: 2", "served_model_names: is read as 2"),
         ("# " + "x" * 2**20 + "\nport: 80", "has more than 1048576 bytes"),
         ("port: 99999", "port: must be an integer from 0 to 65535"),
     ],
@@ -191,3 +193,16 @@ def test_a_refusal_names_the_flag_the_variable_or_the_key_that_gave_the_value(
     assert told.startswith(
         "error: --quantization: 'fp8' runs on Triton kernels, which KESTREL_ATTENTION_BACKEND='sdpa'"
     )
+
+
+def test_a_seed_of_the_server_repeats_its_draws() -> None:
+    profile = golden_profile("md2")
+
+    def seeds(given: int | None) -> list[int]:
+        query = run_server.skills_of(given).get("query")
+        requests = [query.parse({"question": "a", "settings": {"temperature": 1}}, profile) for _ in range(3)]
+        return [request.sampling.seed for request in requests]
+
+    assert seeds(7) == seeds(7) != seeds(8)
+    assert len(set(seeds(7))) == 3
+    assert seeds(None) != seeds(None)

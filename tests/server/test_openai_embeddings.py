@@ -62,7 +62,7 @@ def test_base64_is_the_same_vector_in_little_endian_floats(client: httpx.Client)
 
 @pytest.fixture(scope="module")
 def renamed() -> Iterator[RunningServer]:
-    yield from start_server(ServerConfig(port=0, served_model_name="my-model"), runtime_config())
+    yield from start_server(ServerConfig(port=0, served_model_names=("my-model",)), runtime_config())
 
 
 def test_the_model_is_listed_by_all_its_names(renamed: RunningServer) -> None:

@@ -31,7 +31,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     write_adapters(folder, "md2", 1)
     (folder / "torn.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     config = runtime_config(model_path=GOLDENS / "md2", adapter_dir=folder, max_adapters=2, kv_cache_pages=300)
-    yield from start_server(ServerConfig(port=0, served_model_name=NAME), config)
+    yield from start_server(ServerConfig(port=0, served_model_names=(NAME,)), config)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def strict() -> Iterator[RunningServer]:
         receive_timeout_s=RECEIVE_TIMEOUT_S,
         max_requests_per_client=3,
         default_max_new_tokens=2,
-        served_model_name="house-model",
+        served_model_names=("house-model", "other-name"),
     )
     yield from start_server(config, runtime_config(max_batch_size=1, max_queue_size=1))
 
@@ -209,7 +209,7 @@ def test_the_default_budget_holds_unless_the_request_names_one(visitor: httpx.Cl
     assert num_tokens({"question": "Who are you?", "settings": ids, "max_new_tokens": 4}) == 4
 
 
-@pytest.mark.parametrize("name", ["house-model", "kestrel-tiny", "moondream/house-model"])
+@pytest.mark.parametrize("name", ["house-model", "other-name", "kestrel-tiny", "moondream/house-model"])
 def test_the_model_answers_to_both_its_names(visitor: httpx.Client, name: str) -> None:
     assert visitor.post("/v1/query", json={**QUESTION, "model": name}).status_code == 200
     assert visitor.get("/version").json()["model"] == "house-model"

@@ -140,6 +140,16 @@ def test_the_http_servers_own_start_is_told_at_debug_level_only() -> None:
         assert len(lines.getvalue().splitlines()) == num_lines
 
 
+async def test_lines_of_requests_can_be_left_out() -> None:
+    for access, num_lines in ((False, 1), (True, 2)):
+        lines = io.StringIO()
+        configure_logs("text", "info", lines, access=access)
+        async with client_of(recorded([access_log])) as client:
+            await client.post("/v1/query", json={"question": SECRET})
+        logging.getLogger("kestrel.server").info("something else")
+        assert len(lines.getvalue().splitlines()) == num_lines
+
+
 def test_configuring_twice_writes_once() -> None:
     first, second = log("json"), log("text")
     logging.getLogger("uvicorn.error").warning("busy")

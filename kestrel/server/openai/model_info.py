@@ -27,7 +27,7 @@ async def list_models(request: Request) -> Response:
     """The model under each of its names, the one that clients are told first; then each adapter behind that name."""
     state = state_of(request)
     engine = state.require_serving()
-    names = dict.fromkeys(name for name in (state.model_name, engine.model_name) if name is not None)
+    names = dict.fromkeys((*state.config.served_model_names, engine.model_name))
     cards = [_model_card(state, name) for name in names]
     cards += [_adapter_card(state, listing.name) for listing in await engine.list_adapters()]
     return json_response({"object": "list", "data": cards})
