@@ -49,12 +49,16 @@ _READ = frozenset(
     | {"init_lora_weights"}
 )
 _WITHOUT_EFFECT = frozenset(
-    {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "parent_library"}
+    {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version"}
     | {"inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "ensure_weight_tying"}
     | {"layers_to_transform", "layers_pattern", "exclude_modules", "loftq_config", "eva_config", "corda_config"}
     | {"lora_ga_config"}
 )
 """On answers: they name the origin, steer training, or choose matrices, which the tensors show anyway."""
+_NOT_BUILT = frozenset(
+    {"use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out", "trainable_token_indices", "layer_replication"}
+    | {"target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "megatron_config"}
+)
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model as it is."""
 _ORIGIN = ("base_model_name_or_path", "revision", "peft_version")
@@ -159,10 +163,10 @@ class _Fields:
                 "path_initial_model_for_weight_conversion, which makes it a plain one",
             )
         for name, value in self.raw.items():
+            if value and name in _NOT_BUILT:
+                raise self.refusal(name, value, "it is not supported; train the adapter without it")
             if value and name not in _READ and name not in _WITHOUT_EFFECT:
-                raise self.refusal(
-                    name, value, "it is not supported; if it changes no answers, take it out of the file"
-                )
+                raise self.refusal(name, value, "this field is not known; if it changes no answers, take it out")
 
     def rank(self, name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
