@@ -91,7 +91,8 @@ def resolved(file: HubFile) -> HubFile:
         commit = None if isinstance(error.__cause__, _FINAL_ANSWERS) else _cached_commit(file)
         if commit is None:
             raise
-        logger.warning("%s; the commit of %s in the cache is used", error, file.revision)
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        logger.warning("the hub cannot be asked (%s); the commit of %s in the cache is used", reason, file.revision)
     logger.info(
         "%s of %s is commit %s; a branch or tag may move, --revision %s keeps this commit",
         file.revision, file.repo, commit, commit,
@@ -181,17 +182,13 @@ def fetch_folder(config: HubFile, *, with_tokenizer: bool) -> Path:
             f"{config.repo} at {config.revision} has no {TOKENIZER_NAME}; save one with transformers "
             "(AutoTokenizer.from_pretrained, then save_pretrained), and pass it with --tokenizer-path"
         )
-    for name in OPTIONAL_NAMES:
-        _fetch_optional(replace(config, name=name))
+    try:
+        for name in OPTIONAL_NAMES:
+            fetch_if_there(replace(config, name=name))
+    except CheckpointError as error:
+        logger.warning("%s; of %s, what the cache has is used", error, ", ".join(OPTIONAL_NAMES))
     _fetch_safetensors(config)
     return folder
-
-
-def _fetch_optional(file: HubFile) -> None:
-    try:
-        fetch_if_there(file)
-    except CheckpointError as error:
-        logger.warning("%s; the model is loaded without this file", error)
 
 
 def _fetch_safetensors(config: HubFile) -> None:

@@ -37,6 +37,8 @@ class Hub:
     def answer(self, path: str) -> tuple[int, str, str | None, bytes]:
         """Status, error code, commit and body."""
         parts = path.split("?")[0].split("/")
+        if len(parts) < 6:
+            return 404, "", None, b""  # what the library asks beside models
         is_api = parts[1] == "api"
         repo, revision = ("/".join(parts[3:5]), parts[6]) if is_api else ("/".join(parts[1:3]), parts[4])
         if repo in self.errors:

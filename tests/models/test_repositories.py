@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save
 
 from kestrel import families
@@ -160,3 +162,24 @@ def test_names_that_are_no_repository_are_refused_without_asking(hub: Hub) -> No
     with pytest.raises(ConfigError, match=r"^model: is a repository of the hub, and model_path names files"):
         families.resolve(RuntimeConfig(model=REPO, model_path="/m"))
     assert hub.asked == []
+
+
+def test_files_that_nobody_can_ask_for_are_done_without(
+    hub: Hub,
+    files: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A cache that another program filled does not know what the repository lacks."""
+    hub.published[REPO] = files
+    first = located()
+    for absent in tmp_path.glob("cache/*/.no_exist"):
+        shutil.rmtree(absent)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert located() == first
+    assert "could not fetch chat_template.jinja" in caplog.text
+    assert "what the cache has is used" in caplog.text
+    first.weights.unlink()
+    with pytest.raises(CheckpointError, match=r"could not fetch model\.safetensors"):
+        located()
