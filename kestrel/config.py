@@ -33,11 +33,15 @@ def required(text: str, **extra: Any) -> Any:
 class RuntimeConfig:
     """How one engine runs one model. Every field is also a CLI flag."""
 
-    model: str | None = setting(None, "Registered model name; fetched from the hub unless model_path is given.")
+    model: str | None = setting(
+        None,
+        "Registered model name, or a repository of the hub as org/name; fetched from the hub unless model_path is "
+        "given.",
+    )
     revision: str | None = setting(
         None,
-        "Commit, tag or branch of the named model's weights on the hub. Default: the commit that `kestrel models` "
-        "shows.",
+        "Commit, tag or branch of the named model on the hub. Default: the commit that `kestrel models` shows; for "
+        "org/name, the branch main as it is now.",
     )
     model_path: str | os.PathLike[str] | None = setting(
         None, "A model folder, or a single weights file.", flags=("--model-path", "--weights")

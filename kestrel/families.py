@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,17 @@ from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
-from kestrel.models.hub import HubFile, fetch_file, fetch_weights, resolved
-from kestrel.models.locate import LocatedModel, find_tokenizer, read_config
+from kestrel.models.hub import (
+    DEFAULT_BRANCH,
+    HubFile,
+    fetch_file,
+    fetch_folder,
+    fetch_weights,
+    is_repository,
+    note_commit,
+    resolved,
+)
+from kestrel.models.locate import CONFIG_NAME, LocatedModel, find_tokenizer, read_config
 from kestrel.moondream.spec import MoondreamFamily
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
 from kestrel.runtime.bring_up import Abilities, choose_fast_path
@@ -83,14 +92,54 @@ def find_model(name: str) -> ModelSpec:
             return spec
     known = [default_model.NAME, *(spec.name for spec in registered_models())]
     close = did_you_mean(name, known)
-    raise ConfigError("model", f"{name!r} is not a registered model; choose one of: {', '.join(known)}{close}")
+    raise ConfigError(
+        "model",
+        f"{name!r} is not a registered model; choose one of: {', '.join(known)}, or name a repository of the hub as "
+        f"org/name{close}",
+    )
 
 
 def find_family(name: str) -> ModelFamily:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def adapter_shape(model: ModelSpec | LocatedModel) -> AdapterShape:
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A model of the hub that has no registered name, as its config.json describes it at one commit."""
+
+    name: str
+    family: str
+    config: Mapping[str, Any]
+    config_file: HubFile
+
+
+def names_repository(name: str) -> bool:
+    """Whether `model` means a repository of the hub: registered names have no slash."""
+    return "/" in name
+
+
+def find_repository(name: str, revision: str | None = None) -> Repository:
+    """Fetches config.json and nothing else, so that what cannot run is refused before its weights are fetched."""
+    if not is_repository(name):
+        raise ConfigError(
+            "model", f"{shown(name)} is no name of a repository (org/name); pass files of this machine as --model-path"
+        )
+    known = [spec.name for spec in registered_models() if spec.source is not None and spec.source.weights.repo == name]
+    if known:
+        raise ConfigError("model", f"{name} has the registered name {' or '.join(known)}; give that name")
+    file = resolved(HubFile(name, revision or DEFAULT_BRANCH, CONFIG_NAME))
+    config = read_config(fetch_file(file).parent)
+    if config is None:
+        raise CheckpointError(
+            f"{file} gives no dimensions; download the files, and pass them as --model-path with the registered name "
+            "of their model as --model"
+        )
+    family = _family_of(config, str(file))
+    family.adapter_shape(config)  # reads the config, and so refuses what it asks for and is not built
+    return Repository(name, family.name, config, file)
+
+
+def adapter_shape(model: ModelSpec | LocatedModel | Repository) -> AdapterShape:
     """What an adapter of a model must fit; weights are not read."""
     return find_family(model.family).adapter_shape(model.config)
 
@@ -100,7 +149,7 @@ def resolve(config: RuntimeConfig) -> LocatedModel:
 
     A local folder's own config.json decides the dimensions; a name given with it must be of a model of those. Without
     dimensions there, the name decides; without a name, the names and shapes of the weights do. Without anything, it is
-    the embedded model.
+    the embedded model. A repository of the hub becomes a folder of the hub's cache.
     """
     if config.weights is None and config.model in (None, default_model.NAME):
         if config.revision is not None:
@@ -109,6 +158,12 @@ def resolve(config: RuntimeConfig) -> LocatedModel:
                 f"{default_model.NAME} comes with the package; name a model of the hub as model, or leave revision out",
             )
         return replace(_on_disk(default_model.FOLDER, None, config.tokenizer_file), name=default_model.NAME)
+    if config.model is not None and names_repository(config.model):
+        if config.weights is not None:
+            raise ConfigError(
+                "model", "is a repository of the hub, and model_path names files; leave one of the two out"
+            )
+        return _in_repository(config.model, config.revision, config.tokenizer_file)
     spec = None if config.model is None else find_model(config.model)
     if config.weights is not None:
         return _on_disk(config.weights, spec, config.tokenizer_file)
@@ -132,18 +187,23 @@ def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> Loca
     if config is None:
         spec = spec or _recognised(weights)
         return LocatedModel(spec.name, spec.family, spec.config, weights, find_tokenizer(weights, tokenizer))
-    family = next((family for family in FAMILIES if family.owns(config)), None)
-    if family is None:
-        kind = config.get("model_type")
-        raise CheckpointError(
-            f"{weights.parent / 'config.json'} describes no known family of models"
-            f"{'' if kind is None else f' (model_type {shown(kind)})'}; known are: "
-            f"{', '.join(family.name for family in FAMILIES)}"
-        )
+    family = _family_of(config, str(weights.parent / CONFIG_NAME))
     if spec is not None:
         _require_same_shape(weights.parent, config, family, spec)
     name = weights.parent.resolve().name if spec is None else spec.name
     return LocatedModel(name, family.name, config, weights, find_tokenizer(weights, tokenizer))
+
+
+def _family_of(config: Mapping[str, Any], title: str) -> ModelFamily:
+    """`title`: of the config.json, for the refusal."""
+    family = next((family for family in FAMILIES if family.owns(config)), None)
+    if family is None:
+        kind = config.get("model_type")
+        raise CheckpointError(
+            f"{title} describes no known family of models{'' if kind is None else f' (model_type {shown(kind)})'}; "
+            f"known are: {', '.join(family.name for family in FAMILIES)}"
+        )
+    return family
 
 
 def _require_same_shape(folder: Path, config: Mapping[str, Any], family: ModelFamily, spec: ModelSpec) -> None:
@@ -167,8 +227,17 @@ def _on_hub(spec: ModelSpec, revision: str | None, tokenizer: Path | None) -> Lo
     if spec.source is None:
         raise CheckpointError(f"{spec.name} cannot be fetched. {spec.source_note}")
     weights = fetch_weights(_at_commit(spec.name, spec.source.weights, revision))
+    if revision is not None:
+        note_commit(weights, revision)
     tokenizer = fetch_file(spec.source.tokenizer) if tokenizer is None else find_tokenizer(weights, tokenizer)
     return LocatedModel(spec.name, spec.family, spec.config, weights, tokenizer)
+
+
+def _in_repository(name: str, revision: str | None, tokenizer: Path | None) -> LocatedModel:
+    config_file = find_repository(name, revision).config_file
+    folder = fetch_folder(config_file, with_tokenizer=tokenizer is None)
+    note_commit(folder / CONFIG_NAME, revision or DEFAULT_BRANCH)
+    return replace(_on_disk(folder, None, tokenizer), name=name)
 
 
 def _at_commit(name: str, published: HubFile, revision: str | None) -> HubFile:

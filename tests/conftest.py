@@ -22,8 +22,9 @@ TOGETHER = {
     "tests/server/playground/": "a browser",
     "tests/server/test_draining": "servers to fork",
     "tests/server/test_server_process": "servers to fork",
+    "tests/llama/": "transformers",
 }
-"""Files that one worker runs, by what it starts for them."""
+"""Files that one worker runs, by what it starts or imports for them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kestrel.errors import RequestError, shown
 
 Side = Literal["a", "b"]
-AdapterFormat = Literal["torch-variant", "hosted-finetune", "kestrel-adapter"]
+AdapterFormat = Literal["torch-variant", "hosted-finetune", "peft", "kestrel-adapter"]
 ProjInput = Literal["attention", "block_norm"]
 
 SIDES: tuple[Side, ...] = get_args(Side)

@@ -1,4 +1,4 @@
-"""Adapter files: reading one, and the three formats with the tensor names each one needs. Pickled code is never run."""
+"""Adapter files: reading one, and the formats with the tensor names each one needs. Pickled code is never run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kestrel.adapters.adapter import (
     ProjInput,
     Side,
 )
+from kestrel.adapters.peft import NAME_PREFIX, PEFT_CONFIG, PEFT_WEIGHTS, peft_adapter, read_config
 from kestrel.errors import CheckpointError
 
 HOSTED_STATE_KEY = "lora_state_dict"
@@ -40,7 +41,13 @@ class AdapterFile:
 
 
 def read_adapter_file(path: Path) -> AdapterFile:
-    """Reads a .safetensors, .pt or .pth file."""
+    """Reads a .safetensors, .pt or .pth file, or a folder of peft's; what that holds is given in our own form."""
+    if path.is_dir() and (path / PEFT_CONFIG).is_file() and not (path / PEFT_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{path} has no {PEFT_WEIGHTS}; save the adapter as safetensors with peft (save_pretrained)"
+        )
+    if path.is_dir() and (path / PEFT_WEIGHTS).is_file():
+        path /= PEFT_WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; check the path of the adapter")
     if path.stat().st_size == 0:
@@ -53,7 +60,7 @@ def read_adapter_file(path: Path) -> AdapterFile:
         raise CheckpointError(f"{path} is not an adapter file; supported suffixes: .safetensors, .pt, .pth")
     if not file.tensors:
         raise CheckpointError(f"{path} holds no tensors; download or save the adapter again")
-    return file
+    return _in_own_form(file) if _is_peft(file) else file
 
 
 def _read_safetensors(path: Path) -> AdapterFile:
@@ -103,9 +110,10 @@ def _load_without_code(path: Path) -> object:
         raise CheckpointError(f"{path} is damaged ({error!r}); download or copy it again") from error
 
 
-# ---------------------------------------------------------------------- the three formats
+# ---------------------------------------------------------------------- the formats
 
 OWN_FORMAT: AdapterFormat = "kestrel-adapter"
+PEFT_FORMAT: AdapterFormat = "peft"
 OWN_VERSION = "1"
 HOSTED_PREFIXES = ("text_lora.", "_text.")
 
@@ -136,16 +144,38 @@ Roles = dict[str, TensorRole]
 
 def format_of(file: AdapterFile) -> AdapterFormat:
     """Raises CheckpointError for a file in no known format."""
-    if file.texts.get("format") == OWN_FORMAT:
-        return OWN_FORMAT
+    for kind in (OWN_FORMAT, PEFT_FORMAT):
+        if file.texts.get("format") == kind:
+            return kind
     if any(_VARIANT_MARK in name for name in file.tensors):
         return "torch-variant"
     if any(_HOSTED_NAME.fullmatch(without_hosted_prefix(name)) for name in file.tensors):
         return "hosted-finetune"
     raise CheckpointError(
         f"{file.path} is in no known adapter format (its first tensor is {next(iter(file.tensors))}); "
-        "expected a torch variant, a hosted fine-tune or a file that `kestrel adapters convert` wrote"
+        "expected a torch variant, a hosted fine-tune, a folder of peft or a file that `kestrel adapters convert` wrote"
     )
+
+
+def _is_peft(file: AdapterFile) -> bool:
+    if file.texts.get("format") == OWN_FORMAT:
+        return False
+    has_config = file.path.name == PEFT_WEIGHTS and file.path.with_name(PEFT_CONFIG).is_file()
+    return has_config or any(name.startswith(NAME_PREFIX) for name in file.tensors)
+
+
+def _in_own_form(file: AdapterFile) -> AdapterFile:
+    if file.path.name != PEFT_WEIGHTS:
+        raise CheckpointError(
+            f"{file.path} is one of the two files of a peft adapter; keep it as {PEFT_WEIGHTS} in a folder of its own, "
+            f"with its {PEFT_CONFIG}"
+        )
+    adapter = peft_adapter(file.path, file.tensors, read_config(file.path.with_name(PEFT_CONFIG)))
+    tensors = {
+        name: adapter.targets[target].a if side == "a" else adapter.targets[target].b
+        for name, (target, side) in own_roles(adapter.targets).items()
+    }
+    return AdapterFile(file.path, tensors, {**write_header(adapter), "format": PEFT_FORMAT})
 
 
 def variant_roles(shape: AdapterShape) -> Roles:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from kestrel.adapters.adapter import AdapterFormat, Side
-from kestrel.adapters.formats import OWN_FORMAT, AdapterFile, format_of, parse_header, without_hosted_prefix
+from kestrel.adapters.formats import (
+    OWN_FORMAT,
+    PEFT_FORMAT,
+    AdapterFile,
+    format_of,
+    parse_header,
+    without_hosted_prefix,
+)
 from kestrel.adapters.loading import value_flaw
 from kestrel.errors import CheckpointError
 
@@ -55,7 +62,7 @@ def summarise(file: AdapterFile) -> AdapterSummary:
     """Raises CheckpointError for a file in no known format."""
     kind = format_of(file)
     try:
-        header = parse_header(file.texts) if kind == OWN_FORMAT else None
+        header = parse_header(file.texts) if kind in (OWN_FORMAT, PEFT_FORMAT) else None
     except ValueError as error:
         raise CheckpointError(f"{file.path}: {error}; write the adapter again") from error
     rank = _dense_rank(file) if header is None else header.rank

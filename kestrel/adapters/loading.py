@@ -20,6 +20,7 @@ from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRa
 from kestrel.adapters.formats import (
     HOSTED_MATRICES,
     OWN_FORMAT,
+    PEFT_FORMAT,
     VARIANT_MATRICES,
     AdapterFile,
     Roles,
@@ -41,13 +42,18 @@ _MAX_LISTED = 8
 
 
 def load_adapter(path: str | Path, shape: AdapterShape) -> Adapter:
-    """Reads a torch variant, a hosted fine-tune or our own form, and checks it against the base model."""
+    """Reads an adapter of any format, and checks it against the base model."""
     return fitted_adapter(read_adapter_file(Path(path)), shape)
 
 
 def fitted_adapter(file: AdapterFile, shape: AdapterShape) -> Adapter:
     """The adapter that a file holds, checked against a base model."""
-    load = {OWN_FORMAT: _load_own, "torch-variant": _load_variant, "hosted-finetune": _load_hosted}
+    load = {
+        OWN_FORMAT: _load_own,
+        PEFT_FORMAT: _load_own,
+        "torch-variant": _load_variant,
+        "hosted-finetune": _load_hosted,
+    }
     return load[format_of(file)](file, shape)
 
 
@@ -66,7 +72,7 @@ def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
     _require_norm(file.path, header.proj_input, shape)
     pairs = _checked_pairs(file.path, file.tensors, own_roles(header.targets), shape, header.rank)
     return Adapter(
-        format=OWN_FORMAT,
+        format=format_of(file),
         rank=header.rank,
         targets=pairs,
         alpha=header.alpha,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich import box
@@ -26,14 +26,27 @@ from kestrel.cli.console import note, printable, run_to_end, stdout_console, wri
 from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, KestrelError
-from kestrel.families import adapter_shape, find_model, known_models, resolve
+from kestrel.families import (
+    Repository,
+    adapter_shape,
+    find_model,
+    find_repository,
+    known_models,
+    names_repository,
+    resolve,
+)
 from kestrel.models.family import ModelSpec
 from kestrel.models.locate import LocatedModel
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Registered name of the base model; nothing is downloaded.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Registered name of the base model, or org/name on the hub, of which config.json alone is fetched.",
+    ),
 ]
 ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Folder of the base model.")]
+_Base: TypeAlias = ModelSpec | LocatedModel | Repository
 
 
 def make_group() -> typer.Typer:
@@ -76,7 +89,9 @@ def list_adapters(
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors, .pt or .pth file.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .safetensors, .pt or .pth file, or a folder of peft.")
+    ],
     model: ModelOption = None,
     model_path: ModelPathOption = None,
     as_json: JsonOption = False,
@@ -89,13 +104,13 @@ def inspect(
     summary = summarise(content)
     fits = {base.name: _misfit(content, base) for base in _bases(model, model_path)}
     if as_json:
-        write(json.dumps(_summary_as_json(file, summary, fits), indent=2, ensure_ascii=False) + "\n")
+        write(json.dumps(_summary_as_json(content.path, summary, fits), indent=2, ensure_ascii=False) + "\n")
     else:
-        stdout_console().print(_summary_table(file, summary, fits))
+        stdout_console().print(_summary_table(content.path, summary, fits))
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors, .pt or .pth file of any format.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A file of any format, or a folder of peft.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")],
     model: ModelOption = None,
     model_path: ModelPathOption = None,
@@ -126,14 +141,16 @@ def _read(path: Path) -> AdapterFile:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); check the path of the adapter") from error
 
 
-def _bases(model: str | None, model_path: Path | None) -> tuple[ModelSpec | LocatedModel, ...]:
+def _bases(model: str | None, model_path: Path | None) -> tuple[_Base, ...]:
     """The models to hold an adapter against."""
     if model_path is not None:
         return (resolve(RuntimeConfig(model=model, model_path=model_path)),)
-    return known_models() if model is None else (find_model(model),)
+    if model is None:
+        return known_models()
+    return (find_repository(model) if names_repository(model) else find_model(model),)
 
 
-def _misfit(file: AdapterFile, base: ModelSpec | LocatedModel) -> str | None:
+def _misfit(file: AdapterFile, base: _Base) -> str | None:
     """Why a file does not fit a model, None when it does."""
     try:
         fitted_adapter(file, adapter_shape(base))
@@ -142,7 +159,7 @@ def _misfit(file: AdapterFile, base: ModelSpec | LocatedModel) -> str | None:
     return None
 
 
-def _fitting(file: AdapterFile, bases: tuple[ModelSpec | LocatedModel, ...]) -> Adapter:
+def _fitting(file: AdapterFile, bases: tuple[_Base, ...]) -> Adapter:
     """The adapter, with the name of its base model where that is certain."""
     if len(bases) == 1:
         adapter, names = fitted_adapter(file, adapter_shape(bases[0])), [bases[0].name]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kestrel import default_model
-from kestrel.cli.console import stdout_console, write
+from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.options import JsonOption
 from kestrel.families import known_models
 from kestrel.models.family import ModelSpec
@@ -23,6 +23,7 @@ def models(as_json: JsonOption = False) -> None:
         write(json.dumps([_as_json(spec) for spec in specs], indent=2, ensure_ascii=False) + "\n")
     else:
         stdout_console().print(_table(specs))
+        note("text models of the hub run by the name of their repository: --model org/name")
 
 
 def _table(specs: tuple[ModelSpec, ...]) -> Table:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub import _CACHED_NO_EXIST, HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -22,12 +23,23 @@ from huggingface_hub.errors import (
 )
 
 from kestrel.errors import CheckpointError
-from kestrel.models.checkpoint_files import read_shard_index
+from kestrel.models.checkpoint_files import INDEX_NAME, read_shard_index
+from kestrel.models.locate import TOKENIZER_NAME
 
 logger = logging.getLogger("kestrel.models")
 
 ASKING_S = 10.0
+DEFAULT_BRANCH = "main"
+WEIGHTS_NAMES = ("model.safetensors", INDEX_NAME)
+OPTIONAL_NAMES = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+"""What a model folder may hold beside config.json, tokenizer and weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,14 @@ class HubSource:
     tokenizer: HubFile
 
 
+def is_repository(name: str) -> bool:
+    """Whether a name has the form `org/name`."""
+    return _REPOSITORY.fullmatch(name) is not None
+
+
+# ---------------------------------------------------------------------- which commit
+
+
 def resolved(file: HubFile) -> HubFile:
     """The file at the commit that its revision means now; where the hub cannot be asked, what the cache knows of it."""
     if file.is_pinned:
@@ -68,12 +88,52 @@ def resolved(file: HubFile) -> HubFile:
     try:
         commit = _asked_commit(file)
     except CheckpointError as error:
-        commit = _cached_commit(file)
+        commit = None if isinstance(error.__cause__, _FINAL_ANSWERS) else _cached_commit(file)
         if commit is None:
             raise
-        logger.warning("%s; the commit of %s in the cache is used", error, file.revision)
-    logger.info("%s is commit %s of %s", file.revision, commit, file.repo)
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        logger.warning("the hub cannot be asked (%s); the commit of %s in the cache is used", reason, file.revision)
+    logger.info(
+        "%s of %s is commit %s; a branch or tag may move, --revision %s keeps this commit",
+        file.revision, file.repo, commit, commit,
+    )  # fmt: skip
     return replace(file, revision=commit)
+
+
+def note_commit(path: Path, revision: str) -> None:
+    """Writes into the cache that a revision is the commit of a fetched file, for a start without the hub.
+
+    The library does the same for what is fetched by a branch's name.
+    """
+    snapshot = path.parent
+    if _COMMIT.fullmatch(snapshot.name) is None or snapshot.parent.name != "snapshots" or revision == snapshot.name:
+        return
+    reference = snapshot.parent.parent / "refs" / revision
+    with suppress(OSError):  # a cache that may only be read
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(snapshot.name)
+
+
+_FINAL_ANSWERS = (RepositoryNotFoundError, RevisionNotFoundError)
+"""Of a hub that can be asked, whatever the cache holds."""
+
+
+def _asked_commit(file: HubFile) -> str:
+    try:
+        commit = HfApi().model_info(file.repo, revision=file.revision, timeout=ASKING_S).sha
+    except Exception as error:  # network failures have other types in every version of the library
+        raise _failure(file, error) from error
+    if commit is None or _COMMIT.fullmatch(commit) is None:
+        raise CheckpointError(f"could not fetch {file}: the hub names no commit of it; give one with --revision")
+    return commit
+
+
+def _cached_commit(file: HubFile) -> str | None:
+    path = _from_cache(file)  # in a folder that is named after the commit
+    return path.parent.name if path is not None and _COMMIT.fullmatch(path.parent.name) else None
+
+
+# ---------------------------------------------------------------------- one file, and the weights
 
 
 def fetch_weights(file: HubFile) -> Path:
@@ -88,8 +148,20 @@ def fetch_weights(file: HubFile) -> Path:
 def fetch_file(file: HubFile) -> Path:
     try:
         return _from_cache(file) or Path(hf_hub_download(file.repo, file.name, revision=file.revision))
-    except Exception as error:  # network failures have other types in every version of the library
-        raise CheckpointError(f"could not fetch {file}: {_remedy(file, error)}") from error
+    except Exception as error:  # as above
+        raise _failure(file, error) from error
+
+
+def fetch_if_there(file: HubFile) -> Path | None:
+    """None where the repository has no such file."""
+    if try_to_load_from_cache(file.repo, file.name, revision=file.revision) is _CACHED_NO_EXIST:
+        return None
+    try:
+        return fetch_file(file)
+    except CheckpointError as error:
+        if _says_absent(error.__cause__):
+            return None
+        raise
 
 
 def _from_cache(file: HubFile) -> Path | None:
@@ -99,19 +171,49 @@ def _from_cache(file: HubFile) -> Path | None:
         return None
 
 
-def _asked_commit(file: HubFile) -> str:
+# ---------------------------------------------------------------------- a whole model folder
+
+
+def fetch_folder(config: HubFile, *, with_tokenizer: bool) -> Path:
+    """Everything of a text model that lies beside its config.json, which is given at a commit."""
+    folder = fetch_file(config).parent
+    if with_tokenizer and fetch_if_there(replace(config, name=TOKENIZER_NAME)) is None:
+        raise CheckpointError(
+            f"{config.repo} at {config.revision} has no {TOKENIZER_NAME}; save one with transformers "
+            "(AutoTokenizer.from_pretrained, then save_pretrained), and pass it with --tokenizer-path"
+        )
     try:
-        commit = HfApi().model_info(file.repo, revision=file.revision, timeout=ASKING_S).sha
-    except Exception as error:  # as above
-        raise CheckpointError(f"could not fetch {file}: {_remedy(file, error)}") from error
-    if commit is None or _COMMIT.fullmatch(commit) is None:
-        raise CheckpointError(f"could not fetch {file}: the hub names no commit of it; give one with --revision")
-    return commit
+        for name in OPTIONAL_NAMES:
+            fetch_if_there(replace(config, name=name))
+    except CheckpointError as error:
+        logger.warning("%s; of %s, what the cache has is used", error, ", ".join(OPTIONAL_NAMES))
+    _fetch_safetensors(config)
+    return folder
 
 
-def _cached_commit(file: HubFile) -> str | None:
-    path = _from_cache(file)  # in a folder that is named after the commit
-    return path.parent.name if path is not None and _COMMIT.fullmatch(path.parent.name) else None
+def _fetch_safetensors(config: HubFile) -> None:
+    files = [replace(config, name=name) for name in WEIGHTS_NAMES]
+    cached = next((file for file in files if _from_cache(file) is not None), None)
+    found = cached or next((file for file in files if fetch_if_there(file) is not None), None)
+    if found is None:
+        raise CheckpointError(
+            f"{config.repo} at {config.revision} has no safetensors weights ({' or '.join(WEIGHTS_NAMES)}), and no "
+            "others are fetched by name; download its files and pass them with --model-path, or save it again as "
+            "safetensors with transformers (save_pretrained)"
+        )
+    fetch_weights(found)
+
+
+# ---------------------------------------------------------------------- why not
+
+
+def _failure(file: HubFile, error: Exception) -> CheckpointError:
+    return CheckpointError(f"could not fetch {file}: {_remedy(file, error)}")
+
+
+def _says_absent(error: BaseException | None) -> bool:
+    """Whether the hub itself said that a file is not there."""
+    return isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
 
 
 def _remedy(file: HubFile, error: Exception) -> str:

@@ -16,6 +16,9 @@ from kestrel.adapters.sources.disk_cache import AdapterDiskCache
 from kestrel.moondream.config import MOONDREAM2
 from kestrel.moondream.decoder import adapter_shape
 from tests.adapters.adapter_files import HOSTED, MD2, MD3, VARIANT
+from tests.adapters.peft_files import LLAMA, write_peft
+from tests.llama.tiny_folders import write_folder
+from tests.models.loopback_hub import running_hub
 
 from .conftest import GOLDENS, Kestrel
 
@@ -174,3 +177,23 @@ def test_every_known_model_can_say_what_an_adapter_must_fit() -> None:
     assert shapes["moondream2"].moe is None
     assert shapes["moondream3-preview"].moe is not None
     assert (shapes["moondream2"].num_layers, shapes["moondream2"].matrices["qkv"].rows) == (24, 6144)
+
+
+def test_a_folder_of_peft_is_described_and_converted(
+    kestrel: Kestrel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, folder = write_folder(tmp_path / "base", "llama"), write_peft(tmp_path / "mine")
+    told = kestrel("adapters", "inspect", folder, "--model-path", base, "--json")
+    found = json.loads(told.out)
+    assert (found["format"], found["rank"], found["alpha"], found["fits"]) == ("peft", 4, 8.0, ["base"])
+    assert (found["matrices"], found["num_layers"]) == (["q", "v"], 3)
+    assert found["metadata"]["base_model_name_or_path"] == "someone/tiny"
+    told = kestrel("adapters", "convert", folder, tmp_path / "own.safetensors", "--model-path", base)
+    assert (told.code, "rank 4, 6 matrices of base" in told.err) == (0, True)
+    before, after = load_adapter(folder, LLAMA), load_adapter(tmp_path / "own.safetensors", LLAMA)
+    assert (after.format, after.base_model, after.scale) == ("kestrel-adapter", "base", before.scale)
+    with running_hub(tmp_path / "cache", monkeypatch) as hub:
+        hub.published["someone/tiny"] = {"config.json": (base / "config.json").read_bytes()}
+        told = kestrel("adapters", "inspect", folder, "--model", "someone/tiny", "--json")
+        assert json.loads(told.out)["fits"] == ["someone/tiny"]
+        assert hub.files_asked() == {"config.json"}

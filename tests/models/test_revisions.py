@@ -5,82 +5,15 @@ Against a small hub on the loopback, through huggingface_hub itself.
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
 import pytest
-from huggingface_hub import constants
 
 from kestrel import families
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.models.hub import HubFile, fetch_file, resolved
+from tests.models.loopback_hub import NEW, OLD, OTHER, Hub
 
-OLD, NEW, OTHER = "a" * 40, "b" * 40, "c" * 40
 MODEL = HubFile("someone/model", "main", "model.safetensors")
-
-
-@dataclass
-class Hub:
-    """Every file of every commit holds the commit's name."""
-
-    names: dict[str, str] = field(default_factory=lambda: {"main": OLD, "v2": OTHER})
-    asked: list[str] = field(default_factory=list)
-    is_down: bool = False
-
-    def commit(self, revision: str) -> str | None:
-        return revision if revision in (OLD, NEW, OTHER) else self.names.get(revision)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    hub = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
-        def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def _answer(self, *, with_body: bool) -> None:
-            hub.asked.append(self.path)
-            parts = self.path.split("?")[0].split("/")
-            is_api = parts[1] == "api"
-            commit = hub.commit(parts[6] if is_api else parts[4])
-            if hub.is_down or commit is None:
-                self.send_response(500 if hub.is_down else 404)
-                self.send_header("X-Error-Code", "RevisionNotFound")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            body = json.dumps({"id": "someone/model", "sha": commit, "siblings": []}) if is_api else commit
-            self.send_response(200)
-            self.send_header("ETag", f'"{commit}"')
-            self.send_header("X-Repo-Commit", commit)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if with_body:
-                self.wfile.write(body.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    yield hub
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def test_a_commit_is_never_looked_up(hub: Hub) -> None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kestrel.adapters.adapter import AdapterId
+from kestrel.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, adapter_files
 from kestrel.adapters.single_flight import SingleFlight
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, FileStamp, stamped_copy
 from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable, ConfigError
 from kestrel.threads import Threads
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
-FILES_IN_FOLDER = ("adapter.safetensors", "final.safetensors", "final.pt", "final.pth")
+FILES_IN_FOLDER = ("adapter.safetensors", PEFT_WEIGHTS, "final.safetensors", "final.pt", "final.pth")
 _THREADS = 4
 
 
@@ -81,7 +82,7 @@ class FolderSource:
 
     async def _hash(self, adapter_id: AdapterId, entry: Path) -> AdapterCopy:
         try:
-            copy = await self._threads.run(stamped_copy, entry.resolve())
+            copy = await self._threads.run(stamped_copy, _followed(entry))
         except FileNotFoundError:
             raise AdapterNotFound(f"adapter '{adapter_id}': not in {self.title}") from None
         except OSError as error:
@@ -101,7 +102,7 @@ class FolderSource:
                     if entry.name.startswith("."):
                         continue
                     if os.path.isdir(path):  # entry.is_dir() raises for links in a circle
-                        inner = [path / name for name in FILES_IN_FOLDER if os.path.lexists(path / name)]
+                        inner = _files_in(path)
                         if inner:
                             found.setdefault(entry.name, []).extend(inner)
                     elif path.suffix in SUFFIXES:
@@ -115,8 +116,14 @@ class FolderSource:
         if len(entries) > 1:
             names = ", ".join(sorted(str(entry.relative_to(self._folder)) for entry in entries))
             return f"{self.title} has several files of this name ({names}); keep one"
+        if entries[0].name == PEFT_WEIGHTS and not os.path.lexists(entries[0]):
+            return f"it has no {PEFT_WEIGHTS}; save it as safetensors with peft (save_pretrained)"
+        problems = (self._file_problem(file) for file in adapter_files(entries[0]))
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _file_problem(self, file: Path) -> str | None:
         try:
-            target = entries[0].resolve(strict=True)
+            target = file.resolve(strict=True)
         except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
             return f"its entry in {self.title} is a link that leads nowhere"
         if not target.is_relative_to(self._folder):
@@ -135,3 +142,14 @@ class FolderSource:
         if stamp is None:
             return AdapterListing(name, self.title, problem=problem or "it cannot be read")
         return AdapterListing(name, self.title, stamp.num_bytes, stamp.modified_ns / 1e9)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Weights in an adapter's own folder; a config of peft's without them stands for those that are missing."""
+    found = [folder / name for name in FILES_IN_FOLDER if os.path.lexists(folder / name)]
+    return found or ([folder / PEFT_WEIGHTS] if os.path.lexists(folder / PEFT_CONFIG) else [])
+
+
+def _followed(entry: Path) -> Path:
+    """The file behind a link; one with a second file beside it keeps its place."""
+    return entry.resolve() if len(adapter_files(entry)) == 1 else entry.parent.resolve() / entry.name

@@ -1,4 +1,7 @@
-"""What a source of adapters is: an id goes in, a local file with a version comes out."""
+"""What a source of adapters is: an id goes in, a local file with a version comes out.
+
+An adapter of peft's is known by the file of its weights; stamps and digests of it cover its config too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kestrel.adapters.adapter import AdapterId
+from kestrel.adapters.peft import adapter_files
 
 _CHUNK_BYTES = 2**20
 
@@ -22,10 +26,18 @@ class FileStamp(NamedTuple):
     num_bytes: int
     modified_ns: int
     changed_ns: int
+    beside: tuple[FileStamp, ...] = ()
+    """Of the other files of the same adapter."""
 
     @classmethod
     def of(cls, path: Path) -> FileStamp | None:
-        """None when there is no regular file."""
+        """None when a file is missing, or not a regular one."""
+        stamps = [cls._of_one(file) for file in adapter_files(path)]
+        whole = [stamp for stamp in stamps if stamp is not None]
+        return whole[0]._replace(beside=tuple(whole[1:])) if len(whole) == len(stamps) else None
+
+    @classmethod
+    def _of_one(cls, path: Path) -> FileStamp | None:
         try:
             found = os.stat(path)
         except OSError:
@@ -92,11 +104,12 @@ class AdapterSource(Protocol):
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal."""
+    """SHA-256 of an adapter's files in hexadecimal."""
     found = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK_BYTES):
-            found.update(piece)
+    for part in adapter_files(path):
+        with part.open("rb") as file:
+            while piece := file.read(_CHUNK_BYTES):
+                found.update(piece)
     return found.hexdigest()
 
 
