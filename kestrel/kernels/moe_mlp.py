@@ -1,9 +1,12 @@
 """Mixture-of-experts MLP: each token goes through its own few experts.
 
-    ids, top = top-k of the router logits;  w = softmax(top)  in fp32
+    ids      = top-k of the router logits
+    w        = their softmax, over the chosen experts or over all, in fp32
     z        = fc1_e · x        = [h | g]
-    out_e    = fc2_e · (GELU_erf(h) · (g + 1))
+    out_e    = fc2_e · gate(h, g)
     y        = Σ_k w_k · out_{ids_k}
+
+The gate is GELU_erf(h) · (g + 1) (Moondream) or SiLU(h) · g (the usual one).
 
 Matrix products run in the dtype of x; the weighted sum runs in fp32 over a token's experts in routing order, so the
 result of a token does not depend on where it stands in the batch.
@@ -13,20 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels.fp8 import rows_to_fp8
+from kestrel.kernels.linear import silu_gate
 from kestrel.kernels.low_rank import low_rank
 
+Gate: TypeAlias = Literal["gelu", "silu"]
 
-def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(weights [T, k] fp32 summing to one, expert ids [T, k]), most likely expert first."""
-    top_TK, ids_TK = router_logits_TE.float().topk(k, dim=1)
-    return top_TK.softmax(dim=1), ids_TK
+
+def route_top_k(router_logits_TE: Tensor, k: int, *, over_all: bool = False) -> tuple[Tensor, Tensor]:
+    """(weights [T, k] fp32, expert ids [T, k]), most likely expert first.
+
+    Weights sum to one; `over_all`: with those of the experts that were not chosen.
+    """
+    logits_TE = router_logits_TE.float()
+    top_TK, ids_TK = logits_TE.topk(k, dim=1)
+    weights_TK = logits_TE.softmax(dim=1).gather(1, ids_TK) if over_all else top_TK.softmax(dim=1)
+    return weights_TK, ids_TK
 
 
 def moe_mlp(
@@ -37,6 +48,8 @@ def moe_mlp(
     fc2_EDI: Tensor,
     fc1_scale_EF: Tensor | None = None,
     fc2_scale_ED: Tensor | None = None,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """y [T, D] for routed tokens; F = 2·I. Reads the number of tokens per expert on the host.
 
@@ -46,7 +59,7 @@ def moe_mlp(
 
     def run_expert(expert: int, _: Tensor, x_ND: Tensor) -> Tensor:
         fc1_FD = _widened(fc1_EFD[expert], fc1_scale_EF, expert, x_ND.dtype)
-        return expert_mlp(x_ND, fc1_FD, _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
+        return expert_mlp(x_ND, fc1_FD, _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype), gate)
 
     return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
 
@@ -59,12 +72,14 @@ def moe_mlp_fp8(
     fc2_EDI: Tensor,
     fc1_scale_EF: Tensor,
     fc2_scale_ED: Tensor,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """`moe_mlp` over matrices in float8 with rows of x, and of what is between the matrices, rounded to float8 too."""
 
     def run_expert(expert: int, _: Tensor, x_ND: Tensor) -> Tensor:
         fc1_FD = _widened(fc1_EFD[expert], fc1_scale_EF, expert, x_ND.dtype)
-        hidden_NI = gate_hidden(functional.linear(_rounded(x_ND), fc1_FD))
+        hidden_NI = gate_hidden(functional.linear(_rounded(x_ND), fc1_FD), gate)
         return functional.linear(_rounded(hidden_NI), _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
 
     return mix_experts(x_TD, weights_TK, ids_TK, fc1_EFD.shape[0], run_expert)
@@ -97,13 +112,15 @@ def moe_mlp_adapted(
     fc1_scale_EF: Tensor | None,
     fc2_scale_ED: Tensor | None,
     deltas: ExpertDeltas,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """`moe_mlp` with the low-rank deltas of each token's adapter added to both matrices of each of its experts."""
 
     def run_expert(expert: int, positions_N: Tensor, x_ND: Tensor) -> Tensor:
         slot_N = deltas.slot_T[positions_N]
         z_NF = functional.linear(x_ND, _widened(fc1_EFD[expert], fc1_scale_EF, expert, x_ND.dtype))
-        hidden_NI = gate_hidden(_with_deltas(z_NF, x_ND, slot_N, deltas.fc1, expert))
+        hidden_NI = gate_hidden(_with_deltas(z_NF, x_ND, slot_N, deltas.fc1, expert), gate)
         y_ND = functional.linear(hidden_NI, _widened(fc2_EDI[expert], fc2_scale_ED, expert, x_ND.dtype))
         return _with_deltas(y_ND, hidden_NI, slot_N, deltas.fc2, expert)
 
@@ -151,12 +168,14 @@ def mix_experts(
     return (out_TKD * weights_TK[:, :, None]).sum(dim=1).to(x_TD.dtype)
 
 
-def expert_mlp(x_ND: Tensor, fc1_FD: Tensor, fc2_DI: Tensor) -> Tensor:
+def expert_mlp(x_ND: Tensor, fc1_FD: Tensor, fc2_DI: Tensor, gate: Gate = "gelu") -> Tensor:
     """One expert on the tokens routed to it."""
-    return functional.linear(gate_hidden(functional.linear(x_ND, fc1_FD)), fc2_DI)
+    return functional.linear(gate_hidden(functional.linear(x_ND, fc1_FD), gate), fc2_DI)
 
 
-def gate_hidden(z_NF: Tensor) -> Tensor:
-    """GELU(h) · (g + 1) of z = [h | g]."""
-    hidden, gate = z_NF.chunk(2, dim=1)
-    return functional.gelu(hidden) * (gate + 1.0)
+def gate_hidden(z_NF: Tensor, gate: Gate = "gelu") -> Tensor:
+    """What goes into fc2, of z = [h | g]."""
+    if gate == "silu":
+        return silu_gate(z_NF)
+    h_NI, g_NI = z_NF.chunk(2, dim=1)
+    return functional.gelu(h_NI) * (g_NI + 1.0)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from kestrel.kernels.norms import rms_norm
 from kestrel.kernels.paged_attention import write_kv
+from kestrel.kernels.rope_scaling import RopeScaling
 
 # ---------------------------------------------------------------------- rotation
 # Rotary position embedding over the first dimensions of each head.
@@ -23,12 +24,20 @@ from kestrel.kernels.paged_attention import write_kv
 # and at a position of a thousand they are a thousand times as large.
 
 
-def rope_tables(num_positions: int, rotary_dim: int, theta: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    num_positions: int,
+    rotary_dim: int,
+    theta: float,
+    device: torch.device | str,
+    scaling: RopeScaling | None = None,
+) -> tuple[Tensor, Tensor]:
     """cos and sin for positions 0 … num_positions-1, each [num_positions, rotary_dim / 2], fp32."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    inv_freq = 1.0 / (theta ** exponents.double()).float()
+    powers = (theta ** exponents.double()).float()
+    inv_freq = 1.0 / powers if scaling is None else scaling.frequencies(theta, powers)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), inv_freq)
-    return angles.double().cos().float(), angles.double().sin().float()
+    cos, sin = angles.double().cos().float(), angles.double().sin().float()
+    return (cos, sin) if scaling is None else (cos * scaling.magnitude, sin * scaling.magnitude)
 
 
 def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from kestrel.kernels.moe_mlp import gate_hidden, mix_experts
+from kestrel.kernels.moe_mlp import Gate, gate_hidden, mix_experts
 from kestrel.layers.linear import ExpertMatrices
 
 
@@ -21,6 +21,10 @@ class Adapt:
 
     is_base_T: Tensor | None = None
     """Which positions use the base model alone; given by an `Adapt` that works on joined matrices."""
+
+    def has(self, matrix: str) -> bool:
+        """Whether adapters of this model may change that matrix of its layers."""
+        return True
 
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
         raise NotImplementedError
@@ -56,12 +60,13 @@ class Adapt:
         ids_TK: Tensor,
         fc1: ExpertMatrices,
         fc2: ExpertMatrices,
+        gate: Gate,
     ) -> Tensor:
         """The router is the base model's own; what an expert makes of a position is adapted."""
 
         def run_expert(expert: int, positions_N: Tensor, x_ND: Tensor) -> Tensor:
             z_NF = functional.linear(x_ND, fc1.matrix(expert, x_ND.dtype))
-            hidden_NI = gate_hidden(self.expert(layer, "fc1", expert, positions_N, x_ND, z_NF))
+            hidden_NI = gate_hidden(self.expert(layer, "fc1", expert, positions_N, x_ND, z_NF), gate)
             y_ND = functional.linear(hidden_NI, fc2.matrix(expert, x_ND.dtype))
             return self.expert(layer, "fc2", expert, positions_N, hidden_NI, y_ND)
 

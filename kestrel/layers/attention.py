@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.kernels.rope_scaling import RopeScaling
 from kestrel.kernels.rotary import apply_rope, rope_tables, scale_heads, tau_factors
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.linear import Linear, Rows
@@ -27,9 +28,10 @@ class Rope(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, max_context: int, rotary_dim: int, theta: float) -> None:
+    def __init__(self, max_context: int, rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self._shape = (max_context, rotary_dim, theta)
+        self._scaling = scaling
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
         self.reset_buffers(torch.get_default_device())
@@ -39,7 +41,7 @@ class Rope(nn.Module):
             max_context, rotary_dim, _ = self._shape
             self.cos, self.sin = torch.empty(2, max_context, rotary_dim // 2, device=device)
         else:
-            self.cos, self.sin = rope_tables(*self._shape, device=device)
+            self.cos, self.sin = rope_tables(*self._shape, device=device, scaling=self._scaling)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
         # `fn` may cast to half precision or leave memory uninitialised; only its device counts here.

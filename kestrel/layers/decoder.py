@@ -52,7 +52,7 @@ class ParallelBlock(nn.Module):
         if isinstance(self.mlp, Mlp) and self._joined is None:
             self._joined = (joined_rows(self.attn.qkv, self.mlp.fc1), joined_columns(self.attn.proj, self.mlp.fc2))
 
-    def to_fp8(self) -> None:
+    def to_fp8(self, *, experts_only: bool = False) -> None:
         """The matrices of a dense block, or the experts alone."""
         if isinstance(self.mlp, Moe):
             self.mlp.to_fp8()
@@ -122,17 +122,25 @@ class ParallelBlock(nn.Module):
 class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, layer: int, attn_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | GatedMlp) -> None:
+    def __init__(
+        self, layer: int, attn_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | GatedMlp | Moe
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.ln1, self.attn, self.ln2, self.mlp = attn_norm, attention, mlp_norm, mlp
 
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self.mlp, Moe)
+
     def join(self) -> None:
         """Nothing: the halves follow each other."""
 
-    def to_fp8(self) -> None:
-        for linear in (self.attn.qkv, self.attn.proj, *(getattr(self.mlp, name) for name in self.mlp.matrices)):
-            linear.to_fp8()
+    def to_fp8(self, *, experts_only: bool = False) -> None:
+        """The router stays as it is."""
+        attention = () if experts_only else (self.attn.qkv, self.attn.proj)
+        for matrix in (*attention, *(getattr(self.mlp, name) for name in self.mlp.matrices)):
+            matrix.to_fp8()
 
     def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
         """(residual stream, what is still to be added to it): first before the block, then after it."""
@@ -140,12 +148,15 @@ class SequentialBlock(nn.Module):
         to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(len(x_TD))
         x_TD, y = self.ln1.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
-            x_TD, y = self.ln2.of_sum(x_TD, (self.attn(y, self.layer, step),), to_fp8=to_fp8)
+            a_TD = self.attn(y, self.layer, step)
+            x_TD, y = self.ln2.of_sum(x_TD, (a_TD,), to_fp8=to_fp8 and not self.has_experts)
             return x_TD, (self.mlp(y),)
         assert not isinstance(y, Fp8Rows)
         mixed_TD = self.attn.mix(adapt.linear(self.layer, "qkv", y, self.attn.qkv(y)), self.layer, step)
         x_TD, y = self.ln2.of_sum(x_TD, (adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD)),))
         assert not isinstance(y, Fp8Rows)
+        if not adapt.has(self.mlp.matrices[0]):
+            return x_TD, (self.mlp(y),)
         return x_TD, (self.mlp.adapted(y, self.layer, adapt),)
 
 
@@ -198,13 +209,19 @@ class TextDecoder(nn.Module):
     def to_fp8(self, *, experts_only: bool = False) -> None:
         """From now on run on float8 matrices, which take the place of the blocks' own."""
         for block in self._blocks():
-            if not experts_only or (isinstance(block, ParallelBlock) and block.has_experts):
-                block.to_fp8()
+            if block.has_experts or not experts_only:
+                block.to_fp8(experts_only=experts_only)
         self.quantization = "fp8-experts" if experts_only else "fp8"
 
+    @property
+    def has_experts(self) -> bool:
+        return any(block.has_experts for block in self._blocks())
+
     def matrix_sides(self) -> set[int]:
-        """Of the blocks' matrices."""
-        return {side for layer in self.blocks.modules() if isinstance(layer, Linear) for side in layer.weight.shape}
+        """Of the blocks' matrices that may become float8, experts apart."""
+        layers = list(self.blocks.modules())
+        routers = {layer.router for layer in layers if isinstance(layer, Moe)}
+        return {s for layer in layers if isinstance(layer, Linear) and layer not in routers for s in layer.weight.shape}
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.wte)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kestrel.kernels.moe_mlp import Gate
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.linear import ExpertMatrices, Fp8Rows, Linear, Rows
@@ -66,11 +67,26 @@ class Moe(nn.Module):
 
     ops: Ops = PLAIN
     matrices = ("fc1", "fc2")
+    gate: Gate = "gelu"
+    weights_over_all = False
 
-    def __init__(self, dim: int, inner_dim: int, num_experts: int, experts_per_token: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        inner_dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        gate: Gate = "gelu",
+        weights_over_all: bool = False,
+        router_bias: bool = True,
+    ) -> None:
+        """`weights_over_all`: a token's weights are its probabilities of the chosen experts, which sum to less than
+        one; otherwise they are scaled to one."""
         super().__init__()
         self.experts_per_token = experts_per_token
-        self.router = Linear(dim, num_experts)
+        self.gate, self.weights_over_all = gate, weights_over_all
+        self.router = Linear(dim, num_experts, bias=router_bias)
         self.fc1 = ExpertMatrices(num_experts, 2 * inner_dim, dim)
         self.fc2 = ExpertMatrices(num_experts, dim, inner_dim)
 
@@ -78,14 +94,17 @@ class Moe(nn.Module):
         weights_TK, ids_TK = self._route(x_TD)
         is_fp8 = self.fc1.scale_EF is not None
         run = self.ops.moe_mlp_fp8 if is_fp8 and len(x_TD) > MAX_EXACT_ROWS else self.ops.moe_mlp
-        return run(x_TD, weights_TK, ids_TK, self.fc1.weight, self.fc2.weight, self.fc1.scale_EF, self.fc2.scale_EF)
+        return run(
+            x_TD, weights_TK, ids_TK, self.fc1.weight, self.fc2.weight, self.fc1.scale_EF, self.fc2.scale_EF,
+            gate=self.gate,
+        )  # fmt: skip
 
     def adapted(self, x_TD: Tensor, layer: int, adapt: Adapt) -> Tensor:
-        return adapt.experts(layer, x_TD, *self._route(x_TD), self.fc1, self.fc2)
+        return adapt.experts(layer, x_TD, *self._route(x_TD), self.fc1, self.fc2, self.gate)
 
     def to_fp8(self) -> None:
         self.fc1.to_fp8()
         self.fc2.to_fp8()
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.route_top_k(self.router(x_TD), self.experts_per_token)
+        return self.ops.route_top_k(self.router(x_TD), self.experts_per_token, over_all=self.weights_over_all)

@@ -1,1 +1,1 @@
-"""Text models of the Llama kind: Llama, Mistral, Qwen2 and Qwen3, one decoder with flags read from config.json."""
+"""Text models of the Llama kind (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), one decoder with flags of config.json."""

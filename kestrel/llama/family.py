@@ -11,7 +11,7 @@ import torch
 
 from kestrel.adapters import AdapterShape
 from kestrel.errors import CheckpointError
-from kestrel.llama.config import MODEL_TYPES, LlamaConfig
+from kestrel.llama.config import MODEL_TYPES, LlamaConfig, read_generation
 from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
 from kestrel.llama.random_models import RANDOM_NAMES, random_llama, write_random_folder
 from kestrel.models.checkpoint_files import open_checkpoint
@@ -44,7 +44,7 @@ class LlamaFamily(ModelFamily):
     def load(
         self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
     ) -> LoadedLlama:
-        config = LlamaConfig.from_dict(located.config)
+        config = LlamaConfig.from_dict(located.config, read_generation(located.weights.parent))
         tokenizer = TextTokenizer.from_file(located.tokenizer)
         if tokenizer.vocab_size > config.vocab_size:
             raise CheckpointError(
@@ -69,6 +69,7 @@ class LlamaFamily(ModelFamily):
             tokenizer=tokenizer,
             bos=config.bos_id if tokenizer.start_id == config.bos_id else None,
             stop_ids=config.stop_ids,
+            defaults=config.defaults,
         )
 
     def random(self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]) -> LoadedLlama:

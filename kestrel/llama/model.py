@@ -11,7 +11,7 @@ from torch import Tensor
 from kestrel.adapters import AdaptedMatrix, AdapterShape
 from kestrel.layers.attention import Attention, Rope
 from kestrel.layers.decoder import SequentialBlock, TextDecoder
-from kestrel.layers.mlp import GatedMlp
+from kestrel.layers.mlp import GatedMlp, Moe
 from kestrel.layers.norm import RmsNorm
 from kestrel.llama.config import LlamaConfig
 from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
@@ -19,28 +19,29 @@ from kestrel.models.contract import DecoderShape
 from kestrel.models.family import Progress, no_progress
 from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source
 
-_OUTER = {"model.embed_tokens.weight": "wte", "model.norm.weight": "post_ln.weight", "lm_head.weight": "lm_head.weight"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_MODULES = {
-    "input_layernorm": "ln1",
-    "post_attention_layernorm": "ln2",
-    "self_attn.o_proj": "attn.proj",
-    "self_attn.q_norm": "attn.q_norm",
-    "self_attn.k_norm": "attn.k_norm",
-    "mlp.down_proj": "mlp.down",
-}
-_JOINED = {
+_OUTER = {"wte": "model.embed_tokens.weight", "post_ln.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+_LAYER = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
+_PARTS = {
+    "ln1": ("input_layernorm",),
     "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.proj": ("self_attn.o_proj",),
+    "ln2": ("post_attention_layernorm",),
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+    "mlp.router": ("mlp.gate",),
 }
-"""Matrices that lie one above the other here."""
+"""What the checkpoint's modules make of a module here: their tensors lie one above the other."""
+_EXPERT_PARTS = {"mlp.fc1": ("gate_proj", "up_proj"), "mlp.fc2": ("down_proj",)}
+"""The same for each expert."""
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tables that old checkpoints hold and everybody computes."""
 
 
 class LlamaModel(TextDecoder):
     def __init__(self, config: LlamaConfig) -> None:
-        rope = Rope(config.max_context, config.head_dim, config.rope_theta)
+        rope = Rope(config.max_context, config.head_dim, config.rope_theta, config.rope_scaling)
         blocks = (_block(config, layer) for layer in range(config.n_layers))
         norm = RmsNorm(config.dim, config.norm_eps)
         super().__init__(config.vocab_size, config.dim, blocks, norm, rope, is_tied=config.is_tied)
@@ -58,7 +59,22 @@ def _block(config: LlamaConfig, layer: int) -> SequentialBlock:
         qk_norm_eps=config.norm_eps if config.has_qk_norm else None,
     )
     norms = [RmsNorm(config.dim, config.norm_eps) for _ in range(2)]
-    return SequentialBlock(layer, norms[0], attention, norms[1], GatedMlp(config.dim, config.ff_dim))
+    return SequentialBlock(layer, norms[0], attention, norms[1], _mlp(config, layer))
+
+
+def _mlp(config: LlamaConfig, layer: int) -> GatedMlp | Moe:
+    experts = config.experts
+    if experts is None or layer not in experts.layers:
+        return GatedMlp(config.dim, config.ff_dim)
+    return Moe(
+        config.dim,
+        experts.inner_dim,
+        experts.num_experts,
+        experts.experts_per_token,
+        gate="silu",
+        weights_over_all=experts.weights_over_all,
+        router_bias=False,
+    )
 
 
 def decoder_shape(config: LlamaConfig) -> DecoderShape:
@@ -73,19 +89,20 @@ def decoder_shape(config: LlamaConfig) -> DecoderShape:
 
 
 def adapter_shape(config: LlamaConfig) -> AdapterShape:
+    """With experts attention alone: adapters of such models hold a whole rank for each expert, which has no slots."""
     dim, q_dim, kv_dim, ff_dim = config.dim, config.q_dim, config.kv_dim, config.ff_dim
-    return AdapterShape(
-        config.n_layers,
-        {
-            "q": AdaptedMatrix(q_dim, dim, "qkv"),
-            "k": AdaptedMatrix(kv_dim, dim, "qkv", first_row=q_dim),
-            "v": AdaptedMatrix(kv_dim, dim, "qkv", first_row=q_dim + kv_dim),
-            "o": AdaptedMatrix(dim, q_dim, "proj"),
-            "gate": AdaptedMatrix(ff_dim, dim, "gate_up"),
-            "up": AdaptedMatrix(ff_dim, dim, "gate_up", first_row=ff_dim),
-            "down": AdaptedMatrix(dim, ff_dim, "down"),
-        },
-    )
+    attention = {
+        "q": AdaptedMatrix(q_dim, dim, "qkv"),
+        "k": AdaptedMatrix(kv_dim, dim, "qkv", first_row=q_dim),
+        "v": AdaptedMatrix(kv_dim, dim, "qkv", first_row=q_dim + kv_dim),
+        "o": AdaptedMatrix(dim, q_dim, "proj"),
+    }
+    feed_forward = {
+        "gate": AdaptedMatrix(ff_dim, dim, "gate_up"),
+        "up": AdaptedMatrix(ff_dim, dim, "gate_up", first_row=ff_dim),
+        "down": AdaptedMatrix(dim, ff_dim, "down"),
+    }
+    return AdapterShape(config.n_layers, attention if config.experts is not None else {**attention, **feed_forward})
 
 
 # ---------------------------------------------------------------------- weights
@@ -111,30 +128,50 @@ def plan_load(tensors: Mapping[str, TensorInfo], model: LlamaModel) -> LoadPlan:
     """A source for every parameter that the headers offer, and what is left over."""
     problems: list[str] = []
     sources: dict[str, Source] = {}
-    unexpected: list[str] = []
-    parts = {part: name for name, names in _JOINED.items() for part in names}
-    for name, info in tensors.items():
-        found = _LAYER.fullmatch(name)
-        if found is None or found[2] not in {**_MODULES, **parts}:
-            own = _OUTER.get(name)
-            is_twin = own == "lm_head.weight" and model.config.is_tied
-            if own is not None and not is_twin:
-                sources[own] = plain_source(name, info, problems)
-            elif not is_twin and _COMPUTED.fullmatch(name) is None:
-                unexpected.append(name)
-        elif found[2] in _MODULES:
-            sources[f"blocks.{found[1]}.{_MODULES[found[2]]}.{found[3]}"] = plain_source(name, info, problems)
-        else:
-            joined = parts[found[2]]
-            names = [f"model.layers.{found[1]}.{part}.{found[3]}" for part in _JOINED[joined]]
-            target = f"blocks.{found[1]}.{joined}.{found[3]}"
-            if target not in sources and all(part in tensors for part in names):
-                each = [plain_source(part, tensors[part], problems) for part in names]
-                rows = sum(source.shape[0] for source in each)
-                sources[target] = Source(tuple(names), (rows, *each[0].shape[1:]), _copy_stacked)
-    return LoadPlan(sources, unexpected, problems)
+    unused = dict.fromkeys(name for name in tensors if _COMPUTED.fullmatch(name) is None)
+    for parameter, value in model.named_parameters():
+        names = _tensors_of(parameter, model.config)
+        if all(name in tensors for name in names):
+            each = [plain_source(name, tensors[name], problems) for name in names]
+            sources[parameter] = _stacked(each, len(value) if value.ndim == 3 else None, problems)
+        for name in names:
+            unused.pop(name, None)
+    if model.config.is_tied:
+        unused.pop(_OUTER["lm_head.weight"], None)
+    return LoadPlan(sources, list(unused), problems)
+
+
+def _tensors_of(parameter: str, config: LlamaConfig) -> list[str]:
+    """The checkpoint's names of what a parameter is made of, in order."""
+    if parameter in _OUTER:
+        return [_OUTER[parameter]]
+    found = _LAYER.fullmatch(parameter)
+    assert found is not None, parameter
+    layer, module, leaf = found.groups()
+    if module in _EXPERT_PARTS:
+        assert config.experts is not None
+        experts = [f"mlp.experts.{expert}" for expert in range(config.experts.num_experts)]
+        parts = [f"{expert}.{part}" for expert in experts for part in _EXPERT_PARTS[module]]
+    else:
+        parts = list(_PARTS[module])
+    return [f"model.layers.{layer}.{part}.{leaf}" for part in parts]
+
+
+def _stacked(each: Sequence[Source], num_experts: int | None, problems: list[str]) -> Source:
+    """The tensors one above the other, expert by expert where there are some."""
+    if len(each) == 1 and num_experts is None:
+        return each[0]
+    size = len(each) // (num_experts or 1)
+    shapes = {tuple(source.shape for source in each[start : start + size]) for start in range(0, len(each), size)}
+    if len(shapes) > 1 or len({source.shape[1:] for source in each}) > 1 or not each[0].shape:
+        problems.append(f"{each[0].names[0]} and the tensors that belong to it do not fit each other")
+    shape = (sum(sum(source.shape[:1]) for source in each[:size]), *each[0].shape[1:])
+    names = tuple(source.names[0] for source in each)
+    return Source(names, shape if num_experts is None else (num_experts, *shape), _copy_stacked)
 
 
 def _copy_stacked(target: Tensor, tensors: Sequence[Tensor]) -> None:
-    for own, given in zip(target.split([len(one) for one in tensors]), tensors, strict=True):
+    """Experts come one after the other."""
+    rows = target.flatten(0, 1) if target.ndim == 3 else target
+    for own, given in zip(rows.split([len(one) for one in tensors]), tensors, strict=True):
         own.copy_(given)

@@ -36,6 +36,9 @@ class SingleAdapter(Adapt):
             for target, pair in adapter.targets.items()
         }
 
+    def has(self, matrix: str) -> bool:
+        return self._shape is None or matrix in self._shape.places
+
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
         parts = () if self._shape is None else self._shape.places.get(matrix, ())
         if self._shape is None or len(parts) < 2:

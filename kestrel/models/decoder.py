@@ -45,9 +45,9 @@ class TextModelDecoder:
 
     def quantise(self, quantization: str) -> None:
         if needs_quantising(self._text.quantization, quantization):
-            refuse_experts_only(quantization, has_experts=False)
+            refuse_experts_only(quantization, has_experts=self._text.has_experts)
             check_widths(quantization, self._text.matrix_sides())
-            self._text.to_fp8()
+            self._text.to_fp8(experts_only=quantization == "fp8-experts")
 
     def embed_text(self, ids_T: Tensor) -> Tensor:
         return self._text.embed(ids_T)

@@ -20,7 +20,7 @@ from kestrel.skills.base import SkillDefaults, Template
 
 CAPTION_LENGTHS = ("short", "normal", "long")
 SKILL_TEMPLATES = ("query", "detect", "point", "segment")
-MAY_BE_ZERO = ("start_layer", "overlap_margin", "temperature")
+MAY_BE_ZERO = ("start_layer", "overlap_margin", "temperature", "top_k", "min_p")
 
 
 class DataclassType(Protocol):

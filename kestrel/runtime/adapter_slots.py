@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
 from kestrel.adapters.adapter import SIDES
 from kestrel.kernels.low_rank import SlotFactors, stored_rank
-from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors
+from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, Gate
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.linear import ExpertMatrices
@@ -38,7 +38,7 @@ class AdapterSlots:
         self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         rank = stored_rank(max_rank)
-        self._places = tuple(shape.places)
+        self.places = tuple(shape.places)
         self._buffers = {
             (layer, place): SlotBuffers(
                 *(
@@ -47,12 +47,12 @@ class AdapterSlots:
                 )
             )
             for layer in range(shape.num_layers)
-            for place in self._places
+            for place in self.places
         }
         self.num_slots = num_slots
         self._shape = shape
         # One slot more for the base model, whose rank stays 0.
-        sizes = (shape.num_layers, len(self._places), num_slots + 1)
+        sizes = (shape.num_layers, len(self.places), num_slots + 1)
         self._rank_LMS = torch.zeros(sizes, dtype=torch.int32, device=device)
         self.reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
@@ -86,7 +86,7 @@ class AdapterSlots:
             buffers.b[slot, ..., end : stored_rank(end)] = 0.0
 
     def _load_ranks(self, slot: int, adapter: Adapter) -> None:
-        ranks = [[self._rank(adapter, layer, place) for place in self._places] for layer in range(len(self._rank_LMS))]
+        ranks = [[self._rank(adapter, layer, place) for place in self.places] for layer in range(len(self._rank_LMS))]
         self._rank_LMS[:, :, slot] = upload(ranks, self._rank_LMS.device, torch.int32)
         self.reads_norm_S[slot] = int(adapter.proj_input == "block_norm")
 
@@ -105,7 +105,7 @@ class AdapterSlots:
 
     def _at(self, layer: int, matrix: str) -> tuple[Tensor, Tensor, Tensor]:
         a, b = self._buffers[layer, matrix]
-        return a, b, self._rank_LMS[layer, self._places.index(matrix)]
+        return a, b, self._rank_LMS[layer, self.places.index(matrix)]
 
 
 class SlotAdapt(Adapt):
@@ -123,6 +123,9 @@ class SlotAdapt(Adapt):
         self._slot_T = slot_T
         self._ops = ops
         self._tiles = ops.tile_slots(slot_T, slots.num_slots)
+
+    def has(self, matrix: str) -> bool:
+        return matrix in self._slots.places
 
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
         self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix))
@@ -157,9 +160,10 @@ class SlotAdapt(Adapt):
         ids_TK: Tensor,
         fc1: ExpertMatrices,
         fc2: ExpertMatrices,
+        gate: Gate,
     ) -> Tensor:
         factors = (self._slots.expert_factors(layer, "fc1"), self._slots.expert_factors(layer, "fc2"))
         return self._ops.moe_mlp_adapted(
             x_TD, weights_TK, ids_TK, fc1.weight, fc2.weight, fc1.scale_EF, fc2.scale_EF,
-            ExpertDeltas(self._slot_T, *factors),
+            ExpertDeltas(self._slot_T, *factors), gate=gate,
         )  # fmt: skip

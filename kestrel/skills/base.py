@@ -91,6 +91,9 @@ class SkillDefaults:
     max_new_tokens: int = 768
     max_objects: int = 150
     reasoning: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,13 +126,16 @@ class BuiltinSkill(SkillSpec[SampledT]):
         self._draw_seed = draw_seed
 
     def text_sampling(self, values: Values, profile: ModelProfile) -> SamplingParams:
-        """Free text: the model's own temperature and top-p unless the request says otherwise."""
+        """Free text: as the model's own defaults say unless the request does."""
         defaults = profile.defaults
         return values.sampling(
             temperature=defaults.temperature,
             top_p=defaults.top_p,
             max_new_tokens=defaults.max_new_tokens,
             draw_seed=self._draw_seed,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
         )
 
     def greedy_sampling(self, values: Values, max_new_tokens: int) -> SamplingParams:

@@ -47,10 +47,17 @@ class Values:
         return self.settings.get("adapter")
 
     def sampling(
-        self, *, temperature: float, top_p: float, max_new_tokens: int, draw_seed: DrawSeed = random_seed
+        self,
+        *,
+        temperature: float,
+        top_p: float,
+        max_new_tokens: int,
+        draw_seed: DrawSeed = random_seed,
+        **others: float,
     ) -> SamplingParams:
-        """How to sample; the arguments are the skill's defaults. A seed is drawn when chance plays a part."""
-        given = {"temperature": temperature, "top_p": top_p, **self.settings}
+        """How to sample; the arguments are the skill's defaults, `others` those of further settings by their names. A
+        seed is drawn when chance plays a part."""
+        given = {"temperature": temperature, "top_p": top_p, **others, **self.settings}
         if "seed" not in given:
             given["seed"] = draw_seed() if given["temperature"] > 0.0 else 0
         max_new_tokens = given.get("max_tokens", max_new_tokens)

@@ -14,14 +14,17 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def token_by_token(x: Tensor, weights: Tensor, ids: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+def token_by_token(
+    x: Tensor, weights: Tensor, ids: Tensor, fc1: Tensor, fc2: Tensor, *, has_silu: bool = False
+) -> Tensor:
     rows = []
     for t in range(x.shape[0]):
         row = torch.zeros(x.shape[1])
         for weight, expert in zip(weights[t], ids[t], strict=True):
             hidden, gate = (fc1[expert].float() @ x[t].float()).chunk(2)
             erf_gelu = 0.5 * hidden * (1.0 + torch.erf(hidden / 2**0.5))
-            row = row + weight * (fc2[expert].float() @ (erf_gelu * (gate + 1.0)))
+            gated = hidden * torch.sigmoid(hidden) * gate if has_silu else erf_gelu * (gate + 1.0)
+            row = row + weight * (fc2[expert].float() @ gated)
         rows.append(row)
     return torch.stack(rows)
 
@@ -42,6 +45,21 @@ def test_grouping_by_expert_changes_nothing(num_tokens: int, num_experts: int, k
     weights, ids = route_top_k(torch.randn(num_tokens, num_experts), k)
     expected = token_by_token(x, weights, ids, fc1, fc2)
     torch.testing.assert_close(moe_mlp(x, weights, ids, fc1, fc2), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_may_be_that_of_silu() -> None:
+    fc1, fc2 = experts(8, 16, 8)
+    x = torch.randn(7, 16)
+    weights, ids = route_top_k(torch.randn(7, 8), 3)
+    expected = token_by_token(x, weights, ids, fc1, fc2, has_silu=True)
+    torch.testing.assert_close(moe_mlp(x, weights, ids, fc1, fc2, gate="silu"), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_over_all_experts_are_their_probabilities() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    weights, ids = route_top_k(logits, 2, over_all=True)
+    assert ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(weights, logits.softmax(dim=1)[:, [1, 3]])
 
 
 def test_routing_takes_the_largest_logits_and_their_own_softmax() -> None:

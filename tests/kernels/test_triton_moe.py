@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kestrel.kernels.fp8 import weights_to_fp8
+from kestrel.kernels.moe_mlp import Gate, moe_mlp_fp8, route_top_k
 from kestrel.kernels.moe_mlp import moe_mlp as plain
-from kestrel.kernels.moe_mlp import moe_mlp_fp8, route_top_k
 from kestrel.kernels.triton.moe_grouped import Tuning, group_pairs, moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import Tuning as SmallTuning
 from kestrel.kernels.triton.moe_mlp import moe_small
@@ -54,6 +54,15 @@ def test_tokens_go_through_their_experts_as_in_the_plain_version(
 
 @devices
 @BOTH
+@sweep("case", CASES, always=["odd sizes"])
+def test_the_gate_of_silu_is_that_of_the_plain_version(case: str, run: Callable[..., Tensor], device: str) -> None:
+    given = routed(case, device)
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+    torch.testing.assert_close(run(*given, gate="silu").double(), plain(*wide, gate="silu"), rtol=1e-5, atol=1e-5)
+
+
+@devices
+@BOTH
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(
     run: Callable[..., Tensor], device: str
 ) -> None:
@@ -76,16 +85,24 @@ def test_experts_of_float8_are_read_with_a_scale_per_output(run: Callable[..., T
 
 @devices
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # places of no pair hold anything, also what is no number
-@pytest.mark.parametrize("tuning", [None, Tuning(rows_per_block=16, gate_outputs=16, mix_outputs=32, block_in=32)])
-def test_rows_of_float8_go_through_experts_of_float8(tuning: Tuning | None, device: str) -> None:
+@pytest.mark.parametrize(
+    ("tuning", "gate"),
+    [
+        (None, "gelu"),
+        (None, "silu"),
+        (Tuning(rows_per_block=16, gate_outputs=16, mix_outputs=32, block_in=32), "gelu"),
+    ],
+)
+def test_rows_of_float8_go_through_experts_of_float8(tuning: Tuning | None, gate: Gate, device: str) -> None:
     draw = Draw(device, HALF[device])
     x, fc1, fc2 = draw(40, 64), draw(4, 64, 64, scale=0.3), draw(4, 64, 32, scale=0.3)
     weights, ids = route_top_k(draw(40, 4), 2)
     (narrow1, scale1), (narrow2, scale2) = (weights_to_fp8(m.flatten(0, 1)) for m in (fc1, fc2))
     experts = (narrow1.view_as(fc1), narrow2.view_as(fc2), scale1.view(4, -1), scale2.view(4, -1))
-    got, expected = moe_grouped_fp8(x, weights, ids, *experts, tuning=tuning), moe_mlp_fp8(x, weights, ids, *experts)
+    got = moe_grouped_fp8(x, weights, ids, *experts, tuning=tuning, gate=gate)
+    expected = moe_mlp_fp8(x, weights, ids, *experts, gate=gate)
     # The interpreter rounds some numbers of float8 to their half.
-    exact = plain(x, weights, ids, fc1, fc2).double()
+    exact = plain(x, weights, ids, fc1, fc2, gate=gate).double()
     assert distance(got, expected.double()) < (2e-2 if device == "cuda" else 8e-2) * exact.norm()
     assert distance(expected, exact) < 0.1 * exact.norm()
 

@@ -68,6 +68,13 @@ def test_tokens_get_the_deltas_of_their_adapters(num_tokens: int, device: str) -
 
 
 @devices
+def test_the_gate_of_silu_comes_after_the_deltas(device: str) -> None:
+    inputs, deltas = drawn(6, device, torch.float32)
+    expected = moe_mlp_adapted(*inputs, None, None, deltas, gate="silu")
+    torch.testing.assert_close(moe_grouped(*inputs, deltas=deltas, gate="silu"), expected, rtol=1e-4, atol=1e-4)
+
+
+@devices
 def test_ranks_may_be_larger_than_what_is_added_at_a_time(device: str) -> None:
     inputs, deltas = drawn(9, device, torch.float32, WIDE_RANKS)
     expected = moe_mlp_adapted(*inputs, None, None, deltas)

@@ -30,6 +30,16 @@ def test_experts_and_weights_are_those_of_the_plain_version(
 
 
 @devices
+@pytest.mark.parametrize(("experts", "k"), [(128, 8), (7, 3), (4, 4)])
+def test_weights_over_all_experts_are_those_of_the_plain_version(experts: int, k: int, device: str) -> None:
+    logits = Draw(device)(3, experts)
+    weights, ids = route_top_k(logits, k, over_all=True)
+    expected_weights, expected_ids = plain(logits, k, over_all=True)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
+
+
+@devices
 def test_of_equal_scores_the_first_experts_are_taken(device: str) -> None:
     weights, ids = route_top_k(torch.zeros(2, 6, device=device), 3)
     assert ids.tolist() == [[0, 1, 2]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,10 +20,12 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.api import warm_up
 from kestrel.errors import CheckpointError, RequestError
 from kestrel.families import adapter_shape, load, resolve
+from kestrel.kernels.ops import PLAIN
 from kestrel.models.adapting import SingleAdapter
+from tests.exhaustive import sweep
 from tests.layers.test_text_families import causal
 from tests.llama.reference import greedy, logprobs, merged, reference
-from tests.llama.tiny_folders import CONTEXT, KINDS, START, STOP, random_adapter, write_folder
+from tests.llama.tiny_folders import CONTEXT, KINDS, START, STOP, VARIANTS, random_adapter, write_folder
 
 PROMPTS = [[START, *range(7 * n % 200, 7 * n % 200 + 5 + 3 * n)] for n in range(12)]
 LONG = [START, *((31 * n) % 256 for n in range(150))]
@@ -32,13 +35,13 @@ MakeEngine = Callable[..., Awaitable[InferenceEngine]]
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("llama")
-    return {kind: write_folder(root / kind, kind) for kind in KINDS}
+    return {kind: write_folder(root / kind, kind) for kind in (*KINDS, *VARIANTS)}
 
 
 @pytest.fixture(scope="session")
 def models(folders: dict[str, Path]) -> dict[str, Any]:
     """As `transformers` reads the folders."""
-    return {kind: reference(folder) for kind, folder in folders.items()}
+    return {kind: reference(folders[kind]) for kind in KINDS}
 
 
 @pytest.fixture
@@ -74,7 +77,18 @@ async def test_log_probabilities_and_tokens_are_those_of_transformers(
         assert await tokens(engine, prompt) == greedy(models[kind], prompt, 12)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", VARIANTS)
+@torch.inference_mode()
+def test_log_probabilities_of_variants_are_those_of_transformers(kind: str, folders: dict[str, Path]) -> None:
+    loaded = load(resolve(RuntimeConfig(model_path=folders[kind], device="cpu")), "cpu", torch.float32)
+    model: Any = loaded.model
+    hidden = model(model.embed(torch.tensor(LONG)), torch.arange(len(LONG)), causal)
+    expected = logprobs(reference(folders[kind]), LONG)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(model.logits(hidden).log_softmax(-1), expected, rtol=0, atol=1e-4)
+
+
+@sweep("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"], always=["llama", "qwen2", "qwen3"])
 async def test_tokens_do_not_depend_on_batching_prefix_hits_chunks_or_preemption(
     kind: str, make_engine: MakeEngine, models: dict[str, Any]
 ) -> None:
@@ -93,14 +107,14 @@ async def test_tokens_do_not_depend_on_batching_prefix_hits_chunks_or_preemption
     assert crowded.snapshot().preemptions_total > 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 async def test_adapters_give_what_their_deltas_give_when_built_in(
     kind: str, make_engine: MakeEngine, folders: dict[str, Path], models: dict[str, Any], tmp_path: Path
 ) -> None:
     shape = adapter_shape(resolve(RuntimeConfig(model_path=folders[kind], device="cpu")))
     adapters = {
         "all": random_adapter(shape, tuple(shape.matrices), 6, seed=1),
-        "some": random_adapter(shape, ("q", "v", "up"), 16, seed=2),
+        "some": random_adapter(shape, tuple({"q", "v", "up"} & shape.matrices.keys()), 16, seed=2),
     }
     for name, adapter in adapters.items():
         save_adapter(adapter, tmp_path / f"{name}.safetensors")
@@ -135,6 +149,18 @@ async def test_an_adapter_of_another_family_is_refused_by_its_matrices(
     engine = await make_engine("llama", adapter_dir=tmp_path)
     with pytest.raises(Exception, match="adapts the matrices qkv, which the base model does not have"):
         await tokens(engine, PROMPTS[0], settings={"adapter": "foreign"})
+
+
+async def test_an_adapter_of_experts_is_refused_by_its_matrices(
+    make_engine: MakeEngine, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    dense = adapter_shape(resolve(RuntimeConfig(model_path=folders["llama"], device="cpu")))
+    save_adapter(random_adapter(dense, ("q", "up"), 4, seed=1), tmp_path / "dense.safetensors")
+    engine = await make_engine("qwen3_moe", adapter_dir=tmp_path)
+    with pytest.raises(
+        Exception, match=r"adapts the matrices up, which the base model does not have \(it has q, k, v, o"
+    ):
+        await tokens(engine, PROMPTS[0], settings={"adapter": "dense"})
 
 
 async def test_an_adapter_whose_delta_reads_a_norm_that_is_not_there_is_refused(
@@ -196,7 +222,7 @@ async def test_what_a_text_model_cannot_do_is_refused_by_name(make_engine: MakeE
 REFUSED = {
     "hidden_act": ("gelu", r"hidden_act is 'gelu'; only 'silu'"),
     "mlp_bias": (True, "mlp_bias is True"),
-    "rope_scaling": ({"rope_type": "llama3", "factor": 8.0}, r"rope_scaling.rope_type is 'llama3'"),
+    "rope_scaling": ({"rope_type": "dynamic", "factor": 8.0}, r"rope_scaling.rope_type is 'dynamic'"),
     "num_hidden_layers": (0, "num_hidden_layers is 0; expected a whole number above 0"),
     "eos_token_id": (None, "eos_token_id is missing"),
     "model_type": ("gemma", r"no known family of models \(model_type 'gemma'\); known are: moondream, llama"),
@@ -221,6 +247,42 @@ def test_a_sliding_window_is_refused_unless_it_spans_the_context(tmp_path: Path)
         load(resolve(RuntimeConfig(model_path=narrow, device="cpu")), "cpu", torch.float32)
     wide = write_folder(tmp_path / "wide", "mistral", sliding_window=CONTEXT)
     load(resolve(RuntimeConfig(model_path=wide, device="cpu")), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("experts_only", [False, True])
+@torch.inference_mode()
+def test_experts_in_float8_give_what_their_rounded_weights_give(experts_only: bool, folders: dict[str, Path]) -> None:
+    located = resolve(RuntimeConfig(model_path=folders["qwen3_moe"], device="cpu"))
+    model: Any = load(located, "cpu", torch.float32).model
+    rounded, ids = copy.deepcopy(model), torch.tensor(LONG)
+    model.fuse(PLAIN)
+    model.to_fp8(experts_only=experts_only)
+    narrow = {name: one for name, one in model.named_parameters() if one.dtype == torch.float8_e4m3fn}
+    assert {"blocks.0.mlp.fc1.weight", "blocks.2.mlp.fc2.weight"} <= narrow.keys()
+    assert ("blocks.0.attn.qkv.weight" in narrow, "blocks.1.mlp.down.weight" in narrow) == (not experts_only,) * 2
+    assert not any("router" in name for name in narrow)
+    for name, numbers in narrow.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        scale = layer.scale_EF if numbers.ndim == 3 else layer.scale_F
+        rounded.get_parameter(name).data = numbers.float() * scale[..., None]
+
+    def run(text: Any, count: int) -> torch.Tensor:
+        return text.logits(text(text.embed(ids[:count]), torch.arange(count), causal))
+
+    torch.testing.assert_close(run(model, 7), run(rounded, 7), rtol=0, atol=1e-4)
+    # With many positions their rows are rounded too.
+    found, expected = run(model, len(LONG)), run(rounded, len(LONG))
+    error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+    assert 1e-3 < error < 0.15
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "seven", "qwen3_moe", num_experts=7)
+    with pytest.raises(CheckpointError, match=r"missing tensors.*blocks.0.mlp.fc1.weight"):
+        load(resolve(RuntimeConfig(model_path=folder, device="cpu")), "cpu", torch.float32)
+    folder = write_folder(tmp_path / "five", "qwen3_moe", num_experts=5)
+    with pytest.raises(CheckpointError, match=r"unexpected tensors.*model.layers.0.mlp.experts.5.down_proj.weight"):
+        load(resolve(RuntimeConfig(model_path=folder, device="cpu")), "cpu", torch.float32)
 
 
 def test_a_tied_head_is_held_once(folders: dict[str, Path]) -> None:

@@ -97,7 +97,7 @@ def test_a_missing_key_is_named(path: str) -> None:
         "tokenizer.templates.caption.epic",
         "tokenizer.templates.query.infix",
         "generation.style",
-        "generation.defaults.top_k",
+        "generation.defaults.num_beams",
     ],
 )
 def test_an_unknown_key_is_named(path: str) -> None:

@@ -25,6 +25,15 @@ def gelu_erf(x):
 
 
 @triton.jit
+def gated(h, g, GATE: tl.constexpr):
+    """`kestrel.kernels.moe_mlp.gate_hidden` of the two halves."""
+    if GATE == "silu":
+        # Limited, so that the exponential stays finite.
+        return h / (1.0 + tl.exp(tl.minimum(-h, 80.0))) * g
+    return gelu_erf(h) * (g + 1.0)
+
+
+@triton.jit
 def tanh(x):
     """1 - 2 / (1 + exp(2x)), to an absolute error of 1e-7."""
     # Limited, so that the exponential stays finite.

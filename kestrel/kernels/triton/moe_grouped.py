@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors
-from kestrel.kernels.triton.device_functions import gelu_erf, widened
+from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, Gate
+from kestrel.kernels.triton.device_functions import gated, widened
 from kestrel.kernels.triton.fp8 import rows_to_fp8
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
 
@@ -221,9 +221,9 @@ def block_deltas(
 # ---------------------------------------------------------------------- the experts
 # Mixture-of-experts MLP for many tokens: blocks of pairs that share an expert go through its matrices together.
 #
-# Four kernels: pairs are put in blocks; each block makes GELU(h) · (g + 1), both
-# halves of fc1 in one pass over its tokens; each block goes through fc2; a token's experts are added up in fp32, in
-# routing order. Blocks of one expert run side by side, so that its matrices are read from memory once.
+# Four kernels: pairs are put in blocks; each block goes through both halves of fc1 in one pass over its tokens, and
+# gates them; each block goes through fc2; a token's experts are added up in fp32, in routing order. Blocks of one
+# expert run side by side, so that its matrices are read from memory once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +265,7 @@ def _gate_blocks(
     num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
@@ -304,7 +305,7 @@ def _gate_blocks(
         delta_place = delta_ptr + rows.to(tl.int64)[:, None] * (2 * num_inner) + i[None, :]
         h += tl.load(delta_place, mask=has_delta, other=0.0).to(tl.float32)
         g += tl.load(delta_place + num_inner, mask=has_delta, other=0.0).to(tl.float32)
-    out = (gelu_erf(h) * (g + 1.0)).to(hidden_ptr.dtype.element_ty)
+    out = gated(h, g, GATE).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + rows.to(tl.int64)[:, None] * num_inner + i[None, :], out, mask=(i < num_inner)[None, :])
 
 
@@ -369,6 +370,8 @@ def moe_grouped(
     deltas: ExpertDeltas | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """What `kestrel.kernels.moe_mlp.moe_mlp` gives, or `moe_mlp_adapted`; scales are those of matrices kept in float8,
     one per output."""
@@ -389,7 +392,7 @@ def moe_grouped(
     top_k, added = ids_TK.shape[1], None
     if deltas is not None:
         added = block_deltas(x_TD, top_k, deltas.slot_T, deltas.fc1, blocks, by_place=False)
-    hidden_RI = _gated(x, top_k, blocks, fc1_EFD, fc1_scale_EF, chosen, dtype, added)
+    hidden_RI = _gated(x, top_k, blocks, fc1_EFD, fc1_scale_EF, chosen, dtype, gate, added)
     if deltas is not None:
         added = block_deltas(hidden_RI, top_k, deltas.slot_T, deltas.fc2, blocks, by_place=True)
     out_QD = _projected(ScaledRows(hidden_RI), ids_TK.shape, blocks, fc2_EDI, fc2_scale_ED, chosen, dtype, added)
@@ -406,6 +409,8 @@ def moe_grouped_fp8(
     fc2_scale_ED: Tensor,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """What `kestrel.kernels.moe_mlp.moe_mlp_fp8` gives: rows are quantised too, and the tensor cores take float8."""
     num_tokens, num_in = x_TD.shape
@@ -417,7 +422,7 @@ def moe_grouped_fp8(
     chosen = found or Tuning.of_fp8(ids_TK.numel(), num_experts)
     blocks = group_pairs(ids_TK, num_experts, chosen.rows_per_block)
     x, dtype = ScaledRows(*rows_to_fp8(x_TD, table=table)), x_TD.dtype
-    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype)
+    hidden_RI = _gated(x, ids_TK.shape[1], blocks, fc1_EFD, fc1_scale_EF, chosen, dtype, gate)
     hidden = ScaledRows(*rows_to_fp8(hidden_RI, table=table))
     out_QD = _projected(hidden, ids_TK.shape, blocks, fc2_EDI, fc2_scale_ED, chosen, dtype)
     return _summed(out_QD, weights_TK)
@@ -452,9 +457,10 @@ def _gated(
     scale_EF: Tensor | None,
     tuning: Tuning,
     dtype: torch.dtype,
+    gate: Gate,
     added: BlockDeltas | None = None,
 ) -> Tensor:
-    """GELU(h) · (g + 1) of every place; places without a pair hold what a token of zeros would give."""
+    """The gated halves of fc1 for every place; places without a pair hold what a token of zeros would give."""
     x_TD = x.numbers
     num_inner, num_in = fc1_EFD.shape[1] // 2, fc1_EFD.shape[2]
     hidden_RI = torch.empty(len(blocks.pairs_R), num_inner, dtype=dtype, device=x_TD.device)
@@ -466,7 +472,7 @@ def _gated(
         TOP_K=top_k, ROWS=blocks.rows_per_block, OUTPUTS=outputs, BLOCK=block,
         EVEN=num_in % block == 0 and num_inner % outputs == 0,
         HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, HAS_DELTA=added is not None,
-        WIDENS=_widens(x),
+        WIDENS=_widens(x), GATE=gate,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     return hidden_RI

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.triton.device_functions import gelu_erf
+from kestrel.kernels.moe_mlp import Gate
+from kestrel.kernels.triton.device_functions import gated
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 from kestrel.kernels.triton.moe_grouped import moe_grouped
 
@@ -22,7 +23,7 @@ from kestrel.kernels.triton.moe_grouped import moe_grouped
 @triton.jit
 def _route(
     logits_ptr, weights_ptr, ids_ptr, num_experts, logits_stride,
-    TOP_K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK: tl.constexpr, OVER_ALL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK), tl.arange(0, PADDED_K)
@@ -30,6 +31,8 @@ def _route(
     scores = tl.load(logits_ptr + token * logits_stride + expert, mask=expert < num_experts, other=float("-inf"))
     scores = scores.to(tl.float32)
     largest = tl.max(scores, axis=0)
+    if OVER_ALL:
+        total = tl.sum(tl.exp(scores - largest), axis=0)
     weights = tl.zeros((PADDED_K,), dtype=tl.float32)
     ids = tl.zeros((PADDED_K,), dtype=tl.int64)
     for k in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
@@ -39,13 +42,15 @@ def _route(
         weights = tl.where(place == k, tl.exp(top - largest), weights)
         ids = tl.where(place == k, chosen.to(tl.int64), ids)
         scores = tl.where(expert == chosen, float("-inf"), scores)
-    weights /= tl.sum(weights, axis=0)
+    if not OVER_ALL:
+        total = tl.sum(weights, axis=0)
+    weights /= total
     tl.store(weights_ptr + token * TOP_K + place, weights, mask=place < TOP_K)
     tl.store(ids_ptr + token * TOP_K + place, ids, mask=place < TOP_K)
 
 
-def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(weights [T, k] fp32 summing to one, expert ids [T, k]), most likely expert first, of equals the first."""
+def route_top_k(router_logits_TE: Tensor, k: int, *, over_all: bool = False) -> tuple[Tensor, Tensor]:
+    """(weights [T, k] fp32, expert ids [T, k]), most likely expert first, of equals the first."""
     num_tokens, num_experts = router_logits_TE.shape
     assert 1 <= k <= num_experts
     assert router_logits_TE.stride(1) == 1
@@ -54,8 +59,8 @@ def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if num_tokens > 0:
         _route[(num_tokens,)](
             router_logits_TE, weights_TK, ids_TK, num_experts, router_logits_TE.stride(0),
-            TOP_K=k, PADDED_K=triton.next_power_of_2(k), BLOCK=triton.next_power_of_2(num_experts), num_warps=1,
-            **dependent(),
+            TOP_K=k, PADDED_K=triton.next_power_of_2(k), BLOCK=triton.next_power_of_2(num_experts),
+            OVER_ALL=over_all, num_warps=1, **dependent(),
         )  # fmt: skip
     return weights_TK, ids_TK
 
@@ -64,7 +69,7 @@ def route_top_k(router_logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 # Mixture-of-experts MLP for a few tokens: every pair of token and expert streams that expert's matrices by itself.
 #
 # Nothing is sorted and nothing is shared between tokens, which costs least while few tokens meet at one expert. The
-# first kernel leaves GELU(h) · (g + 1) of each pair, the second adds a token's experts up in fp32, in routing order.
+# first kernel leaves the gated numbers of each pair, the second adds a token's experts up in fp32, in routing order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class Tuning:
 def _gate(
     x_ptr, ids_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -106,7 +112,7 @@ def _gate(
     if HAS_SCALE:
         hidden *= tl.load(scale_ptr + first + i, mask=i < num_inner, other=0.0)
         gate *= tl.load(scale_ptr + first + num_inner + i, mask=i < num_inner, other=0.0)
-    out = (gelu_erf(hidden) * (gate + 1.0)).to(hidden_ptr.dtype.element_ty)
+    out = gated(hidden, gate, GATE).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + pair * num_inner + i, out, mask=i < num_inner)
 
 
@@ -147,6 +153,8 @@ def moe_small(
     fc2_scale_ED: Tensor | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """What `kestrel.kernels.moe_mlp.moe_mlp` gives; scales are those of matrices kept in float8, one per output."""
     num_tokens, num_in = x_TD.shape
@@ -168,7 +176,7 @@ def moe_small(
         num_in, num_inner, x_TD.stride(0),
         TOP_K=top_k, OUTPUTS=chosen.gate_outputs, BLOCK=block,
         EVEN=num_in % block == 0 and num_inner % chosen.gate_outputs == 0, HAS_SCALE=fc1_scale_EF is not None,
-        num_warps=chosen.num_warps,
+        GATE=gate, num_warps=chosen.num_warps,
     )  # fmt: skip
     block = min(chosen.max_block, triton.next_power_of_2(num_inner))
     _mix[(triton.cdiv(num_out, chosen.mix_outputs), num_tokens)](
@@ -197,7 +205,9 @@ def moe_mlp(
     fc1_scale_EF: Tensor | None = None,
     fc2_scale_ED: Tensor | None = None,
     table: TuningTable = NO_TABLE,
+    *,
+    gate: Gate = "gelu",
 ) -> Tensor:
     """y [T, D] for routed tokens, by the version for their number."""
     run = moe_small if len(x_TD) <= FEW_TOKENS else moe_grouped
-    return run(x_TD, weights_TK, ids_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED, table=table)
+    return run(x_TD, weights_TK, ids_TK, fc1_EFD, fc2_EDI, fc1_scale_EF, fc2_scale_ED, table=table, gate=gate)
