@@ -294,15 +294,12 @@ def read_generation(folder: Path) -> Mapping[str, Any]:
 
 
 def _sampling_defaults(beside: _Fields) -> SkillDefaults:
-    """Where the file says something about sampling, what it does not name has no effect."""
+    """What the file does not name has no effect, as other servers of text models have it."""
     given = {name: beside.get(name) for name in _SAMPLED if beside.get(name) is not None}
-    is_sampled = beside.get("do_sample")
-    if not given and is_sampled is None:
-        return SkillDefaults()
     try:
         checked = {name: SETTINGS[name].kind(name, value) for name, value in given.items()}
     except RequestError as error:
         raise CheckpointError(f"{beside.file}: {error}; correct it or remove the file") from error
-    if is_sampled is False:
+    if beside.get("do_sample") is False:
         checked["temperature"] = 0.0
     return SkillDefaults(**{"temperature": 1.0, "top_p": 1.0, **checked})

@@ -18,6 +18,8 @@ from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillDefaults
 from tests.llama.tiny_folders import COMMON, END_OF_TURN, KINDS, STOP, write_folder
 
+NEUTRAL = SkillDefaults(temperature=1.0, top_p=1.0)
+
 
 def read(kind: str, generation: dict[str, Any] | None = None, **changes: Any) -> LlamaConfig:
     config = {**COMMON, **KINDS[kind], **changes}
@@ -172,7 +174,7 @@ def profile_of(folder: Path) -> ModelProfile:
 
 def test_end_ids_and_defaults_come_from_the_file_beside_the_config(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "llama", eos_token_id=STOP)
-    assert (profile_of(folder).stop_ids, profile_of(folder).defaults) == ((STOP,), SkillDefaults())
+    assert (profile_of(folder).stop_ids, profile_of(folder).defaults) == ((STOP,), NEUTRAL)
     asked = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     content = {"eos_token_id": [END_OF_TURN, STOP], "max_length": 4096, "transformers_version": "4.37.0", **asked}
     (folder / "generation_config.json").write_text(json.dumps(content))
@@ -188,7 +190,7 @@ def test_end_ids_and_defaults_come_from_the_file_beside_the_config(tmp_path: Pat
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        ({"bos_token_id": 1, "pad_token_id": 0, "_from_model_config": True}, SkillDefaults()),
+        ({"bos_token_id": 1, "pad_token_id": 0, "_from_model_config": True}, NEUTRAL),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, SkillDefaults(temperature=0.0, top_p=0.9)),
         ({"do_sample": True}, SkillDefaults(temperature=1.0, top_p=1.0)),
         ({"temperature": 0.6, "top_k": None}, SkillDefaults(temperature=0.6, top_p=1.0)),
