@@ -8,11 +8,11 @@ import pytest
 
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.settings import SamplingParams
-from kestrel.skills.base import ModelProfile, SkillState
+from kestrel.skills.base import ModelProfile, SkillState, ThinkingIds
 from kestrel.skills.complete import CompleteState
 from kestrel.skills.detect import DetectState
 from kestrel.skills.point import PointState
-from kestrel.skills.states import ReasoningState, TextState
+from kestrel.skills.states import ReasoningState, TextState, ThinkingState
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 from .machine import feed
@@ -212,3 +212,51 @@ def test_logprobs_are_absent_unless_asked_for(md2: ModelProfile) -> None:
     state = TextState(md2, PLAIN, "answer")
     state.consume(TextToken(40), TokenLogprobs(-1.0))
     assert "logprobs" not in state.finish(FinishReason.STOP).fields
+
+
+# ---------------------------------------------------------------------- thoughts between two ids
+
+MARKS = ThinkingIds(opens=7, closes=3)
+OPENS, CLOSES = TextToken(MARKS.opens), TextToken(MARKS.closes)
+
+
+def thinking(profile: ModelProfile, sampling: SamplingParams = PLAIN, *, is_thinking: bool = False) -> ThinkingState:
+    return ThinkingState(profile, sampling, MARKS, is_thinking=is_thinking)
+
+
+def test_a_thought_and_the_line_breaks_behind_its_ids_are_no_part_of_the_answer(md3: ModelProfile) -> None:
+    tokens = [OPENS, *words(md3, "\n"), *words(md3, "let me see"), CLOSES, *words(md3, "\n\n"), *words(md3, "two of\n")]
+    output, deltas = feed(thinking(md3), tokens)
+    assert output.fields == {"answer": "two of\n", "reasoning": {"text": "let me see", "grounding": []}}
+    assert "".join(delta.text for delta in deltas if delta.kind == "reasoning") == "let me see"
+    assert "".join(delta.text for delta in deltas if delta.kind == "text") == "two of\n"
+    assert output.num_reasoning_tokens == len(tokens) - len(words(md3, "two of\n")) - len(words(md3, "\n\n"))
+
+
+def test_an_answer_without_a_thought_is_an_answer(md3: ModelProfile) -> None:
+    output, deltas = feed(thinking(md3), words(md3, "\ntwo of them"))
+    assert output.fields == {"answer": "\ntwo of them"}
+    assert {delta.kind for delta in deltas} == {"text"}
+    assert output.num_reasoning_tokens == 0
+
+
+def test_a_thought_that_the_prompt_opened_ends_with_its_id(md3: ModelProfile) -> None:
+    output, _ = feed(thinking(md3, is_thinking=True), [*words(md3, "so"), CLOSES, *words(md3, "two")])
+    assert output.fields == {"answer": "two", "reasoning": {"text": "so", "grounding": []}}
+    cut, _ = feed(thinking(md3, is_thinking=True), words(md3, "so"))
+    assert cut.fields == {"answer": "", "reasoning": {"text": "so", "grounding": []}}
+
+
+def test_ids_of_thoughts_in_other_places_change_nothing(md3: ModelProfile) -> None:
+    tokens = [*words(md3, "two"), OPENS, *words(md3, " of"), CLOSES, *words(md3, " them")]
+    output, _ = feed(thinking(md3), tokens)
+    assert output.fields["answer"] == md3.tokenizer.decode(
+        [token.id for token in tokens if isinstance(token, TextToken)]
+    )
+    assert "reasoning" not in output.fields
+
+
+def test_stop_strings_end_answers_and_not_thoughts(md3: ModelProfile) -> None:
+    tokens = [OPENS, *words(md3, "me see"), CLOSES, *words(md3, "let me see")]
+    output, _ = feed(thinking(md3, SamplingParams(stop=(" see",))), tokens)
+    assert output.fields == {"answer": "let me", "reasoning": {"text": "me see", "grounding": []}}
