@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
@@ -35,6 +36,11 @@ class TextTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_text = {token_id: token.content for token_id, token in added.items() if not token.special}
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The library's own pickles forget that special tokens in a text are text."""
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = True
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
