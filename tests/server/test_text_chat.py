@@ -124,7 +124,7 @@ def test_what_cannot_be_written_is_refused_by_name(client: httpx.Client) -> None
     assert WITH_PICTURES in {spec.name for spec in registered_models()}
     assert refusal(client, chat_template_kwargs={"messages": []})[0] == "chat_template_kwargs.messages"
     assert refusal(client, chat_template_kwargs=[1])[0] == "chat_template_kwargs"
-    assert refusal(client, chat_template_kwargs={"a": "x" * 70_000})[0] == "chat_template_kwargs"
+    assert refusal(client, chat_template_kwargs={"a": list(range(20_000))})[0] == "chat_template_kwargs"
     assert refusal(client, [{"role": "wizard", "content": "a"}])[0] == "messages[0].role"
     assert refusal(client, [{"role": "user", "content": "a", "name": 5}])[0] == "messages[0].name"
     both = {"continue_final_message": True, "add_generation_prompt": True}
