@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.errors import RequestError
 from kestrel.models.tokenizer import LONG_TEXT, TextTokenizer
@@ -17,30 +15,28 @@ BRACKETS = (("<", ">"), ("[", "]"))
 
 
 class ControlEncoder:
-    """A copy of a tokenizer that knows its control tokens by secret names only.
+    """A tokenizer over the same vocabulary that knows its control tokens by secret names only.
 
     The whole text is encoded in one pass, so that ids at the seams are those that the tokenizer's own control strings
     would give.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        described = json.loads(tokenizer.to_json())
-        added: list[dict[str, Any]] = described["added_tokens"]
-        described.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
-        self._tokenizer = TokenizerJson.from_str(json.dumps(described))
-        secret = secrets.token_hex(16)
-        self._names = {token["content"]: f"\ufdd0{secret}.{token['id']}\ufdd1" for token in added if _is_control(token)}
-        self.controls: Mapping[str, int] = {
-            token["content"]: token["id"] for token in added if token["content"] in self._names
-        }
+        added, secret = tokenizer.added_tokens, secrets.token_hex(16)
+        self._origin = tokenizer
+        self._tokenizer = tokenizer.without_added_tokens()
+        controls = {token.content: token_id for token_id, token in added.items() if _is_control(token)}
+        self.controls: Mapping[str, int] = controls
+        self._names = {content: f"\ufdd0{secret}.{token_id}\ufdd1" for content, token_id in controls.items()}
         self._skip_used_ids(secret)
-        self._tokenizer.add_tokens([_renamed(token, self._names.get(token["content"])) for token in added])
-        self._ids = {
-            self._tokenizer.token_to_id(self._names.get(token["content"], token["content"])): token["id"]
-            for token in added
-        }
+        renamed = {token_id: _renamed(token, self._names.get(token.content)) for token_id, token in added.items()}
+        self._tokenizer.add_tokens(list(renamed.values()))
+        self._ids = {self._tokenizer.token_to_id(token.content): token_id for token_id, token in renamed.items()}
         """From the ids of added tokens in the copy to their own."""
-        self._control_ids = frozenset(self.controls.values())
+        self._control_ids = frozenset(controls.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ControlEncoder, (self._origin,)  # so that both go on sharing one vocabulary
 
     def _skip_used_ids(self, secret: str) -> None:
         """Added tokens are numbered from the size of the vocabulary on, which may be too low if it has gaps."""
@@ -61,14 +57,14 @@ class ControlEncoder:
         return ids
 
 
-def _is_control(token: Mapping[str, Any]) -> bool:
+def _is_control(token: AddedToken) -> bool:
     """Marked as special, or named like markup: some files do not mark `<think>` or `<tool_call>`."""
-    name: str = token["content"]
-    return token["special"] or any(name.startswith(first) and name.endswith(last) for first, last in BRACKETS)
+    name = token.content
+    return token.special or any(name.startswith(first) and name.endswith(last) for first, last in BRACKETS)
 
 
-def _renamed(token: Mapping[str, Any], name: str | None) -> AddedToken:
-    flags = {flag: token[flag] for flag in ("single_word", "lstrip", "rstrip")}
+def _renamed(token: AddedToken, name: str | None) -> AddedToken:
+    flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
     if name is None:
-        return AddedToken(token["content"], normalized=token["normalized"], **flags)
+        return AddedToken(token.content, normalized=token.normalized, **flags)
     return AddedToken(name, normalized=False, **flags)

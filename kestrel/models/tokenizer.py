@@ -58,6 +58,20 @@ class TextTokenizer:
         """One more than the largest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that are found in a text before it is split, by id."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def without_added_tokens(self) -> TokenizerJson:
+        """Another tokenizer over the same vocabulary, which is not copied."""
+        other = TokenizerJson(self._tokenizer.model)
+        if self._tokenizer.normalizer is not None:
+            other.normalizer = self._tokenizer.normalizer
+        if self._tokenizer.pre_tokenizer is not None:
+            other.pre_tokenizer = self._tokenizer.pre_tokenizer
+        return other
+
     def encode(self, text: str) -> list[int]:
         try:
             if len(text) > LONG_TEXT:

@@ -6,6 +6,7 @@ items with decode rules, `start` gives the object that turns tokens into stream 
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ class Message:
     role: str
     text: str
     images: tuple[Any, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields, by name."""
 
 

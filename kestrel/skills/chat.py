@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from kestrel.constraints import response_format
@@ -109,13 +110,29 @@ _FIELDS = FieldTable(
 )
 
 
+class Writing:
+    """A conversation that is written by the first who wants it: a long one takes a template a while."""
+
+    def __init__(self, chat: ChatFormat, conversation: Conversation) -> None:
+        self._chat = chat
+        self.conversation = conversation
+
+    @cached_property
+    def written(self) -> WrittenChat:
+        return self._chat.write(self.conversation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(SampledRequest):
-    written: WrittenChat
+    writing: Writing
+
+    @property
+    def written(self) -> WrittenChat:
+        return self.writing.written
 
     @property
     def reasoning(self) -> bool | None:
-        return self.written.conversation.reasoning
+        return self.writing.conversation.reasoning
 
 
 class ChatSkill(BuiltinSkill[ChatRequest]):
@@ -133,8 +150,11 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
             _require_known(message, chat)
         images = (*values.images, *(image for message in given for image in message.images))
         check_pictures(profile, images)
+        writing = Writing(chat, _asked(values, _with_pictures(given, values.images), profile, chat))
+        if chat.template is None:
+            _ = writing.written  # refuses what it cannot write; templates do so when the prompt is laid out
         return ChatRequest(
-            written=chat.write(_asked(values, _with_pictures(given, values.images), profile, chat)),
+            writing=writing,
             sampling=self.text_sampling(values, profile),
             images=images,
             adapter=values.adapter,

@@ -80,7 +80,7 @@ class ChatTemplate:
         texts = list(_texts([{**message, "role": ""} for message in messages])) + list(_texts(values))
         if not any(edge in text for text in texts for edge in self._edges):
             return self._found.split(plain)
-        twins = _Twins(self._edges, {character for text in (plain, *texts) for character in text})
+        twins = _Twins(self._edges, set(plain).union(*texts))
         marked_messages = [{**twins.marked(dict(message)), "role": message["role"]} for message in messages]
         marked = rendered(marked_messages, {name: twins.marked(value) for name, value in values.items()})
         return self._settled(plain, self._found.split(marked), texts, twins)
@@ -200,13 +200,14 @@ class _Twins:
         free = next((block for block in blocks if taken.isdisjoint(block)), None)
         if free is None:
             raise RequestError("messages", "hold too many private-use characters (U+F0000 and up); leave some out")
-        self._twins = str.maketrans(dict(zip(characters, free, strict=True)))
-        self._originals = str.maketrans(dict(zip(free, characters, strict=True)))
+        self._pairs = list(zip(characters, free, strict=True))
 
     def marked(self, value: Any) -> Any:
         """The same value with marked texts in it."""
         if isinstance(value, str):
-            shown = value.translate(self._twins)
+            shown = value
+            for character, twin in self._pairs:
+                shown = shown.replace(character, twin)
             return value if shown == value else MarkedText.of(shown, value)
         if isinstance(value, Mapping):
             return {self.marked(key): self.marked(inner) for key, inner in value.items()}
@@ -215,7 +216,9 @@ class _Twins:
         return value
 
     def restored(self, text: str) -> str:
-        return text.translate(self._originals)
+        for character, twin in self._pairs:
+            text = text.replace(twin, character)
+        return text
 
 
 class MarkedText(str):
