@@ -141,6 +141,14 @@ class ThinkingIds:
     closes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingTags:
+    """The same in models that have no ids for it and write it as text."""
+
+    opens: str
+    closes: str
+
+
 class ChatFormat(Protocol):
     """How a model's conversations are written.
 
@@ -164,8 +172,8 @@ class ChatFormat(Protocol):
         ...
 
     @property
-    def thinking(self) -> ThinkingIds | None:
-        """Ids that a model may put around thoughts by itself."""
+    def thinking(self) -> ThinkingIds | ThinkingTags | None:
+        """What a model may put around thoughts by itself."""
         ...
 
     def write(self, conversation: Conversation) -> WrittenChat:

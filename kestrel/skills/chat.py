@@ -12,7 +12,16 @@ from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
 from kestrel.settings import any_text, boolean
-from kestrel.skills.base import ChatFormat, Conversation, Message, ModelProfile, Prompt, SkillState, WrittenChat
+from kestrel.skills.base import (
+    ChatFormat,
+    Conversation,
+    Message,
+    ModelProfile,
+    Prompt,
+    SkillState,
+    ThinkingIds,
+    WrittenChat,
+)
 from kestrel.skills.builtin import (
     BuiltinSkill,
     SampledRequest,
@@ -24,7 +33,8 @@ from kestrel.skills.builtin import (
 )
 from kestrel.skills.decode_rules import answer_rules, open_thought_rules, reasoning_rules
 from kestrel.skills.fields import FieldTable, Values
-from kestrel.skills.states import ReasoningState, TextState, ThinkingState
+from kestrel.skills.states import ReasoningState, TextState
+from kestrel.skills.thinking import thinking_state
 from kestrel.tokens import ImageSpan
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
@@ -169,7 +179,7 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
     def start(self, request: ChatRequest, profile: ModelProfile) -> SkillState:
         marks = _format_of(profile).thinking
         if marks is not None:
-            return ThinkingState(profile, request.sampling, marks, is_thinking=request.written.is_thinking)
+            return thinking_state(profile, request.sampling, marks, is_thinking=request.written.is_thinking)
         if request.reasoning:
             return ReasoningState(profile, request.sampling)
         return TextState(profile, request.sampling, "answer")
@@ -195,9 +205,12 @@ def _rules(request: ChatRequest, profile: ModelProfile) -> Grammar:
     marks = _format_of(profile).thinking
     if marks is None:
         return reasoning_rules(profile) if request.reasoning else answer_rules(profile)
-    if request.response_format is not None and request.written.is_thinking:
+    if request.response_format is None or not request.written.is_thinking:
+        return answer_rules(profile)
+    if isinstance(marks, ThinkingIds):
         return open_thought_rules(profile, marks)
-    return answer_rules(profile)
+    problem = "does not go with a chat template that opens a thought: the model has no token for its end"
+    raise RequestError("response_format", f"{problem}; leave it out, or switch thinking off if the template can")
 
 
 def _format_of(profile: ModelProfile) -> ChatFormat:

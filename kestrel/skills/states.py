@@ -16,7 +16,7 @@ from typing import Any
 
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.settings import SamplingParams
-from kestrel.skills.base import ModelProfile, SkillState, ThinkingIds, Tokenizer
+from kestrel.skills.base import ModelProfile, SkillState, Tokenizer
 from kestrel.skills.logprobs import LogprobLedger, TextPlace
 from kestrel.tokens import CoordToken, Token
 
@@ -148,6 +148,11 @@ class StoppingTextStream(TextStream):
     @property
     def is_stopped(self) -> bool:
         return self._end is not None
+
+    @property
+    def beyond(self) -> str:
+        """What was seen from the stop string on."""
+        return "" if self._end is None else super().text[self._end :]
 
     def push(self, token_id: int) -> str:
         if self.is_stopped:
@@ -290,71 +295,6 @@ class TextState(RecordingState):
 
 def text_delta(text: str, kind: str = "text", *, ends: bool = False) -> StreamDelta | None:
     return StreamDelta(text, kind, ends=ends) if text or ends else None
-
-
-class ThinkingState(RecordingState):
-    """Text that may begin with a thought between two ids: thought and answer apart. Stop strings end answers only.
-
-    Line breaks right behind one of the ids belong to it. The opening id counts before any answer only; later it is
-    text.
-    """
-
-    def __init__(
-        self, profile: ModelProfile, sampling: SamplingParams, marks: ThinkingIds, *, is_thinking: bool
-    ) -> None:
-        super().__init__(profile, sampling)
-        self._marks = marks
-        self._thoughts = TextStream(profile.tokenizer)
-        self._answer = text_stream(profile.tokenizer, sampling.stop)
-        self._is_thinking = self._has_thought = is_thinking
-        self._follows_mark = is_thinking
-        self._num_thinking = 0
-
-    def place(self, token: Token) -> TextPlace | None:
-        if self._is_format(self.profile.id_of(token)):
-            return None
-        if self._is_thinking:
-            return TextPlace("reasoning", self._thoughts.num_characters)
-        return TextPlace("text", self._answer.num_characters)
-
-    def num_printed(self, kind: str) -> int:
-        return self._answer.num_printed if kind == "text" else self._thoughts.num_printed
-
-    def take(self, token: Token) -> StreamDelta | None:
-        token_id = self.profile.id_of(token)
-        is_mark = self._is_mark(token_id)
-        self._num_thinking += self._is_thinking or is_mark
-        if not self._is_format(token_id):
-            self._follows_mark = False
-            if self._is_thinking:
-                return text_delta(self._thoughts.push(token_id), "reasoning")
-            return text_delta(self._answer.push(token_id), ends=self._answer.is_stopped)
-        if not is_mark:
-            return None
-        self._follows_mark = self._has_thought = True
-        self._is_thinking = token_id == self._marks.opens
-        return None if self._is_thinking else text_delta(self._thoughts.flush(), "reasoning")
-
-    def rest(self) -> StreamDelta | None:
-        if self._is_thinking:
-            return text_delta(self._thoughts.flush(), "reasoning")
-        return text_delta(self._answer.flush(), ends=self._answer.is_stopped)
-
-    def _is_format(self, token_id: int) -> bool:
-        """Whether the id has no part in thought or answer."""
-        is_break = self._follows_mark and not self.profile.tokenizer.token_bytes(token_id).strip(b"\n")
-        return is_break or self._is_mark(token_id)
-
-    def _is_mark(self, token_id: int) -> bool:
-        if self._is_thinking:
-            return token_id == self._marks.closes
-        return token_id == self._marks.opens and not self._has_thought and not self._answer.text.strip()
-
-    def output(self) -> SkillOutput:
-        fields: dict[str, Any] = {"answer": self._answer.text}
-        if self._has_thought:
-            fields["reasoning"] = {"text": self._thoughts.text, "grounding": []}
-        return SkillOutput(fields, self._answer.text, num_reasoning_tokens=self._num_thinking)
 
 
 class ReasoningState(RecordingState):

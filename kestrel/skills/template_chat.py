@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kestrel.errors import RequestError
-from kestrel.skills.base import Conversation, Message, ModelProfile, ThinkingIds, WrittenChat
+from kestrel.skills.base import Conversation, Message, ModelProfile, ThinkingIds, ThinkingTags, WrittenChat
 from kestrel.skills.chat_template import RESERVED, ChatTemplate
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
@@ -35,7 +35,7 @@ class TemplateChat:
         self._encoder = encoder
         self._knows_developers = self._template.mentions("developer")
         self._has_switch = self._template.mentions(THINKING_SWITCH)
-        self.thinking = _thinking_ids(encoder.controls)
+        self.thinking = _thinking_marks(self._template, encoder.controls)
 
     @property
     def template(self) -> str:
@@ -79,15 +79,19 @@ class TemplateChat:
 
     def _is_thinking(self, parts: Sequence[str]) -> bool:
         """Whether the last thought that the template opened is still open."""
-        if self.thinking is None:
-            return False
-        ids = (self._encoder.controls[control] for control in reversed(parts[1::2]))
-        marks = (self.thinking.opens, self.thinking.closes)
-        return next((token_id for token_id in ids if token_id in marks), None) == self.thinking.opens
+        match self.thinking:
+            case ThinkingIds(opens, closes):
+                ids = (self._encoder.controls[control] for control in reversed(parts[1::2]))
+                return next((token_id for token_id in ids if token_id in (opens, closes)), None) == opens
+            case ThinkingTags(opens):
+                return parts[-1].rstrip().endswith(opens)
+        return False
 
 
-def _thinking_ids(controls: Mapping[str, int]) -> ThinkingIds | None:
+def _thinking_marks(template: ChatTemplate, controls: Mapping[str, int]) -> ThinkingIds | ThinkingTags | None:
+    """Ids of the vocabulary, else what the template takes for a thought."""
     for opens, closes in THINKING_PAIRS:
         if opens in controls and closes in controls:
             return ThinkingIds(controls[opens], controls[closes])
-    return None
+    opens, closes = THINKING_PAIRS[0]
+    return ThinkingTags(opens, closes) if opens in template.text or closes in template.text else None

@@ -93,7 +93,7 @@ _CORPUS = [
 
 
 @lru_cache
-def byte_level(extra: tuple[str, ...] = ()) -> str:
+def byte_level(extra: tuple[str, ...] = (), unmarked: tuple[str, ...] = UNMARKED) -> str:
     """A tokenizer.json of a small vocabulary with merges over blanks and line breaks."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -101,7 +101,7 @@ def byte_level(extra: tuple[str, ...] = ()) -> str:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, min_frequency=1, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(_CORPUS, trainer)
-    return _with_controls(made, extra)
+    return _with_controls(made, extra, unmarked)
 
 
 @lru_cache
@@ -116,12 +116,12 @@ def sentence_pieces(extra: tuple[str, ...] = ()) -> str:
     made.decoder = decoders.Sequence(  # type: ignore[assignment]
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return _with_controls(made, extra)
+    return _with_controls(made, extra, UNMARKED)
 
 
-def _with_controls(made: Tokenizer, extra: tuple[str, ...]) -> str:
+def _with_controls(made: Tokenizer, extra: tuple[str, ...], unmarked: tuple[str, ...]) -> str:
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*MARKED, *extra)])
-    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in UNMARKED])
+    made.add_tokens([AddedToken(name, special=False, normalized=False) for name in unmarked])
     return made.to_str()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
-from kestrel.skills.base import WrittenChat
+from kestrel.skills.base import ThinkingIds, ThinkingTags, WrittenChat
 from tests.exhaustive import given_examples
 from tests.llama.chat_shapes import (
     CHATML,
@@ -106,6 +106,17 @@ def test_a_prompt_says_whether_the_answer_begins_inside_a_thought() -> None:
     assert not written(THINKING).is_thinking
     assert not written(THINKING, reasoning=False).is_thinking
     assert not written(CHATML).is_thinking
+
+
+def test_marks_of_a_thought_may_be_plain_text_to_the_tokenizer() -> None:
+    described = byte_level(unmarked=())
+    opened, closed = template_chat(OPEN_THOUGHT, described), template_chat(THINKING, described)
+    assert opened.thinking == closed.thinking == ThinkingTags("<think>", "</think>")
+    assert isinstance(template_chat(OPEN_THOUGHT, byte_level()).thinking, ThinkingIds)
+    assert template_chat(CHATML, described).thinking is None
+    assert opened.write(conversation([user("a")])).is_thinking
+    assert not closed.write(conversation([user("<think>")], reasoning=False)).is_thinking
+    assert ids_of(opened, described, [user("a")]) == reference_ids(OPEN_THOUGHT, described, [user("a")])
 
 
 def test_the_last_message_can_be_continued() -> None:
