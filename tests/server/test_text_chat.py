@@ -101,6 +101,7 @@ def test_a_thought_stands_beside_the_answer(client: httpx.Client, texts: Running
     assert message["reasoning_content"] == "<think>" * 11, "a second opening id is text"
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 12
     assert "reasoning_content" not in chat(client, include_reasoning=False, **always)["choices"][0]["message"]
+    assert chat(client, include_reasoning=True, **always)["choices"][0]["message"] == message
     direct = chat(client, chat_template_kwargs={"enable_thinking": False}, logit_bias={str(closes): 100})
     assert "reasoning_content" not in direct["choices"][0]["message"]
     off = chat(client, chat_template_kwargs={"enable_thinking": False})["usage"]["prompt_tokens"]

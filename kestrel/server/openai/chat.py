@@ -97,7 +97,10 @@ def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
 
 
 def _take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) -> bool:
-    """Whether thinking is shown. It happens when any of three parameters asks for it, else `by_default`."""
+    """Whether thinking is shown. It happens when any of three parameters asks for it, else `by_default`.
+
+    None means that the model's template decides; then to include thoughts is not to ask for them.
+    """
     reasoning, effort = body.get("reasoning", False), body.get("reasoning_effort", "none")
     if isinstance(reasoning, Mapping):
         effort = reasoning.get("effort") or effort
@@ -109,7 +112,7 @@ def _take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) -
     asks = {
         "reasoning": reasoning,
         "reasoning_effort": effort != "none",
-        "include_reasoning": boolean("include_reasoning", body.get("include_reasoning", False)),
+        "include_reasoning": boolean("include_reasoning", body.get("include_reasoning", False)) and by_default is False,
     }
     asked = [name for name, is_asked in asks.items() if is_asked]
     said = asked or [name for name in ("reasoning", "reasoning_effort") if name in body]
