@@ -48,6 +48,9 @@ class RuntimeConfig:
     )
     weights_path: str | os.PathLike[str] | None = setting(None, "Another name for model_path.", flags=())
     tokenizer_path: str | os.PathLike[str] | None = setting(None, "tokenizer.json to use with a single weights file.")
+    chat_template: str | os.PathLike[str] | None = setting(
+        None, "A jinja file that writes conversations, for a text model. Default: the model's own template."
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
     dtype: Any = setting("auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
     quantization: str = setting(
@@ -181,6 +184,10 @@ class RuntimeConfig:
         return None if self.adapter_cache_dir is None else _expanded(self.adapter_cache_dir)
 
     @property
+    def chat_template_file(self) -> Path | None:
+        return None if self.chat_template is None else _expanded(self.chat_template)
+
+    @property
     def tokenizer_file(self) -> Path | None:
         return None if self.tokenizer_path is None else _expanded(self.tokenizer_path)
 
@@ -224,10 +231,15 @@ def _check_quantization(config: RuntimeConfig) -> None:
         )
 
 
+PATHS = (
+    "model_path", "weights_path", "tokenizer_path", "chat_template", "refiner_path", "adapter_dir", "adapter_cache_dir",
+)  # fmt: skip
+
+
 def _check_sources(config: RuntimeConfig) -> None:
     if config.model_path is not None and config.weights_path is not None:
         raise ConfigError("weights_path", "is another name for model_path; give only one of them")
-    for name in ("model_path", "weights_path", "tokenizer_path", "refiner_path", "adapter_dir", "adapter_cache_dir"):
+    for name in PATHS:
         value = getattr(config, name)
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(name, f"must be a path (got {shown(value)})")

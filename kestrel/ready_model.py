@@ -23,7 +23,7 @@ from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import on_device
 from kestrel.runtime.memory import MemoryPlan
-from kestrel.skills.base import ModelProfile
+from kestrel.skills.base import ChatFormat, ModelProfile
 
 MakeDecoder: TypeAlias = Callable[[Any], DecoderModel]
 """From a family's module to a decoder that may also observe what it is asked."""
@@ -82,6 +82,12 @@ class ModelFamily(ABC):
     def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
         """What it is and can do, without constraints."""
 
+    def chat(self, loaded: LoadedModel[Any, Any], template: Path | None) -> ChatFormat | None:
+        """How its conversations are written; None: as the profile says. `template`: a file to take for it."""
+        if template is not None:
+            raise ConfigError("chat_template", f"{loaded.name} has a chat format of its own; leave it out")
+        return None
+
     def recognise(self, checkpoint: Checkpoint) -> str | None:
         """The registered name whose weights these look like, by names and shapes."""
         return None
@@ -97,12 +103,17 @@ class ModelFamily(ABC):
         decoder = self.decoder(loaded) if make_decoder is None else make_decoder(loaded.model)
         if config.refiner_file is not None and decoder.regions is None:
             raise ConfigError("refiner_path", f"{loaded.name} draws no outlines that could be refined; leave it out")
+        profile = self.profile(loaded)
+        profile = replace(
+            profile,
+            chat=self.chat(loaded, config.chat_template_file) or profile.chat,
+            constraints=ConstraintCompiler(loaded.tokenizer.to_json, profile.end_id),
+        )
         with on_device(decoder.device):
             runtime = ModelRuntime(decoder, config, with_adapters, loaded.kv_scales)
-        profile = self.profile(loaded)
         return ReadyModel(
             runtime=runtime,
-            profile=replace(profile, constraints=ConstraintCompiler(loaded.tokenizer.to_json, profile.end_id)),
+            profile=profile,
             vocab_size=decoder.shape.vocab_size,
             num_image_positions=decoder.shape.num_image_positions,
             adapter_shape=decoder.adapter_shape,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 
 from kestrel.adapters import AdapterShape
 from kestrel.errors import CheckpointError
+from kestrel.llama.chat import chat_format
 from kestrel.llama.config import MODEL_TYPES, LlamaConfig, read_generation
 from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
 from kestrel.llama.random_models import RANDOM_NAMES, random_llama, write_random_folder
+from kestrel.models.chat_files import ChatFiles, read_chat_files
 from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.models.contract import DecoderModel
 from kestrel.models.decoder import TextModelDecoder
@@ -21,7 +23,7 @@ from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.locate import LocatedModel
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.ready_model import ModelFamily
-from kestrel.skills.base import ModelProfile
+from kestrel.skills.base import ChatFormat, ModelProfile
 
 FAMILY = "llama"
 
@@ -29,6 +31,7 @@ FAMILY = "llama"
 @dataclass(frozen=True)
 class LoadedLlama(LoadedModel[LlamaModel, LlamaConfig]):
     family = FAMILY
+    chat_files: ChatFiles = field(default_factory=ChatFiles)
 
 
 class LlamaFamily(ModelFamily):
@@ -53,9 +56,10 @@ class LlamaFamily(ModelFamily):
             )
         if not config.stop_ids:
             raise CheckpointError("config.json: eos_token_id is missing; name the ids that end a text")
+        chat_files = read_chat_files((located.weights.parent, located.tokenizer.parent))
         with open_checkpoint(located.weights) as checkpoint:
             model = load_llama(checkpoint, config, device, dtype, progress)
-        return LoadedLlama(located.name, model, config, tokenizer)
+        return LoadedLlama(located.name, model, config, tokenizer, chat_files=chat_files)
 
     def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
         config = loaded.config
@@ -71,6 +75,18 @@ class LlamaFamily(ModelFamily):
             stop_ids=config.stop_ids,
             defaults=config.defaults,
         )
+
+    def chat(self, loaded: LoadedModel[Any, Any], template: Path | None) -> ChatFormat | None:
+        """Templates may name the start and the end of a text even where no file says what they are."""
+        assert isinstance(loaded, LoadedLlama)
+        ids = {"bos_token": loaded.config.bos_id, "eos_token": loaded.config.stop_ids[0]}
+        names = {
+            token: loaded.tokenizer.token_name(token_id) for token, token_id in ids.items() if token_id is not None
+        }
+        files = loaded.chat_files
+        if not files.special_tokens:
+            files = replace(files, special_tokens={token: name for token, name in names.items() if name is not None})
+        return chat_format(files, loaded.tokenizer, template)
 
     def random(self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]) -> LoadedLlama:
         return LoadedLlama(f"random-{name}", *random_llama(name, device, dtype, pieces))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
@@ -36,6 +37,11 @@ class TextTokenizer:
         self._added_text = {token_id: token.content for token_id, token in added.items() if not token.special}
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The library's own pickles forget that special tokens in a text are text."""
+        self.__dict__.update(state)
+        self._tokenizer.encode_special_tokens = True
+
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
         if not path.is_file():
@@ -51,6 +57,20 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Tokens that are found in a text before it is split, by id."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def without_added_tokens(self) -> TokenizerJson:
+        """Another tokenizer over the same vocabulary, which is not copied."""
+        other = TokenizerJson(self._tokenizer.model)
+        if self._tokenizer.normalizer is not None:
+            other.normalizer = self._tokenizer.normalizer
+        if self._tokenizer.pre_tokenizer is not None:
+            other.pre_tokenizer = self._tokenizer.pre_tokenizer
+        return other
 
     def encode(self, text: str) -> list[int]:
         try:

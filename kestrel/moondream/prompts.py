@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from kestrel.errors import RequestError
 from kestrel.moondream.config import MoondreamConfig
-from kestrel.skills.base import ConstraintSource, Message, ModelProfile, RegionIds, Tokenizer
+from kestrel.settings import text
+from kestrel.skills.base import ConstraintSource, Conversation, ModelProfile, RegionIds, Tokenizer, WrittenChat
 from kestrel.skills.builtin import block, opening, template_of
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
@@ -42,19 +43,30 @@ class QueryBlocks:
     the assistant's text; a leading system message stands before the first user text.
     """
 
-    def check(self, messages: Sequence[Message]) -> None:
+    roles = ("system", "user", "assistant")
+    message_fields = ()
+    template = None
+    thinking = None
+
+    def write(self, conversation: Conversation) -> WrittenChat:
         """An optional system message, then user and assistant in turn, a user last."""
+        _refuse_template_values(conversation)
+        messages = conversation.messages
         expected = "user"
         for message in messages[1:] if messages[0].role == "system" else messages:
             if message.role != expected:
                 remedy = "user and assistant must take turns, with a system message only at the front"
                 problem = f"is {message.role!r} where {expected!r} must follow; {remedy}"
                 raise RequestError(f"{message.field}.role", problem)
+            if message.role == "user":
+                text(f"{message.field}.content", message.text)
             expected = "assistant" if expected == "user" else "user"
+        if messages[-1].role != "user":
+            raise RequestError("messages", "must end with a user message, the one to answer")
+        return WrittenChat(conversation)
 
-    def items(
-        self, profile: ModelProfile, messages: Sequence[Message], images: Sequence[ImageSpan], *, reasoning: bool
-    ) -> list[ContextItem]:
+    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> list[ContextItem]:
+        messages, reasoning = written.conversation.messages, written.conversation.reasoning
         prefix, spans = template_of(profile, "query").prefix, iter(images)
         system = f"{messages[0].text}\n\n" if messages[0].role == "system" and messages[0].text else ""
         items: list[ContextItem] = []
@@ -69,6 +81,17 @@ class QueryBlocks:
                 opener = profile.reasoning_opener if opens_thinking else profile.answer_opener
                 items += block(profile, prefix, (), question, opener)
         return items
+
+
+def _refuse_template_values(conversation: Conversation) -> None:
+    given = {
+        "chat_template_kwargs": bool(conversation.template_values),
+        "continue_final_message": conversation.continues,
+        "add_generation_prompt": not conversation.opens_answer,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise RequestError(name, "is for models with a chat template, which this one has not; leave it out")
 
 
 def _take(spans: Iterator[ImageSpan], count: int) -> list[ImageSpan]:

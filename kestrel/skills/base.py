@@ -6,6 +6,7 @@ items with decode rules, `start` gives the object that turns tokens into stream 
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,50 @@ class Message:
     role: str
     text: str
     images: tuple[Any, ...] = ()
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further fields, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What is to be answered."""
+
+    messages: tuple[Message, ...]
+    reasoning: bool | None = None
+    """Whether to think first; None: as the model does by itself."""
+    opens_answer: bool = True
+    """Whether to write the beginning of an answer behind the last message."""
+    continues: bool = False
+    """The answer goes on with the last message, which stays open."""
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """For the model's template, which may read them; nothing else does."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChat:
+    """A conversation up to where the model goes on, not encoded yet."""
+
+    conversation: Conversation
+    parts: tuple[str, ...] = ()
+    """Of formats that are templates: plain text and control strings in turn."""
+    is_thinking: bool = False
+    """Whether the model goes on inside of a thought."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingIds:
+    """Ids around what a model thinks before its answer."""
+
+    opens: int
+    closes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTags:
+    """The same in models that have no ids for it and write it as text."""
+
+    opens: str
+    closes: str
 
 
 class ChatFormat(Protocol):
@@ -114,14 +159,32 @@ class ChatFormat(Protocol):
     become a control id.
     """
 
-    def check(self, messages: Sequence[Message]) -> None:
-        """Raises RequestError for a conversation that cannot be written, naming the message."""
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who may say something."""
         ...
 
-    def items(
-        self, profile: ModelProfile, messages: Sequence[Message], images: Sequence[ImageSpan], *, reasoning: bool
-    ) -> list[ContextItem]:
-        """The checked conversation up to where the model goes on. `images`: the pictures of all messages, in order."""
+    @property
+    def message_fields(self) -> tuple[str, ...]:
+        """Fields that a message may have beside role and content."""
+        ...
+
+    @property
+    def template(self) -> str | None:
+        """The text of its template, where it has one."""
+        ...
+
+    @property
+    def thinking(self) -> ThinkingIds | ThinkingTags | None:
+        """What a model may put around thoughts by itself."""
+        ...
+
+    def write(self, conversation: Conversation) -> WrittenChat:
+        """Raises RequestError for a conversation that cannot be written, naming the message where it can."""
+        ...
+
+    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> list[ContextItem]:
+        """What was written, as a context. `images`: the pictures of all messages, in order."""
         ...
 
 
@@ -162,7 +225,7 @@ class ModelProfile:
 
     @property
     def can_reason(self) -> bool:
-        return bool(self.reasoning_opener)
+        return bool(self.reasoning_opener) or (self.chat is not None and self.chat.thinking is not None)
 
     def id_of(self, token: Token) -> int:
         """The id that a token has in the context."""

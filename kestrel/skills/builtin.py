@@ -18,6 +18,8 @@ from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.fields import DrawSeed, FieldTable, Values, random_seed
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, text_tokens
 
+WITH_PICTURES = "moondream2"
+"""A registered model, named to those who ask a text model about pictures."""
 SpatialRef: TypeAlias = tuple[float, ...]
 """(x, y) or (x_min, y_min, x_max, y_max), all from 0 to 1."""
 
@@ -57,15 +59,25 @@ def template_of(profile: ModelProfile, skill: str) -> Template:
 def not_supported(profile: ModelProfile, skill: str) -> RequestError:
     skills = {key.split(".")[0] for key in profile.templates} | ({"chat"} if profile.chat is not None else set())
     supported = ", ".join(sorted(skills | {"complete", "embed"}))
-    return RequestError("skill", f"{skill} is not supported by {profile.name}; use one of: {supported}")
+    remedy = ""
+    if skill == "chat":
+        remedy = ", or give the model a chat template with --chat-template FILE"
+    elif not profile.has_vision:
+        remedy = f", or a model that reads pictures, such as {WITH_PICTURES}"
+    return RequestError("skill", f"{skill} is not supported by {profile.name}; use one of: {supported}{remedy}")
 
 
 def check_pictures(profile: ModelProfile, images: Sequence[object], *, needed_by: str | None = None) -> None:
     """Refuse pictures the model cannot read, and the lack of one that `needed_by` cannot do without."""
     if images and not profile.has_vision:
-        raise RequestError("image", f"{profile.name} reads no pictures; leave the image out or use another model")
+        raise reads_no_pictures("image", profile)
     if needed_by is not None and not images:
         raise RequestError("image", f"is required: {needed_by} needs a picture")
+
+
+def reads_no_pictures(name: str, profile: ModelProfile) -> RequestError:
+    remedy = f"leave the picture out, or serve a model that does, such as {WITH_PICTURES}"
+    return RequestError(name, f"{profile.name} reads no pictures; {remedy}")
 
 
 def opens_reasoning(profile: ModelProfile, asked: bool | None) -> bool:

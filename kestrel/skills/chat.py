@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from kestrel.constraints import response_format
 from kestrel.errors import RequestError, shown
-from kestrel.settings import any_text, boolean, text
-from kestrel.skills.base import ChatFormat, Message, ModelProfile, Prompt, SkillState
+from kestrel.grammar import Grammar
+from kestrel.settings import any_text, boolean
+from kestrel.skills.base import (
+    ChatFormat,
+    Conversation,
+    Message,
+    ModelProfile,
+    Prompt,
+    SkillState,
+    ThinkingIds,
+    WrittenChat,
+)
 from kestrel.skills.builtin import (
     BuiltinSkill,
     SampledRequest,
@@ -19,12 +31,14 @@ from kestrel.skills.builtin import (
     not_supported,
     opens_reasoning,
 )
-from kestrel.skills.decode_rules import answer_rules, reasoning_rules
-from kestrel.skills.fields import FieldTable
+from kestrel.skills.decode_rules import answer_rules, open_thought_rules, reasoning_rules
+from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.states import ReasoningState, TextState
+from kestrel.skills.thinking import thinking_state
 from kestrel.tokens import ImageSpan
 
-_ROLES = ("system", "user", "assistant")
+MAX_TEMPLATE_CHARACTERS = 64 * 1024
+"""Of `chat_template_kwargs`, as JSON."""
 
 
 def conversation(name: str, value: Any) -> tuple[Message, ...]:
@@ -35,27 +49,43 @@ def conversation(name: str, value: Any) -> tuple[Message, ...]:
     """
     if not isinstance(value, (list, tuple)) or not value:
         raise RequestError(name, f"must be a list of messages with at least one in it (got {shown(value)})")
-    messages = [_message(f"{name}[{index}]", raw) for index, raw in enumerate(value)]
-    if messages[-1].role != "user":
-        raise RequestError(name, "must end with a user message, the one to answer")
-    return tuple(messages)
+    return tuple(_message(f"{name}[{index}]", raw) for index, raw in enumerate(value))
 
 
 def _message(name: str, raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
-    unknown = [key for key in raw if key not in ("role", "content")]
-    if unknown:
-        raise RequestError(f"{name}.{unknown[0]}", "is not a field of a message; known fields: content, role")
-    role = raw.get("role")
-    if role not in _ROLES:
-        raise RequestError(f"{name}.role", f"must be one of: {', '.join(_ROLES)} (got {shown(role)})")
     words, images = _content(f"{name}.content", raw.get("content"))
+    extra = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
+    role = raw.get("role")
     if images and role != "user":
-        raise RequestError(f"{name}.content", f"holds a picture in a {role} message; only user messages may")
-    if role == "user":
-        text(f"{name}.content", words)
-    return Message(name, role, words, images)
+        raise RequestError(f"{name}.content", f"holds a picture in a {shown(role)} message; only user messages may")
+    return Message(name, role, words, images, extra)  # pyright: ignore[reportArgumentType] - checked with the format
+
+
+def _require_known(message: Message, chat: ChatFormat) -> None:
+    """Which roles and further fields there are, is the format's to say."""
+    for name, value in message.extra.items():
+        if name not in chat.message_fields:
+            known = ", ".join(sorted(("content", "role", *chat.message_fields)))
+            raise RequestError(f"{message.field}.{name}", f"is not a field of a message; known fields: {known}")
+        any_text(f"{message.field}.{name}", value)
+    if message.role not in chat.roles:
+        known = ", ".join(chat.roles)
+        raise RequestError(f"{message.field}.role", f"must be one of: {known} (got {shown(message.role)})")
+
+
+def template_values(name: str, value: Any) -> Mapping[str, Any]:
+    """Variables for a chat template: JSON, and not too much of it."""
+    if not isinstance(value, Mapping):
+        raise RequestError(name, f'must be an object such as {{"enable_thinking": false}} (got {shown(value)})')
+    try:
+        size = len(json.dumps(value, ensure_ascii=False).encode())
+    except (TypeError, ValueError, RecursionError):
+        raise RequestError(name, "must hold JSON values only, not too deep in one another") from None
+    if size > MAX_TEMPLATE_CHARACTERS:
+        raise RequestError(name, f"has {size} bytes as JSON; give at most {MAX_TEMPLATE_CHARACTERS}")
+    return value
 
 
 def _content(name: str, raw: Any) -> tuple[str, tuple[Any, ...]]:
@@ -77,13 +107,42 @@ def _content(name: str, raw: Any) -> tuple[str, tuple[Any, ...]]:
 
 # ---------------------------------------------------------------------- the skill
 
-_FIELDS = FieldTable("chat", {"messages": conversation, "reasoning": boolean, "response_format": response_format})
+_FIELDS = FieldTable(
+    "chat",
+    {
+        "messages": conversation,
+        "reasoning": boolean,
+        "response_format": response_format,
+        "chat_template_kwargs": template_values,
+        "add_generation_prompt": boolean,
+        "continue_final_message": boolean,
+    },
+)
+
+
+class Writing:
+    """A conversation that is written by the first who wants it: a long one takes a template a while."""
+
+    def __init__(self, chat: ChatFormat, conversation: Conversation) -> None:
+        self._chat = chat
+        self.conversation = conversation
+
+    @cached_property
+    def written(self) -> WrittenChat:
+        return self._chat.write(self.conversation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(SampledRequest):
-    messages: tuple[Message, ...]
-    reasoning: bool
+    writing: Writing
+
+    @property
+    def written(self) -> WrittenChat:
+        return self.writing.written
+
+    @property
+    def reasoning(self) -> bool | None:
+        return self.writing.conversation.reasoning
 
 
 class ChatSkill(BuiltinSkill[ChatRequest]):
@@ -97,13 +156,15 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         given: tuple[Message, ...] = values.required(
             "messages", 'a list such as [{"role": "user", "content": "Hello"}]'
         )
-        chat.check(given)
-        messages = _with_pictures(given, values.images)
-        images = tuple(image for message in messages for image in message.images)
+        for message in given:
+            _require_known(message, chat)
+        images = (*values.images, *(image for message in given for image in message.images))
         check_pictures(profile, images)
+        writing = Writing(chat, _asked(values, _with_pictures(given, values.images), profile, chat))
+        if chat.template is None:
+            _ = writing.written  # refuses what it cannot write; templates do so when the prompt is laid out
         return ChatRequest(
-            messages=messages,
-            reasoning=opens_reasoning(profile, values.own.get("reasoning")),
+            writing=writing,
             sampling=self.text_sampling(values, profile),
             images=images,
             adapter=values.adapter,
@@ -111,14 +172,45 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         )
 
     def prompt(self, request: ChatRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
-        items = _format_of(profile).items(profile, request.messages, images, reasoning=request.reasoning)
-        grammar = reasoning_rules(profile) if request.reasoning else answer_rules(profile)
+        items = _format_of(profile).items(profile, request.written, images)
+        grammar = _rules(request, profile)
         return laid_out(items, grammar, request.sampling, answer_constraint(request, grammar, profile))
 
     def start(self, request: ChatRequest, profile: ModelProfile) -> SkillState:
+        marks = _format_of(profile).thinking
+        if marks is not None:
+            return thinking_state(profile, request.sampling, marks, is_thinking=request.written.is_thinking)
         if request.reasoning:
             return ReasoningState(profile, request.sampling)
         return TextState(profile, request.sampling, "answer")
+
+
+def _asked(values: Values, messages: tuple[Message, ...], profile: ModelProfile, chat: ChatFormat) -> Conversation:
+    asked, continues = values.own.get("reasoning"), values.own.get("continue_final_message", False)
+    opens_answer = values.own.get("add_generation_prompt", not continues)
+    if continues and opens_answer:
+        problem = "does not go with add_generation_prompt: an answer either goes on or begins; set one of them to false"
+        raise RequestError("continue_final_message", problem)
+    does_reason = opens_reasoning(profile, asked)
+    return Conversation(
+        messages=messages,
+        reasoning=does_reason if chat.template is None else asked,
+        opens_answer=opens_answer,
+        continues=continues,
+        template_values=values.own.get("chat_template_kwargs", {}),
+    )
+
+
+def _rules(request: ChatRequest, profile: ModelProfile) -> Grammar:
+    marks = _format_of(profile).thinking
+    if marks is None:
+        return reasoning_rules(profile) if request.reasoning else answer_rules(profile)
+    if request.response_format is None or not request.written.is_thinking:
+        return answer_rules(profile)
+    if isinstance(marks, ThinkingIds):
+        return open_thought_rules(profile, marks)
+    problem = "does not go with a chat template that opens a thought: the model has no token for its end"
+    raise RequestError("response_format", f"{problem}; leave it out, or switch thinking off if the template can")
 
 
 def _format_of(profile: ModelProfile) -> ChatFormat:
@@ -128,6 +220,8 @@ def _format_of(profile: ModelProfile) -> ChatFormat:
 
 
 def _with_pictures(messages: tuple[Message, ...], images: Sequence[Any]) -> tuple[Message, ...]:
-    first = next(index for index, message in enumerate(messages) if message.role == "user")
+    first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+    if not images or first is None:
+        return messages
     message = replace(messages[first], images=(*images, *messages[first].images))
     return (*messages[:first], message, *messages[first + 1 :])

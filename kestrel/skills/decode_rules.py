@@ -11,7 +11,7 @@ from functools import lru_cache
 from kestrel.errors import RequestError
 from kestrel.grammar import Carries, Edge, Grammar, State, ends, free_text
 from kestrel.settings import SamplingParams
-from kestrel.skills.base import ModelProfile, RegionIds
+from kestrel.skills.base import ModelProfile, RegionIds, ThinkingIds
 
 
 def answer_rules(profile: ModelProfile) -> Grammar:
@@ -26,6 +26,11 @@ def reasoning_rules(profile: ModelProfile) -> Grammar:
         raise ValueError(f"{profile.name} reasons but its query template has no suffix to open the answer with")
     assert profile.answer_id is not None, "a model that reasons has an id that ends it"
     return _reasoning(profile.stop_ids, profile.answer_id, profile.regions, suffix)
+
+
+def open_thought_rules(profile: ModelProfile, marks: ThinkingIds) -> Grammar:
+    """The rest of a thought until the id that closes it, then the answer; each has its own token budget."""
+    return _open_thought(profile.stop_ids, marks)
 
 
 def point_rules(profile: ModelProfile) -> Grammar:
@@ -109,6 +114,13 @@ def _reasoning(
     states.append(State("first answer token", Edge(answer_start + 1), stop, phase=1))
     states.append(State("answer", Edge(answer_start + 1), stop, suppressed=(answer_id,), phase=1))
     return Grammar("reasoning", tuple(states))
+
+
+@lru_cache(maxsize=64)
+def _open_thought(stop_ids: tuple[int, ...], marks: ThinkingIds) -> Grammar:
+    stop = ends(stop_ids)
+    thought = State("thought", Edge(0), ((marks.closes, Edge(1)), *stop), when_spent=marks.closes)
+    return Grammar("thinking", (thought, State("answer", Edge(1), stop, phase=1)))
 
 
 @lru_cache(maxsize=64)

@@ -149,6 +149,11 @@ class StoppingTextStream(TextStream):
     def is_stopped(self) -> bool:
         return self._end is not None
 
+    @property
+    def beyond(self) -> str:
+        """What was seen from the stop string on."""
+        return "" if self._end is None else super().text[self._end :]
+
     def push(self, token_id: int) -> str:
         if self.is_stopped:
             return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def changed(**changes: object) -> TextTokenizer:
 @given(st.text(max_size=60))
 def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_names_of_special_tokens_stay_plain_text_in_another_process() -> None:
+    there = pickle.loads(pickle.dumps(TOKENIZER))
+    text = "".join(CONTROLS)
+    assert there.encode(text) == TOKENIZER.encode(text)
+    assert there.decode(there.encode(text)) == text
 
 
 @settings(deadline=None)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from kestrel.request import FinishReason, TokenLogprobs
 from kestrel.settings import SamplingParams
-from kestrel.skills.base import ModelProfile, SkillState
+from kestrel.skills.base import ModelProfile, SkillState, ThinkingIds, ThinkingTags
 from kestrel.skills.complete import CompleteState
 from kestrel.skills.detect import DetectState
 from kestrel.skills.point import PointState
 from kestrel.skills.states import ReasoningState, TextState
+from kestrel.skills.thinking import TaggedThinkingState, ThinkingState
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 from .machine import feed
@@ -212,3 +214,92 @@ def test_logprobs_are_absent_unless_asked_for(md2: ModelProfile) -> None:
     state = TextState(md2, PLAIN, "answer")
     state.consume(TextToken(40), TokenLogprobs(-1.0))
     assert "logprobs" not in state.finish(FinishReason.STOP).fields
+
+
+# ---------------------------------------------------------------------- thoughts between two ids
+
+MARKS = ThinkingIds(opens=7, closes=3)
+OPENS, CLOSES = TextToken(MARKS.opens), TextToken(MARKS.closes)
+
+
+def thinking(profile: ModelProfile, sampling: SamplingParams = PLAIN, *, is_thinking: bool = False) -> ThinkingState:
+    return ThinkingState(profile, sampling, MARKS, is_thinking=is_thinking)
+
+
+def test_a_thought_and_the_line_breaks_behind_its_ids_are_no_part_of_the_answer(md3: ModelProfile) -> None:
+    tokens = [OPENS, *words(md3, "\n"), *words(md3, "let me see"), CLOSES, *words(md3, "\n\n"), *words(md3, "two of\n")]
+    output, deltas = feed(thinking(md3), tokens)
+    assert output.fields == {"answer": "two of\n", "reasoning": {"text": "let me see", "grounding": []}}
+    assert "".join(delta.text for delta in deltas if delta.kind == "reasoning") == "let me see"
+    assert "".join(delta.text for delta in deltas if delta.kind == "text") == "two of\n"
+    assert output.num_reasoning_tokens == len(tokens) - len(words(md3, "two of\n")) - len(words(md3, "\n\n"))
+
+
+def test_an_answer_without_a_thought_is_an_answer(md3: ModelProfile) -> None:
+    output, deltas = feed(thinking(md3), words(md3, "\ntwo of them"))
+    assert output.fields == {"answer": "\ntwo of them"}
+    assert {delta.kind for delta in deltas} == {"text"}
+    assert output.num_reasoning_tokens == 0
+
+
+def test_a_thought_that_the_prompt_opened_ends_with_its_id(md3: ModelProfile) -> None:
+    output, _ = feed(thinking(md3, is_thinking=True), [*words(md3, "so"), CLOSES, *words(md3, "two")])
+    assert output.fields == {"answer": "two", "reasoning": {"text": "so", "grounding": []}}
+    cut, _ = feed(thinking(md3, is_thinking=True), words(md3, "so"))
+    assert cut.fields == {"answer": "", "reasoning": {"text": "so", "grounding": []}}
+
+
+def test_ids_of_thoughts_in_other_places_change_nothing(md3: ModelProfile) -> None:
+    tokens = [*words(md3, "two"), OPENS, *words(md3, " of"), CLOSES, *words(md3, " them")]
+    output, _ = feed(thinking(md3), tokens)
+    assert output.fields["answer"] == md3.tokenizer.decode(
+        [token.id for token in tokens if isinstance(token, TextToken)]
+    )
+    assert "reasoning" not in output.fields
+
+
+def test_stop_strings_end_answers_and_not_thoughts(md3: ModelProfile) -> None:
+    tokens = [OPENS, *words(md3, "me see"), CLOSES, *words(md3, "let me see")]
+    output, _ = feed(thinking(md3, SamplingParams(stop=(" see",))), tokens)
+    assert output.fields == {"answer": "let me", "reasoning": {"text": "me see", "grounding": []}}
+
+
+TAGS = ThinkingTags("<think>", "</think>")
+
+
+def tagged(
+    profile: ModelProfile, text: str, sampling: SamplingParams = PLAIN, *, is_thinking: bool = False
+) -> tuple[dict[str, Any], str, str, int]:
+    """Fields of the result, both kinds of streamed text, and the tokens of the thought."""
+    output, deltas = feed(TaggedThinkingState(profile, sampling, TAGS, is_thinking=is_thinking), words(profile, text))
+    streamed = ["".join(delta.text for delta in deltas if delta.kind == kind) for kind in ("reasoning", "text")]
+    return output.fields, streamed[0], streamed[1], output.num_reasoning_tokens
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, WITH_LOGPROBS])
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("<think>\nlet me see</think>\n\ntwo of", "let me see", "two of"),
+        ("\n<think>let</think>two", "let", "two"),
+        ("<think></think>two", "", "two"),
+        ("<think>let me </thin see", "let me </thin see", ""),
+        ("<thin two", None, "<thin two"),
+        ("<thi", None, "<thi"),
+        ("\n two <think> of</think>", None, "\n two <think> of</think>"),
+        ("", None, ""),
+    ],
+)
+def test_thoughts_between_tags_stand_apart_too(
+    md3: ModelProfile, text: str, thought: str | None, answer: str, sampling: SamplingParams
+) -> None:
+    fields, streamed_thought, streamed_answer, num_thinking = tagged(md3, text, sampling)
+    assert (fields["answer"], streamed_answer) == (answer, answer)
+    assert fields.get("reasoning", {}).get("text") == thought
+    assert streamed_thought == (thought or "")
+    assert (num_thinking > 0) == (thought is not None)
+
+
+def test_a_tagged_thought_may_have_been_opened_by_the_prompt(md3: ModelProfile) -> None:
+    fields, *_ = tagged(md3, "let me</think>two see of", SamplingParams(stop=(" see",)), is_thinking=True)
+    assert fields == {"answer": "two", "reasoning": {"text": "let me", "grounding": []}}

@@ -35,11 +35,14 @@ from kestrel.server.openai.parameters import (
 from kestrel.server.request_images import image_bytes
 from kestrel.server.state import state_of
 from kestrel.settings import SETTINGS, boolean
-from kestrel.skills.base import Tokenizer
+from kestrel.skills.base import ChatFormat, Tokenizer
+from kestrel.skills.builtin import reads_no_pictures
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROLES = {"developer": "system"}
-"""Other names of the chat skill's roles."""
+"""Other names of roles, for chat formats that do not know these."""
+TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+"""For models with a chat template."""
 TOOL_ROLES = ("tool", "function")
 MAX_MESSAGES = 1000
 MAX_PARTS = 4096
@@ -63,9 +66,13 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
     num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
-    shows_thinking = _take_reasoning(body, fields)
+    chat = engine.profile.chat
+    shows_thinking = _take_reasoning(body, fields, by_default=None if chat is not None and chat.template else False)
+    for name in TEMPLATE_FIELDS:
+        if name in body:
+            fields.add(name, name, body[name])
     parts = PartReader(accepted)
-    fields.values["messages"] = await _skill_messages(body.get("messages"), parts)
+    fields.values["messages"] = await _skill_messages(body.get("messages"), parts, chat)
     places = parts.image_places
     names = {**fields.names, "prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}
     return Generation(
@@ -89,8 +96,11 @@ def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
     return num_top
 
 
-def _take_reasoning(body: Body, fields: EngineFields) -> bool:
-    """Whether thinking is shown. It happens when any of three parameters asks for it, else not."""
+def _take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) -> bool:
+    """Whether thinking is shown. It happens when any of three parameters asks for it, else `by_default`.
+
+    None means that the model's template decides; then to include thoughts is not to ask for them.
+    """
     reasoning, effort = body.get("reasoning", False), body.get("reasoning_effort", "none")
     if isinstance(reasoning, Mapping):
         effort = reasoning.get("effort") or effort
@@ -102,12 +112,13 @@ def _take_reasoning(body: Body, fields: EngineFields) -> bool:
     asks = {
         "reasoning": reasoning,
         "reasoning_effort": effort != "none",
-        "include_reasoning": boolean("include_reasoning", body.get("include_reasoning", False)),
+        "include_reasoning": boolean("include_reasoning", body.get("include_reasoning", False)) and by_default is False,
     }
     asked = [name for name, is_asked in asks.items() if is_asked]
-    fields.values["reasoning"] = bool(asked)
-    if asked:
-        fields.names["reasoning"] = asked[0]
+    said = asked or [name for name in ("reasoning", "reasoning_effort") if name in body]
+    fields.values["reasoning"] = bool(asked) if said else by_default
+    if said:
+        fields.names["reasoning"] = said[0]
     return body.get("include_reasoning", True)
 
 
@@ -156,33 +167,38 @@ def _chunk_choice(
 # ---------------------------------------------------------------------- messages and their parts
 
 
-async def _skill_messages(value: Any, parts: PartReader) -> list[dict[str, Any]]:
-    """Roles and contents; further fields of a message, such as `name`, are ignored."""
+async def _skill_messages(value: Any, parts: PartReader, chat: ChatFormat | None) -> list[dict[str, Any]]:
+    """Roles and contents, and the further fields that the model's chat format knows; others are ignored."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages (got {shown(value)})")
     if len(value) > MAX_MESSAGES:
         raise RequestError("messages", f"has {len(value)} entries; give at most {MAX_MESSAGES}")
-    return [await _message(f"messages[{index}]", raw, parts) for index, raw in enumerate(value)]
+    return [await _message(f"messages[{index}]", raw, parts, chat) for index, raw in enumerate(value)]
 
 
-async def _message(name: str, raw: Any, parts: PartReader) -> dict[str, Any]:
+async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | None) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
     role, content = raw.get("role"), raw.get("content")
-    if role in TOOL_ROLES:
+    roles = () if chat is None else chat.roles
+    if role in TOOL_ROLES and role not in roles:
         raise RequestError(f"{name}.role", f"is {role!r}: {NOT_TRAINED}")
     for field in ("tool_calls", "function_call", "audio"):
         if raw.get(field):
             raise RequestError(f"{name}.{field}", f"is not supported: {NOT_TRAINED}")
     if isinstance(content, list):
         content = await parts.read_all(f"{name}.content", content)
-    return {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
+    if isinstance(role, str) and role not in roles:
+        role = ROLES.get(role, role)
+    extra = {field: raw[field] for field in (() if chat is None else chat.message_fields) if field in raw}
+    return {"role": role, "content": content, **extra}
 
 
 class PartReader:
     """Reads the parts of one request, and counts them and its pictures."""
 
     def __init__(self, accepted: AcceptedRequest) -> None:
+        self._profile = accepted.engine.profile
         self._fetch = accepted.fetch
         self._threads = accepted.state.body_threads
         self._max_bytes = accepted.engine.config.max_image_bytes
@@ -207,6 +223,8 @@ class PartReader:
 
     async def _image(self, name: str, value: Any) -> bytes:
         """`value` is a URL or an object with one; its `detail` means nothing here."""
+        if not self._profile.has_vision:
+            raise reads_no_pictures(name, self._profile)
         if len(self.image_places) >= MAX_IMAGES:
             raise RequestError(name, f"is one picture too many; send at most {MAX_IMAGES} in a request")
         self.image_places.append(name)

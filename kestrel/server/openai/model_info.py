@@ -131,6 +131,6 @@ async def tokenizer_info(request: Request) -> Response:
             "add_bos_token": bos is not None,
             "vocab_size": engine.vocab_size,
             "model_max_length": engine.max_model_length,
-            "chat_template": None,
+            "chat_template": None if engine.profile.chat is None else engine.profile.chat.template,
         }
     )

@@ -22,6 +22,7 @@ from kestrel.server.schemas import (
     NULL,
     REFUSALS,
     Schema,
+    described,
     integer,
     list_of,
     nullable,
@@ -53,7 +54,10 @@ PART: Schema = {
     ]
 }
 _MESSAGE = record(
-    {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": {"anyOf": [TEXT, list_of(PART)]}}
+    {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [TEXT, list_of(PART)]},
+    }
 )
 _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN})
 _COMMON: Mapping[str, Schema] = {
@@ -73,6 +77,9 @@ CHAT_REQUEST = body(
         "reasoning": {"anyOf": [BOOLEAN, body({}, {"effort": {"enum": list(chat.EFFORTS)}, "enabled": BOOLEAN})]},
         "reasoning_effort": {"enum": list(chat.EFFORTS)},
         "include_reasoning": BOOLEAN,
+        "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
+        "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
+        "continue_final_message": described("Go on with the last message instead of opening an answer.", BOOLEAN),
     },
 )
 _IDS = list_of(TOKEN_ID, minItems=1)
@@ -204,7 +211,7 @@ TOKENIZER_INFO = record(
         "tokenizer_class": TEXT,
         "bos_token": nullable(TEXT),
         "eos_token": nullable(TEXT),
-        "bos_token_id": TOKEN_ID,
+        "bos_token_id": nullable(TOKEN_ID),
         "eos_token_id": TOKEN_ID,
         "add_bos_token": BOOLEAN,
         "vocab_size": COUNT,

@@ -1,0 +1,97 @@
+"""`ChatFormat` of models whose conversations are written by a jinja template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kestrel.errors import RequestError
+from kestrel.skills.base import Conversation, Message, ModelProfile, ThinkingIds, ThinkingTags, WrittenChat
+from kestrel.skills.chat_template import RESERVED, ChatTemplate
+from kestrel.tokens import ContextItem, ImageSpan, text_tokens
+
+THINKING_SWITCH = "enable_thinking"
+"""The variable by which templates of the hub are told whether to think."""
+THINKING_PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+class Encoder(Protocol):
+    controls: Mapping[str, int]
+    """The strings that a template may write as control ids."""
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """Ids of plain text and control strings in turn."""
+        ...
+
+
+class TemplateChat:
+    roles = ("system", "developer", "user", "assistant", "tool")
+    message_fields = ("name", "reasoning_content", "tool_call_id")
+
+    def __init__(self, text: str, special_tokens: Mapping[str, str], encoder: Encoder) -> None:
+        """Raises TemplateFault if the text is no template."""
+        self._template = ChatTemplate(text, special_tokens, encoder.controls)
+        self._reserved = frozenset((*RESERVED, *special_tokens))
+        self._encoder = encoder
+        self._knows_developers = self._template.mentions("developer")
+        self._has_switch = self._template.mentions(THINKING_SWITCH)
+        self.thinking = _thinking_marks(self._template, encoder.controls)
+
+    @property
+    def template(self) -> str:
+        return self._template.text
+
+    def write(self, conversation: Conversation) -> WrittenChat:
+        values = self._values(conversation)
+        parts = self._template.render(
+            [self._message(message) for message in conversation.messages],
+            values,
+            add_generation_prompt=conversation.opens_answer,
+            continues=conversation.continues,
+        )
+        if parts == [""]:
+            raise RequestError("messages", "are written as nothing by the model's chat template")
+        return WrittenChat(conversation, tuple(parts), self._is_thinking(parts))
+
+    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> list[ContextItem]:
+        assert not images, "templates here are of text models"
+        return text_tokens(self._encoder.encode(written.parts))
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """A developer is the system to templates that know none."""
+        role = "system" if message.role == "developer" and not self._knows_developers else message.role
+        return {"role": role, "content": message.text, **message.extra}
+
+    def _values(self, conversation: Conversation) -> dict[str, Any]:
+        values = dict(conversation.template_values)
+        for name in values:
+            if name in self._reserved:
+                raise RequestError(f"chat_template_kwargs.{name}", "is set by the server; leave it out")
+        wish = conversation.reasoning
+        if wish is None or THINKING_SWITCH in values:
+            return values
+        if self._has_switch:
+            values[THINKING_SWITCH] = wish
+        elif not wish and self.thinking is not None:
+            problem = "cannot be switched off: the model's chat template has no variable for it; leave it out"
+            raise RequestError("reasoning", problem)
+        return values
+
+    def _is_thinking(self, parts: Sequence[str]) -> bool:
+        """Whether the last thought that the template opened is still open."""
+        match self.thinking:
+            case ThinkingIds(opens, closes):
+                ids = (self._encoder.controls[control] for control in reversed(parts[1::2]))
+                return next((token_id for token_id in ids if token_id in (opens, closes)), None) == opens
+            case ThinkingTags(opens):
+                return parts[-1].rstrip().endswith(opens)
+        return False
+
+
+def _thinking_marks(template: ChatTemplate, controls: Mapping[str, int]) -> ThinkingIds | ThinkingTags | None:
+    """Ids of the vocabulary, else what the template takes for a thought."""
+    for opens, closes in THINKING_PAIRS:
+        if opens in controls and closes in controls:
+            return ThinkingIds(controls[opens], controls[closes])
+    opens, closes = THINKING_PAIRS[0]
+    return ThinkingTags(opens, closes) if opens in template.text or closes in template.text else None
