@@ -13,8 +13,8 @@ from kestrel.models.gguf.header import GgufHeader
 from kestrel.models.gguf.tensors import ROPE_FACTORS, read_tensor
 from kestrel.models.gguf.tokenizer import token_id, token_types
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""They have the same names on the hub."""
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+"""And their names on the hub."""
 
 _READ = {
     "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
@@ -25,6 +25,10 @@ _READ = {
 }  # fmt: skip
 _NO_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 """The tensors show the first two; the third says how the model was trained."""
+_OF_EXPERTS = {
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
 _ONLY = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0}
 _ENDS = ("eos", "eot", "eom")
 _NAMED_ENDS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "</s>"}
@@ -54,7 +58,7 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
         raise CheckpointError(f"{header.path}: the tensor token_embd.weight is missing; the file holds no whole model")
     heads = header.count(f"{kind}.attention.head_count")
     return {
-        "model_type": kind,
+        "model_type": ARCHITECTURES[kind],
         "vocab_size": embedding.shape[0],
         "hidden_size": header.count(f"{kind}.embedding_length"),
         "intermediate_size": header.count(f"{kind}.feed_forward_length"),
@@ -71,13 +75,14 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
         "bos_token_id": token_id(header, "bos"),
         "eos_token_id": _end_ids(header),
         **_window(header, kind),
+        **_experts(header, kind),
     }
 
 
 def _refuse_unknown(header: GgufHeader, kind: str) -> None:
     for key, value in header.values.items():
         own = key.removeprefix(f"{kind}.")
-        if own == key or own in _READ | _NO_EFFECT:
+        if own == key or own in _READ | _NO_EFFECT or (kind == "qwen3moe" and own in _OF_EXPERTS):
             continue
         if own not in _ONLY:
             raise header.refusal(key, "this key is not known here, and what it asks for may change the answers")
@@ -104,6 +109,16 @@ def _window(header: GgufHeader, kind: str) -> dict[str, Any]:
     if kind != "llama":
         raise header.refusal(key, f"a sliding window is not supported for {kind}")
     return {"model_type": "mistral", "sliding_window": header.count(key)}
+
+
+def _experts(header: GgufHeader, kind: str) -> dict[str, Any]:
+    """All Qwen3 with experts weigh the chosen ones to a sum of one. Layers without a router are dense."""
+    if kind != "qwen3moe":
+        return {}
+    counts = {name: header.count(f"{kind}.{key}") for key, name in _OF_EXPERTS.items()}
+    layers = range(header.count(f"{kind}.block_count"))
+    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in header.tensors]
+    return {**counts, "norm_topk_prob": True, "mlp_only_layers": dense}
 
 
 def _end_ids(header: GgufHeader) -> list[int]:

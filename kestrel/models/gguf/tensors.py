@@ -33,7 +33,10 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""One tensor in the file, one for each expert on the hub."""
 _INTERLEAVED = ("llama",)
 """Architectures whose pairs for rope are the rows 2i and 2i + 1 of a head; on the hub they are i and i + half."""
 _PLAIN = {
@@ -61,9 +64,10 @@ class GgufTensors:
         self._path = header.path
         _require_readable(header)
         self.named: Mapping[str, NamedTensor] = {
-            hub_name(name): _named(header, name, tensor)
+            own: named
             for name, tensor in header.tensors.items()
             if name != ROPE_FACTORS
+            for own, named in _named(header, name, tensor).items()
         }
         """In the order of the file. What the hub has no name for keeps its own; a strict load refuses it by that."""
 
@@ -83,8 +87,18 @@ def hub_name(name: str) -> str:
     return f"model.layers.{layer}.{_MODULES[module]}.{kind}" if module in _MODULES else name
 
 
-def _named(header: GgufHeader, name: str, tensor: GgufTensor) -> NamedTensor:
-    return NamedTensor(tensor, _PLAIN.get(tensor.kind, torch.float32), _heads_to_reorder(header, name, tensor))
+def _named(header: GgufHeader, name: str, tensor: GgufTensor) -> dict[str, NamedTensor]:
+    dtype = _PLAIN.get(tensor.kind, torch.float32)
+    found = _NAME.fullmatch(name)
+    if found is None or found[1] is None or found[2] not in _EXPERTS or len(tensor.shape) != 3:
+        return {hub_name(name): NamedTensor(tensor, dtype, _heads_to_reorder(header, name, tensor))}
+    size, experts = tensor.num_bytes // max(tensor.shape[0], 1), f"model.layers.{found[1]}.mlp.experts"
+    return {
+        f"{experts}.{expert}.{_EXPERTS[found[2]]}.{found[3]}": NamedTensor(
+            GgufTensor(tensor.kind, tensor.shape[1:], tensor.offset + expert * size, size), dtype
+        )
+        for expert in range(tensor.shape[0])
+    }
 
 
 def _heads_to_reorder(header: GgufHeader, name: str, tensor: GgufTensor) -> int | None:

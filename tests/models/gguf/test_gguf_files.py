@@ -149,6 +149,35 @@ def test_control_tokens_of_the_usual_names_end_a_text(tiny_gguf: Callable[..., P
     assert read_hub_config(tiny_gguf("llama", changes))["eos_token_id"] == [STOP]
 
 
+def test_experts_are_taken_apart(tmp_path: Path) -> None:
+    data = gguf.quantize(np.random.default_rng(0).normal(size=(5, 4, 64)).astype(np.float32), GGMLQuantizationType.Q8_0)
+    values = {"general.architecture": "qwen3moe"}
+    tensors = {"blk.3.ffn_down_exps.weight": (data, GGMLQuantizationType.Q8_0)}
+    with open_checkpoint(write_quantised(tmp_path / "m.gguf", values, tensors)) as checkpoint:
+        assert list(checkpoint.tensors) == [f"model.layers.3.mlp.experts.{n}.down_proj.weight" for n in range(5)]
+        for found, part in zip(map(checkpoint.read, checkpoint.tensors), data, strict=True):
+            np.testing.assert_array_equal(found.numpy(), gguf.dequantize(part, GGMLQuantizationType.Q8_0))
+    assert hub_name("blk.3.ffn_gate_inp.weight") == "model.layers.3.mlp.gate.weight"
+
+
+def test_settings_of_experts_are_said_in_the_words_of_the_hub(tiny_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    values = {
+        key.replace("qwen3.", "qwen3moe."): value for key, value in GgufHeader.read(tiny_gguf("qwen3")).values.items()
+    }
+    experts = {"expert_count": 16, "expert_used_count": 4, "expert_feed_forward_length": 32}
+    values |= {"general.architecture": "qwen3moe"} | {f"qwen3moe.{key}": value for key, value in experts.items()}
+    tensors = {
+        "token_embd.weight": (VOCAB, 64),
+        "blk.0.ffn_gate_inp.weight": (16, 64),
+        "blk.2.ffn_gate_inp.weight": (16, 64),
+    }
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in tensors.items()}
+    config = read_hub_config(write_gguf(tmp_path / "m.gguf", values, zeros))
+    names = ("model_type", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    assert [config[name] for name in names] == ["qwen3_moe", 16, 4, 32, True]
+    assert config["mlp_only_layers"] == [1]
+
+
 def test_a_window_makes_it_a_mistral(tiny_gguf: Callable[..., Path]) -> None:
     config = read_hub_config(tiny_gguf("llama", {"llama.attention.sliding_window": 128}))
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 128)
@@ -255,12 +284,10 @@ def test_tensors_that_the_model_does_not_know_are_refused_by_name(
     header = GgufHeader.read(tiny_gguf("llama"))
     names = {
         "token_embd.weight": np.zeros((VOCAB, 64), np.float32),
-        "blk.0.ffn_gate_exps.weight": np.zeros((2, 4, 8), np.float32),
+        "blk.0.ssm_in.weight": np.zeros((4, 8), np.float32),
     }
     path = write_gguf(tmp_path / "m.gguf", header.values, names)
-    with pytest.raises(
-        CheckpointError, match=r"(?s)m\.gguf does not fit.*unexpected tensors \(1\): blk\.0\.ffn_gate_exps"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)m\.gguf does not fit.*unexpected tensors \(1\): blk\.0\.ssm_in"):
         loaded(path)
     vocabulary = write_gguf(tmp_path / "v.gguf", header.values)
     with pytest.raises(CheckpointError, match=r"v\.gguf: the tensor token_embd\.weight is missing"):
