@@ -18,7 +18,9 @@ NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
 
@@ -57,16 +59,31 @@ def convert(
     """A folder of tests.llama as the usual programs convert it, `changes` made to its metadata."""
     config = json.loads((folder / "config.json").read_text())
     vocabulary = json.loads((folder / "tokenizer.json").read_text())
-    tensors = {}
+    arrays: dict[str, np.ndarray] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         data = tensor.numpy()
         if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-        is_matrix = data.ndim == 2 and quantised is not None
-        stored = quantised if is_matrix and quantised is not None else GGMLQuantizationType.F32
-        tensors[own_name(name)] = (gguf.quantize(np.ascontiguousarray(data), stored), stored)
+        arrays[name] = np.ascontiguousarray(data)
+    tensors = {}
+    for name, data in _with_joined_experts(arrays).items():
+        stored = quantised if data.ndim > 1 and quantised is not None else GGMLQuantizationType.F32
+        tensors[own_name(name)] = (gguf.quantize(data, stored), stored)
     return write_quantised(path, metadata(config, vocabulary, kind) | dict(changes), tensors)
+
+
+def _with_joined_experts(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of a layer as one tensor."""
+    groups: dict[str, dict[int, np.ndarray]] = {}
+    for name, data in arrays.items():
+        start, mark, rest = name.partition(".experts.")
+        number, _, own = rest.partition(".")
+        groups.setdefault(f"{start}{mark}{own}", {})[int(number or 0)] = data
+    return {
+        name: np.stack([each[number] for number in sorted(each)]) if ".experts." in name else each[0]
+        for name, each in groups.items()
+    }
 
 
 def own_name(name: str) -> str:
@@ -81,9 +98,14 @@ def metadata(config: dict[str, Any], vocabulary: dict[str, Any], kind: str) -> d
     added = {token["id"]: token["content"] for token in vocabulary["added_tokens"]}
     tokens = {number: text for text, number in vocabulary["model"]["vocab"].items()} | added
     tokens[len(tokens)] = "ab"
+    experts = {
+        "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    }  # fmt: skip
     return {
         "general.architecture": kind,
         "general.alignment": 64,
+        **{f"{kind}.{key}": config[name] for key, name in experts.items() if name in config},
         f"{kind}.context_length": config["max_position_embeddings"],
         f"{kind}.embedding_length": config["hidden_size"],
         f"{kind}.block_count": config["num_hidden_layers"],
