@@ -44,16 +44,11 @@ _QWEN35 = (
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
-_GPT4O = (
-    rf"{_BEFORE}{_UPPER}*{_LOWER}+(?i:{_ENDINGS})?|{_BEFORE}{_UPPER}+{_LOWER}*(?i:{_ENDINGS})?|\p{{N}}{{1,3}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
-)
 _HAN = "[一-龥ࠀ-一가-퟿]+"
 _llama3 = Words((_LLAMA3,), takes_whole_words=True, opens_texts=True)
 WORDS = {
     "gpt-2": Words((_GPT2,)),
     "mpt": Words((_GPT2,)),
-    "olmo": Words((_GPT2,)),
     "smollm": Words((r"\p{N}", _GPT2)),
     "starcoder": Words((r"\p{N}", _GPT2)),
     "refact": Words((r"\p{N}", _GPT2)),
@@ -68,7 +63,6 @@ WORDS = {
     "deepseek-r1-qwen": Words((_QWEN2,)),
     "qwen35": Words((_QWEN35,)),
     "tekken": Words((_TEKKEN,), takes_whole_words=True, opens_texts=True),
-    "gpt-4o": Words((_GPT4O,)),
     "deepseek-coder": Words(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
 }
 """By `tokenizer.ggml.pre`."""

@@ -105,7 +105,8 @@ def published(smollm2: Path) -> Any:
     """`transformers` with the same tensors."""
     import transformers  # noqa: PLC0415
 
-    config = transformers.LlamaConfig(**read_hub_config(smollm2), attn_implementation="eager")
+    settings: Any = read_hub_config(smollm2) | {"attn_implementation": "eager"}
+    config = transformers.LlamaConfig(**settings)
     with open_checkpoint(smollm2) as checkpoint:
         tensors = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
     model: Any = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
