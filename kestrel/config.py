@@ -44,7 +44,7 @@ class RuntimeConfig:
         "org/name, the branch main as it is now.",
     )
     model_path: str | os.PathLike[str] | None = setting(
-        None, "A model folder, or a single weights file.", flags=("--model-path", "--weights")
+        None, "A model folder, a single weights file, or a .gguf file.", flags=("--model-path", "--weights")
     )
     weights_path: str | os.PathLike[str] | None = setting(None, "Another name for model_path.", flags=())
     tokenizer_path: str | os.PathLike[str] | None = setting(None, "tokenizer.json to use with a single weights file.")

@@ -18,6 +18,8 @@ from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.family import LoadedModel, ModelSpec, Progress
+from kestrel.models.gguf.config import read_hub_config
+from kestrel.models.gguf.header import is_gguf
 from kestrel.models.hub import (
     DEFAULT_BRANCH,
     HubFile,
@@ -183,14 +185,15 @@ def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> Loca
         weights = find_weights(path)
     except OSError as error:
         raise CheckpointError(f"{shown(str(path))} cannot be read ({error.strerror}); check model_path") from error
-    config = read_config(weights.parent)
+    config = read_hub_config(weights) if is_gguf(weights) else read_config(weights.parent)
     if config is None:
         spec = spec or _recognised(weights)
         return LocatedModel(spec.name, spec.family, spec.config, weights, find_tokenizer(weights, tokenizer))
     family = _family_of(config, str(weights.parent / CONFIG_NAME))
     if spec is not None:
         _require_same_shape(weights.parent, config, family, spec)
-    name = weights.parent.resolve().name if spec is None else spec.name
+    own = weights.stem if is_gguf(weights) else weights.parent.resolve().name
+    name = own if spec is None else spec.name
     return LocatedModel(name, family.name, config, weights, find_tokenizer(weights, tokenizer))
 
 

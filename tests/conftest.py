@@ -69,3 +69,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("exhaustive") is None]
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: next((i for i, start in enumerate(LONG) if item.nodeid.startswith(start)), len(LONG)))
+
+
+def downloaded(variable: str, name: str, script: str) -> Path:
+    """What a script has put into the user's cache folder, or where a variable says that it is."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(os.environ.get(variable) or Path(cache, "kestrel", name))
+    if not path.exists():
+        pytest.skip(f"{path} does not exist; run scripts/{script}, or set {variable}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """A real small text model: SmolLM2-135M-Instruct as a .gguf file."""
+    return downloaded("KESTREL_SMOLLM2", "models/SmolLM2-135M-Instruct.Q4_1.gguf", "install-smollm2")
+
+
+@pytest.fixture(scope="session")
+def vocabularies() -> Path:
+    """A folder of published vocabularies with texts and their ids; its folder `templates` holds chat templates."""
+    return downloaded("KESTREL_VOCABULARIES", "vocabularies", "install-vocabularies")

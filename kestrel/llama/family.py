@@ -12,7 +12,7 @@ import torch
 from kestrel.adapters import AdapterShape
 from kestrel.errors import CheckpointError
 from kestrel.llama.chat import chat_format
-from kestrel.llama.config import MODEL_TYPES, LlamaConfig, read_generation
+from kestrel.llama.config import MODEL_TYPES, NOTHING, LlamaConfig, read_generation
 from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
 from kestrel.llama.random_models import RANDOM_NAMES, random_llama, write_random_folder
 from kestrel.models.chat_files import ChatFiles, read_chat_files
@@ -20,6 +20,8 @@ from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.models.contract import DecoderModel
 from kestrel.models.decoder import TextModelDecoder
 from kestrel.models.family import LoadedModel, Progress
+from kestrel.models.gguf.config import read_chat_template
+from kestrel.models.gguf.header import is_gguf
 from kestrel.models.locate import LocatedModel
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.ready_model import ModelFamily
@@ -47,7 +49,7 @@ class LlamaFamily(ModelFamily):
     def load(
         self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
     ) -> LoadedLlama:
-        config = LlamaConfig.from_dict(located.config, read_generation(located.weights.parent))
+        config = LlamaConfig.from_dict(located.config, _generation(located))
         tokenizer = TextTokenizer.from_file(located.tokenizer)
         if tokenizer.vocab_size > config.vocab_size:
             raise CheckpointError(
@@ -56,10 +58,9 @@ class LlamaFamily(ModelFamily):
             )
         if not config.stop_ids:
             raise CheckpointError("config.json: eos_token_id is missing; name the ids that end a text")
-        chat_files = read_chat_files((located.weights.parent, located.tokenizer.parent))
         with open_checkpoint(located.weights) as checkpoint:
             model = load_llama(checkpoint, config, device, dtype, progress)
-        return LoadedLlama(located.name, model, config, tokenizer, chat_files=chat_files)
+        return LoadedLlama(located.name, model, config, tokenizer, chat_files=_chat_files(located))
 
     def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
         config = loaded.config
@@ -93,3 +94,17 @@ class LlamaFamily(ModelFamily):
 
     def write_random(self, name: str, folder: Path, pieces: Iterable[str]) -> None:
         write_random_folder(name, folder, pieces)
+
+
+# ---------------------------------------------------------------------- what lies beside the weights
+# A GGUF file says everything itself: what lies beside it may belong to another model.
+
+
+def _generation(located: LocatedModel) -> Mapping[str, Any]:
+    return NOTHING if is_gguf(located.weights) else read_generation(located.weights.parent)
+
+
+def _chat_files(located: LocatedModel) -> ChatFiles:
+    if is_gguf(located.weights):
+        return ChatFiles(read_chat_template(located.weights), str(located.weights))
+    return read_chat_files((located.weights.parent, located.tokenizer.parent))

@@ -21,6 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kestrel.errors import CheckpointError
+from kestrel.models.gguf.header import SUFFIX as GGUF_SUFFIX
+from kestrel.models.gguf.header import GgufHeader, is_gguf
+from kestrel.models.gguf.tensors import GgufTensors
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -149,6 +152,20 @@ class TorchFile(TensorFile):
         return self._content
 
 
+class GgufFile(TensorFile):
+    """A .gguf file under the hub's names. It is read, not mapped; what is quantised becomes float32."""
+
+    def _list(self) -> dict[str, TensorInfo]:
+        self._content = GgufTensors(GgufHeader.read(self.path))
+        return {name: TensorInfo(each.stored.shape, each.dtype) for name, each in self._content.named.items()}
+
+    def _get(self, name: str) -> Tensor:
+        return self._content.read(name)
+
+    def _unmap(self) -> None:
+        pass
+
+
 class Checkpoint:
     """Tensors by name over one or more files, of which at most one is mapped at a time."""
 
@@ -188,7 +205,9 @@ def open_tensor_file(path: Path) -> TensorFile:
         return SafetensorsFile(path)
     if path.suffix in TORCH_SUFFIXES:
         return TorchFile(path)
-    known = ", ".join(SAFETENSORS_SUFFIXES + TORCH_SUFFIXES)
+    if is_gguf(path):
+        return GgufFile(path)
+    known = ", ".join((*SAFETENSORS_SUFFIXES, *TORCH_SUFFIXES, GGUF_SUFFIX))
     raise CheckpointError(f"{path} is not a weights file; supported suffixes: {known}")
 
 
@@ -248,7 +267,7 @@ def find_weights(path: Path) -> Path:
     for name in _PREFERRED_NAMES:
         if (path / name).is_file():
             return path / name
-    suffixes = SAFETENSORS_SUFFIXES + TORCH_SUFFIXES
+    suffixes = (*SAFETENSORS_SUFFIXES, *TORCH_SUFFIXES, GGUF_SUFFIX)
     candidates = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in suffixes)
     if len(candidates) == 1:
         return candidates[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel.errors import CheckpointError
+from kestrel.models.gguf.header import is_gguf
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -51,7 +52,9 @@ def _gives_sizes(config: Mapping[str, Any]) -> bool:
 
 
 def find_tokenizer(weights: Path, given: Path | None) -> Path:
-    """The tokenizer that was given, or the one beside the weights."""
+    """The tokenizer that was given, or the one beside the weights; a .gguf file holds its own."""
+    if given is None and is_gguf(weights):
+        return weights
     path = given or weights.parent / TOKENIZER_NAME
     if not path.is_file():
         remedy = "check tokenizer_path" if given else "put it beside the weights, or pass tokenizer_path"

@@ -13,6 +13,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.errors import CheckpointError, RequestError, shown
+from kestrel.models.gguf.header import is_gguf
+from kestrel.models.gguf.tokenizer import read_tokenizer
 
 BLANK = "Ġ"
 """How byte-level vocabularies write the blank before a word."""
@@ -44,6 +46,9 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
+        """A tokenizer.json, or the vocabulary of a .gguf file."""
+        if is_gguf(path):
+            return cls(read_tokenizer(path))
         if not path.is_file():
             raise CheckpointError(
                 f"{path} does not exist; pass tokenizer_path, or put tokenizer.json beside the weights"
