@@ -1,4 +1,4 @@
-"""Published chat templates give the ids of `transformers`. They are fetched by scripts/install-chat-templates."""
+"""Published chat templates give the ids of `transformers`. They are fetched by scripts/install-vocabularies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from jinja2 import TemplateError
 from kestrel.errors import RequestError
 from tests.llama.chat_shapes import byte_level, encoder, ids_of, reference_ids, template_chat
 
-FOLDER = Path(__file__).parents[2] / "out" / "chat-templates"
-TEMPLATES = sorted(FOLDER.glob("*.jinja"))
 CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^<>｜]{1,40}｜>|\[/?[A-Z_]{2,30}\]|<(?:start|end)_of_\w+>|</?think>")
 LEAST = 10
 """Templates that have to be compared, so that a change of the archive does not go unseen."""
@@ -32,10 +30,8 @@ CONVERSATIONS = (
 
 
 @pytest.fixture
-def templates() -> list[Path]:
-    if not TEMPLATES:
-        pytest.skip("no published templates: run scripts/install-chat-templates")
-    return TEMPLATES
+def templates(vocabularies: Path) -> list[Path]:
+    return sorted((vocabularies / "templates").glob("*.jinja"))
 
 
 def test_published_templates_give_the_ids_of_transformers(templates: list[Path]) -> None:
