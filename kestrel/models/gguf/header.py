@@ -11,12 +11,14 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kestrel.errors import CheckpointError, shown
+
+if TYPE_CHECKING:  # it takes 50 ms to import, and most models need none of it
+    from gguf import GGMLQuantizationType
 
 SUFFIX = ".gguf"
 
@@ -143,6 +145,8 @@ class _Parser:
             yield name, (shape, self.scalar("I"), self.scalar("Q"))
 
     def placed(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # noqa: PLC0415
+
         try:
             found = GGMLQuantizationType(kind)
         except ValueError:

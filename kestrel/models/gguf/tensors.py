@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from kestrel.errors import CheckpointError
@@ -39,11 +38,8 @@ _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_ex
 """One tensor in the file, one for each expert on the hub."""
 _INTERLEAVED = ("llama",)
 """Architectures whose pairs for rope are the rows 2i and 2i + 1 of a head; on the hub they are i and i + half."""
-_PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-}
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""By the number that the format gives a type."""
 _CHUNK = 2**18
 """Numbers that a thread dequantises at a time: the package takes several times their memory meanwhile."""
 
@@ -131,6 +127,8 @@ def read_tensor(path: Path, tensor: GgufTensor) -> Tensor:
     plain = _PLAIN.get(tensor.kind)
     if plain is not None:
         return torch.from_numpy(data).view(plain).reshape(tensor.shape)
+    from gguf import GGML_QUANT_SIZES, dequantize  # noqa: PLC0415
+
     block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
     blocks = data.reshape(-1, block_bytes)
     numbers = torch.empty(len(blocks), block)
@@ -147,6 +145,8 @@ def read_tensor(path: Path, tensor: GgufTensor) -> Tensor:
 
 def _require_readable(header: GgufHeader) -> None:
     """Refuses types that the installed package cannot dequantise, before anything is read."""
+    from gguf import GGML_QUANT_SIZES, dequantize  # noqa: PLC0415
+
     for kind in {tensor.kind for tensor in header.tensors.values()} - _PLAIN.keys():
         try:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
