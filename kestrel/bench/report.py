@@ -135,6 +135,8 @@ def _same_image_table(machine: str, model: str, cases: Mapping[Case, Row]) -> It
 def _text_table(machine: str, model: str, cases: Mapping[Case, Row]) -> Iterator[str]:
     """Alone: milliseconds per token. Answers of one token: ids read per second. Else: tokens written per second."""
     theirs = VLLM_TEXT.get(model.removeprefix("random-"), {}) if _has_peer(machine) else {}
+    if theirs:
+        yield f"\n{VLLM_SOURCE}\n"
     heads = ["ids in", "tokens out", "requests", "max batch size", "figure", "measured", *(["vLLM"] if theirs else [])]
     yield "\n" + _line(heads) + _line(["---:", "---:", "---:", "---:", "---", *["---:"] * (len(heads) - 5)])
     for (workload, _, size, tokens), row in cases.items():
@@ -232,8 +234,7 @@ def _line(cells: Sequence[str]) -> str:
 PEER_SOURCE = (
     "Peer: Kestrel 0.5.0 of m87-labs with kestrel-kernels 0.4.9 (closed CUDA kernels), measured on one NVIDIA H200 "
     "with the same workloads; Moondream 2 in bfloat16, Moondream 3 with fp8 experts and an fp8 KV cache. A dash: not "
-    "measured. vLLM: version 0.26.0 on the same GPU, bfloat16, CUDA graphs and compilation on, prefix cache off, the "
-    "best of three."
+    "measured."
 )
 PEER_GPU = "H200"
 
@@ -269,6 +270,10 @@ PEER_SAME_IMAGE_REQ_PER_S: dict[PeerKey, float] = {
 PEER_DECODE_STEP_MS: dict[tuple[str, int], float] = {("MD2", 1): 1.58, ("MD2", 16): 2.3, ("MD2", 64): 3.3}
 """By model and batch size."""
 
+VLLM_SOURCE = (
+    "vLLM: version 0.26.0 on the same GPU, bfloat16, CUDA graphs and compilation on, prefix cache off, the best of "
+    "three."
+)
 VLLM_TEXT: dict[str, dict[tuple[str, int], float]] = {
     "L1B": {
         ("ids128", 1): 1.41,

@@ -6,7 +6,6 @@ that kind of model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from kestrel.errors import CheckpointError, RequestError, shown
 from kestrel.kernels.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_magnitude
+from kestrel.models.locate import read_object
 from kestrel.settings import SETTINGS
 from kestrel.skills.base import SkillDefaults
 
@@ -281,16 +281,7 @@ _SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 def read_generation(folder: Path) -> Mapping[str, Any]:
     """What the generation_config.json of a folder holds; nothing when there is none."""
-    path = folder / GENERATION_NAME
-    if not path.is_file():
-        return NOTHING
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again or remove it") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; download it again or remove it")
-    return content
+    return read_object(folder / GENERATION_NAME) or NOTHING
 
 
 def _sampling_defaults(beside: _Fields) -> SkillDefaults:

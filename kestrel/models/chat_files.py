@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kestrel.errors import CheckpointError
+from kestrel.models.locate import read_object
 
 TEMPLATE_NAME = "chat_template.jinja"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -29,7 +29,7 @@ def read_chat_files(folders: Iterable[Path]) -> ChatFiles:
     """From the first folder that has a template: a file of its own before a field of tokenizer_config.json."""
     found = ChatFiles()
     for folder in dict.fromkeys(folders):
-        config = _tokenizer_config(folder / TOKENIZER_CONFIG_NAME)
+        config = read_object(folder / TOKENIZER_CONFIG_NAME) or {}
         tokens = found.special_tokens or _special_tokens(config)
         template = folder / TEMPLATE_NAME
         if template.is_file():
@@ -46,18 +46,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as text ({error}); download it again") from error
-
-
-def _tokenizer_config(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; download it again")
-    return content
 
 
 def _template_in(value: Any) -> str | None:

@@ -33,17 +33,24 @@ def read_config(folder: Path) -> Mapping[str, Any] | None:
 
     Published Moondreams say `"config": {}`: their dimensions are known by the name of the release only.
     """
-    path = folder / CONFIG_NAME
+    content = read_object(folder / CONFIG_NAME)
+    if content is None:
+        return None
+    nested = content.get("config", content)
+    return nested if isinstance(nested, dict) and _gives_sizes(nested) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """What a JSON file of a model folder holds; None when there is no such file."""
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download or write it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object; download or write it again")
-    nested = content.get("config", content)
-    return nested if isinstance(nested, dict) and _gives_sizes(nested) else None
+    return content
 
 
 def _gives_sizes(config: Mapping[str, Any]) -> bool:
