@@ -15,7 +15,6 @@ result of a token does not depend on where it stands in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -157,13 +156,13 @@ def mix_experts(
     num_tokens, k = ids_TK.shape
     if num_tokens == 0:
         return x_TD
-    sorted_ids, order = ids_TK.reshape(-1).sort(stable=True)
-    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=sorted_ids.device)).tolist()
-    counts = [end - start for start, end in pairwise(bounds)]
+    flat_ids = ids_TK.reshape(-1)
+    counts: list[int] = torch.bincount(flat_ids, minlength=num_experts).tolist()
+    order = flat_ids.argsort(stable=True)
     positions = order // k
     # Cut in one go: in training, the gradient of a slice is as large as the whole.
-    shares = zip(positions.split(counts), x_TD[positions].split(counts), strict=True)
-    outputs = [run_expert(expert, at_N, x_ND) for expert, (at_N, x_ND) in enumerate(shares) if len(at_N)]
+    shares = zip(positions.split_with_sizes(counts), x_TD[positions].split_with_sizes(counts), strict=True)
+    outputs = [run_expert(expert, *share) for expert, share in enumerate(shares) if counts[expert]]
     out_TKD = torch.cat(outputs)[order.argsort()].view(num_tokens, k, -1)
     return (out_TKD * weights_TK[:, :, None]).sum(dim=1).to(x_TD.dtype)
 

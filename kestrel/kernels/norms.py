@@ -54,6 +54,9 @@ def add_layer_norm_to_fp8(
 
 def residual_sum(x_TD: Tensor, delta_a_TD: Tensor, delta_b_TD: Tensor | None) -> Tensor:
     """x + a + b, rounded once. Numbers finer than fp32 stay so."""
+    if x_TD.element_size() >= 4 and delta_a_TD.shape == x_TD.shape:
+        total = x_TD + delta_a_TD
+        return total if delta_b_TD is None else total + delta_b_TD
     wide = x_TD if x_TD.element_size() > 4 else x_TD.float()
     if delta_a_TD.shape != x_TD.shape:
         wide = wide.unflatten(0, (-1, len(delta_a_TD)))

@@ -45,10 +45,10 @@ def apply_rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     assert x_THD.ndim == 3
     assert cos_TR.shape == sin_TR.shape == (x_THD.shape[0], cos_TR.shape[1])
     half = cos_TR.shape[1]
-    real, imag, rest = x_THD.split([half, half, x_THD.shape[2] - 2 * half], dim=2)
+    real, imag, rest = x_THD.split_with_sizes([half, half, x_THD.shape[2] - 2 * half], dim=2)
     cos, sin = cos_TR[:, None], sin_TR[:, None]
-    rotated = torch.cat([real * cos - imag * sin, real * sin + imag * cos], dim=2)
-    return torch.cat([rotated.to(x_THD.dtype), rest], dim=2)
+    rotated = [real * cos - imag * sin, real * sin + imag * cos]
+    return torch.cat([*(part.to(x_THD.dtype) for part in rotated), rest], dim=2)
 
 
 # ---------------------------------------------------------------------- tau

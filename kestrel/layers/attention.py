@@ -141,7 +141,7 @@ class Attention(nn.Module):
         return self.proj(self.mix(self.qkv(y), layer, step))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Heads:
     """Queries, keys and values of a step's new positions as the fused projection gave them."""
 
@@ -156,8 +156,8 @@ class Heads:
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim], ready for attention. Gradients flow through it."""
         own = self.attention
-        heads = self.qkv_TF.view(len(self.qkv_TF), -1, own.head_dim)
-        q_THD, k_THD, v_THD = heads.split([own.n_heads, own.n_kv_heads, own.n_kv_heads], dim=1)
+        heads = self.qkv_TF.view(self.qkv_TF.shape[0], -1, own.head_dim)
+        q_THD, k_THD, v_THD = heads.split_with_sizes([own.n_heads, own.n_kv_heads, own.n_kv_heads], dim=1)
         if own.tau is not None:
             tau_q, tau_v = own.tau(self.qkv_TF, self.step.positions_T)
             q_THD, v_THD = scale_heads(q_THD, tau_q), scale_heads(v_THD, tau_v)

@@ -70,10 +70,10 @@ class ParallelBlock(nn.Module):
     def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
         """(residual stream, what is still to be added to it): first before the block, then after it."""
         adapt, is_dense = step.adapt, isinstance(self.mlp, Mlp)
-        fits_joined = len(x_TD) <= self.ops.max_small_rows and (adapt is None or adapt.is_base_T is not None)
+        fits_joined = x_TD.shape[0] <= self.ops.max_small_rows and (adapt is None or adapt.is_base_T is not None)
         if self._joined is not None and fits_joined:
             return self._forward_joined(x_TD, pending, step, *self._joined)
-        to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(len(x_TD))
+        to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
             return x_TD, (self.attn(y, self.layer, step), self.mlp(y))
@@ -145,7 +145,7 @@ class SequentialBlock(nn.Module):
     def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
         """(residual stream, what is still to be added to it): first before the block, then after it."""
         adapt = step.adapt
-        to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(len(x_TD))
+        to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln1.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
             a_TD = self.attn(y, self.layer, step)

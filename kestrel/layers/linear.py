@@ -34,8 +34,9 @@ class Fp8Rows:
     numbers: Tensor
     scale_T1: Tensor
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
 
 
 Rows: TypeAlias = Tensor | Fp8Rows
@@ -56,14 +57,14 @@ class Linear(nn.Linear):
     def is_fp8(self) -> bool:
         return self.scale_F is not None
 
-    def takes_fp8_rows(self, num_rows: int) -> bool:
-        """Whether so many rows are multiplied in float8."""
-        return self.is_fp8 and num_rows > self.ops.max_small_rows
+    def takes_fp8_rows(self, x: Rows) -> bool:
+        """Whether these are multiplied in float8."""
+        return self.is_fp8 and x.shape[0] > self.ops.max_small_rows
 
     def forward(self, x: Rows, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(x, Fp8Rows):
             return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self._bias, self._out_dtype)
-        if x.ndim == 2 and len(x) <= self.ops.max_small_rows:
+        if x.ndim == 2 and x.shape[0] <= self.ops.max_small_rows:
             return self.ops.small_linear(x, self.weight, self._bias, scale_F=self.scale_F)
         if self.is_fp8:
             return self(self.quantised(x))
@@ -71,15 +72,15 @@ class Linear(nn.Linear):
 
     def gelu(self, x: Rows) -> Tensor:
         """GELU_tanh of this layer, in as few operations as the format allows."""
-        if isinstance(x, Fp8Rows) or self.takes_fp8_rows(len(x)):
+        if isinstance(x, Fp8Rows) or self.takes_fp8_rows(x):
             return functional.gelu(self(x), approximate="tanh")
-        if x.ndim == 2 and len(x) <= self.ops.max_small_rows:
+        if x.ndim == 2 and x.shape[0] <= self.ops.max_small_rows:
             return self.ops.small_linear(x, self.weight, self.bias, gelu_from=0, scale_F=self.scale_F)
         return self.ops.gelu_linear(x, self.weight, self.bias)
 
     def rows(self, x: Tensor) -> Rows:
         """The rows as this layer multiplies them: several layers of the same format can share the result."""
-        return self.quantised(x) if self.takes_fp8_rows(len(x)) else x
+        return self.quantised(x) if self.takes_fp8_rows(x) else x
 
     def quantised(self, x: Tensor) -> Fp8Rows:
         return Fp8Rows(*self.ops.rows_to_fp8(x))

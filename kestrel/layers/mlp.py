@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
     def hidden(self, x: Rows) -> Rows:
         """What fc2 takes, in its format."""
-        if self.fc2.takes_fp8_rows(len(x)):
+        if self.fc2.takes_fp8_rows(x):
             return Fp8Rows(*self.ops.gelu_to_fp8(self.fc1(x)))
         return self.fc1.gelu(x)
 
@@ -53,7 +53,7 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Rows) -> Tensor:
         z_TF = self.gate_up(x)
-        if self.down.takes_fp8_rows(len(x)):
+        if self.down.takes_fp8_rows(x):
             return self.down(Fp8Rows(*self.ops.silu_gate_to_fp8(z_TF)))
         return self.down(self.ops.silu_gate(z_TF))
 
@@ -93,7 +93,7 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_TK, ids_TK = self._route(x_TD)
         is_fp8 = self.fc1.scale_EF is not None
-        run = self.ops.moe_mlp_fp8 if is_fp8 and len(x_TD) > MAX_EXACT_ROWS else self.ops.moe_mlp
+        run = self.ops.moe_mlp_fp8 if is_fp8 and x_TD.shape[0] > MAX_EXACT_ROWS else self.ops.moe_mlp
         return run(
             x_TD, weights_TK, ids_TK, self.fc1.weight, self.fc2.weight, self.fc1.scale_EF, self.fc2.scale_EF,
             gate=self.gate,

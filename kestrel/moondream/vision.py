@@ -63,7 +63,7 @@ class VisionBlock(nn.Module):
     ) -> tuple[Tensor, Rows]:
         """(residual stream after the block, its norm for the next one); `y` is the norm for this one."""
         mixed_TD = self.attn.mix(y, num_crops)
-        x_TD, y = add_and_norm(x_TD, self.attn.proj, mixed_TD, self.ln2, to_fp8=self.mlp.fc1.takes_fp8_rows(len(x_TD)))
+        x_TD, y = add_and_norm(x_TD, self.attn.proj, mixed_TD, self.ln2, to_fp8=self.mlp.fc1.takes_fp8_rows(x_TD))
         return add_and_norm(x_TD, self.mlp.fc2, self.mlp.hidden(y), next_norm, to_fp8=to_fp8)
 
 
@@ -124,7 +124,7 @@ class VisionModel(nn.Module):
         num_crops, blocks = len(patches_NPC), self._blocks()
         x_TD = self._embed_patches(patches_NPC)
         early_TD: Tensor | None = None
-        to_fp8 = blocks[0].attn.qkv.takes_fp8_rows(len(x_TD))
+        to_fp8 = blocks[0].attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = blocks[0].ln1.of_sum(x_TD, (self.pos_emb[0],), to_fp8=to_fp8)
         next_norms = [*(block.ln1 for block in blocks[1:]), self.post_ln]
         for index, (block, next_norm) in enumerate(zip(blocks, next_norms, strict=True)):
