@@ -214,6 +214,8 @@ class GenerationRequest:
     prompt_outputs: PromptOutputs | None = None
     is_streaming: bool = False
     """Someone waits for each token: while it is written, prefill of other requests is split into small chunks."""
+    has_reader: bool = True
+    """False: nobody looks at the answer before its end, so the stream gets none of its parts."""
     num_prompt_positions: int = field(init=False)
 
     @property

@@ -7,7 +7,7 @@ values, as the runtime reads them. No tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -166,6 +166,11 @@ def _require_few(name: str, num_entries: int, most: int) -> None:
         raise RequestError(name, f"has {num_entries} entries; give at most {most}")
 
 
+def are_ids(values: Sequence[Any], largest: int) -> bool:
+    """Whether all are integers from 0 to `largest`; long lists without Python code per entry."""
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= largest)
+
+
 def id_list(least: int = 0, most: int | None = None) -> Kind:
     """Token ids. Without `most`, the engine's vocabulary is the bound."""
 
@@ -175,9 +180,9 @@ def id_list(least: int = 0, most: int | None = None) -> Kind:
         if len(value) < least:
             raise RequestError(name, "is an empty list; name at least one token id or leave it out")
         _require_few(name, len(value), len(value) if most is None else most)
-        for index, token_id in enumerate(value):
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id <= MAX_TOKEN_ID:
-                raise RequestError(name, f"must hold token ids only; entry {index} is {shown(token_id)}")
+        if not are_ids(value, MAX_TOKEN_ID):
+            index = next(index for index, one in enumerate(value) if not are_ids([one], MAX_TOKEN_ID))
+            raise RequestError(name, f"must hold token ids only; entry {index} is {shown(value[index])}")
         return tuple(value)
 
     bounds = {"minItems": least or None, "maxItems": most}

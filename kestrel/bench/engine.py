@@ -206,8 +206,8 @@ class _CountingRuntime(WrappedRuntime[StepT]):
     """Pictures that went through the vision tower; one that two rows of a step share counts once."""
 
     def launch(self, plan: StepPlan) -> StepT:
-        spans = (item for chunk in plan.prefill for item in chunk.items if isinstance(item, ImageSpan))
-        self.num_vision_passes += len({span.digest for span in spans})
+        firsts = (chunk.items[0] for chunk in plan.prefill)
+        self.num_vision_passes += len({item.digest for item in firsts if isinstance(item, ImageSpan)})
         return super().launch(plan)
 
 

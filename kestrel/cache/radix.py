@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from kestrel.errors import ConfigError, OutOfPages
-from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken
+from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, has_pictures, ids_if_text
 
 # ---------------------------------------------------------------------- pages
 
@@ -94,12 +94,15 @@ Keys: TypeAlias = tuple[Key, ...]
 
 
 def context_keys(items: Sequence[ContextItem]) -> Keys:
-    return tuple([item.id if isinstance(item, TextToken) else item for item in items])
+    ids = ids_if_text(items)
+    return tuple([item.id if isinstance(item, TextToken) else item for item in items] if ids is None else ids)
 
 
 def count_positions(keys: Keys) -> int:
+    if not has_pictures(keys):
+        return len(keys)
     extra_positions = [key.num_positions - 1 for key in keys if isinstance(key, ImageSpan)]
-    if extra_positions and min(extra_positions) < 0:
+    if min(extra_positions) < 0:
         raise CacheMisuse("an image span without positions cannot be cached")
     return len(keys) + sum(extra_positions)
 

@@ -214,6 +214,7 @@ class InferenceEngine(SkillCalls):
             generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
             generation.priority = route.priority
             generation.is_streaming = is_stream if route.read_along is None else route.read_along
+            generation.has_reader = is_stream
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions

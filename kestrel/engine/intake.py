@@ -26,11 +26,11 @@ from kestrel.request import (
     TokenConsumer,
     TokenLogprobs,
 )
-from kestrel.settings import ROUTING, boolean
+from kestrel.settings import ROUTING, are_ids, boolean
 from kestrel.skills.base import Prompt, SkillRequest, SkillSpec
 from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.states import compact_json
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, Token, ids_if_text
 
 Client: TypeAlias = str | None
 Held: TypeAlias = Mapping[Client, Mapping[str, int]]
@@ -226,10 +226,12 @@ def require_readable(num_chars: int, max_positions: int) -> None:
 def _require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int) -> None:
     """Refuse what the device could not run: foreign items, ids out of range, spans of other pictures."""
     known = {span.digest: span.num_positions for span in spans}
-    for index, item in enumerate(prompt.items):
-        fault = _item_fault(item, known, vocab_size)
-        if fault is not None:
-            raise RequestError("prompt", f"{fault} (item {index})")
+    ids = ids_if_text(prompt.items)
+    if ids is None or not are_ids(ids, vocab_size - 1):
+        for index, item in enumerate(prompt.items):
+            fault = _item_fault(item, known, vocab_size)
+            if fault is not None:
+                raise RequestError("prompt", f"{fault} (item {index})")
     sampling = prompt.sampling
     named_ids = {
         "allowed_ids": sampling.allowed_ids,

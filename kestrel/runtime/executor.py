@@ -44,7 +44,7 @@ from kestrel.runtime.sampler import (
     score_prompts,
     send_part,
 )
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, ids_if_text
 
 
 class StepBatch:
@@ -109,10 +109,13 @@ def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[
             if first.bos_id is not None:
                 x_TD = torch.cat((model.embed_text(upload([first.bos_id], device)), x_TD))
         else:
-            ids = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
-            x_TD = model.embed_text(upload(ids, device))
-            if model.regions is not None:
-                x_TD = _with_region_values(model.regions, chunk, x_TD)
+            ids = ids_if_text(chunk.items)
+            if ids is not None:
+                x_TD = model.embed_text(upload(ids, device))
+            else:
+                assert model.regions is not None
+                ids = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
+                x_TD = _with_region_values(model.regions, chunk, model.embed_text(upload(ids, device)))
         embedded.append(x_TD)
     return embedded
 

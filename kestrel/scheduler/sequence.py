@@ -13,7 +13,7 @@ from enum import Enum
 from kestrel.cache import PageLease
 from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, PromptReport, RequestMetrics, TokenConstraint
 from kestrel.runtime.contract import AdapterLoad
-from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, item_positions
+from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, has_pictures, item_positions
 
 
 class Stage(Enum):
@@ -186,10 +186,9 @@ class Sequence:
 
 def _leading_picture(items: tuple[ContextItem, ...]) -> tuple[ContextItem, ...] | None:
     """The context up to and with its first picture."""
-    for index, item in enumerate(items):
-        if isinstance(item, ImageSpan):
-            return items[: index + 1]
-    return None
+    if not has_pictures(items):
+        return None
+    return items[: next(index for index, item in enumerate(items) if isinstance(item, ImageSpan)) + 1]
 
 
 # ---------------------------------------------------------------------- adapter slots

@@ -37,7 +37,7 @@ from kestrel.runtime.contract import (
     StepT,
 )
 from kestrel.scheduler.sequence import Sequence, Stage
-from kestrel.tokens import ContextItem, ImageSpan
+from kestrel.tokens import ContextItem, ImageSpan, has_pictures
 
 
 @dataclass(slots=True)
@@ -209,9 +209,9 @@ class StepPlanner:
             last = first + 1
             positions = items[first].num_positions  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            last = first
-            while last < len(items) and last - first < budget and not isinstance(items[last], ImageSpan):
-                last += 1
+            last = min(first + budget, len(items))
+            if has_pictures(items[first:last]):
+                last = next(index for index in range(first, last) if isinstance(items[index], ImageSpan))
             positions = last - first
         return PrefillChunk(
             row=sequence.row,
@@ -392,9 +392,9 @@ class Committer:
 
 
 def _delta_updates(sequence: Sequence, delta: StreamDelta) -> list[StreamUpdate]:
-    """The delta for the stream; nothing when all it says is that the skill has enough."""
+    """The delta for the stream; nothing when nobody reads it, or all it says is that the skill has enough."""
     if not isinstance(delta, StreamDelta):
         raise TypeError(f"the skill returned a {type(delta).__name__} for a stream, not a StreamDelta")
-    if delta == StreamDelta(ends=True):
+    if not sequence.request.has_reader or delta == StreamDelta(ends=True):
         return []
     return [StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)]

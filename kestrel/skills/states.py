@@ -22,6 +22,7 @@ from kestrel.tokens import CoordToken, Token
 
 REPLACEMENT = "\ufffd"
 _CJK_RANGES = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x2F800, 0x2FA1F))
+_FIRST_CJK = 0x3400
 _MAX_TAIL = 64
 _KEPT_TAIL = 8
 
@@ -120,7 +121,8 @@ def _printable_end(text: str, printed: int) -> int:
 
 
 def _is_cjk(character: str) -> bool:
-    return any(low <= ord(character) <= high for low, high in _CJK_RANGES)
+    code = ord(character)
+    return code >= _FIRST_CJK and any(low <= code <= high for low, high in _CJK_RANGES)
 
 
 class StoppingTextStream(TextStream):
