@@ -206,7 +206,8 @@ class InferenceEngine(SkillCalls):
         try:
             adapter = None if request.adapter is None else await self._adapter(request.adapter)
             images = await self._pictures.decode(stream.request_id, request.images, stream.require_open)
-            lay_out = (generation_request, self._ready, skill, request, images, stream.request_id)
+            has_reader = is_stream if route.has_reader is None else route.has_reader
+            lay_out = (generation_request, self._ready, skill, request, images, stream.request_id, has_reader)
             if request.response_format is not None:
                 generation = await self._formats.run(self._is_kept(request.response_format), *lay_out)
             else:
@@ -214,7 +215,6 @@ class InferenceEngine(SkillCalls):
             generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
             generation.priority = route.priority
             generation.is_streaming = is_stream if route.read_along is None else route.read_along
-            generation.has_reader = is_stream
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions

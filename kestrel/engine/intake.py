@@ -140,20 +140,24 @@ class Route:
     read_along: bool | None
     """False for a stream whose latency per token does not matter: prefill of other requests is then not split for it.
     None: as `stream` says."""
+    has_reader: bool | None
+    """False for a stream of which only the result is wanted: it gets no chunks. None: as `stream` says."""
 
 
 def take_route(fields: dict[str, Any]) -> Route:
     """Takes the engine's fields out of `fields`, checked."""
     request_id, tenant = fields.pop("request_id", None), fields.pop("tenant", None)
     client = fields.pop("client", None)
-    priority, read_along = fields.pop("priority", None), fields.pop("read_along", None)
+    priority = fields.pop("priority", None)
+    read_along, has_reader = fields.pop("read_along", None), fields.pop("has_reader", None)
     for name, value in (("request_id", request_id), ("tenant", tenant), ("client", client)):
         if value is not None:
             ROUTING["request_id"].kind(name, value)
-    if read_along is not None:
-        boolean("read_along", read_along)
+    for name, value in (("read_along", read_along), ("has_reader", has_reader)):
+        if value is not None:
+            boolean(name, value)
     priority = 0 if priority is None else ROUTING["priority"].kind("priority", priority)
-    return Route(request_id, priority, tenant, client, read_along)
+    return Route(request_id, priority, tenant, client, read_along, has_reader)
 
 
 @dataclass(slots=True)
@@ -272,13 +276,21 @@ def _require_known(name: str, token_id: int, vocab_size: int) -> None:
 
 
 def generation_request(
-    ready: ReadyModel, skill: SkillSpec[Any], request: SkillRequest, images: list[Picture], request_id: str
+    ready: ReadyModel,
+    skill: SkillSpec[Any],
+    request: SkillRequest,
+    images: list[Picture],
+    request_id: str,
+    has_reader: bool = True,
 ) -> GenerationRequest:
     """The skill lays out its prompt; what it asks for is checked before it can reach the device."""
     spans = [ImageSpan(image.digest, ready.num_image_positions) for image in images]
     prompt = skill.prompt(request, spans, ready.profile)
     _require_runnable(prompt, spans, ready.vocab_size)
-    consumer: TokenConsumer = skill.start(request, ready.profile)
+    state = skill.start(request, ready.profile)
+    if not has_reader:
+        state.nobody_reads()
+    consumer: TokenConsumer = state
     if skill.yields_outline and ready.refiner is not None and images and images[0].outline is not None:
         consumer = RefinedSegment(consumer, ready.refiner, images[0].outline)
     return GenerationRequest(
@@ -290,6 +302,7 @@ def generation_request(
         images={image.digest: image for image in images},
         prompt_outputs=prompt.outputs,
         constraint=prompt.constraint,
+        has_reader=has_reader,
     )
 
 

@@ -7,15 +7,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels.fp8 import rows_to_fp8
+from kestrel.kernels.norms import rms_norm
 
 # ---------------------------------------------------------------------- a handful of rows
 # A linear layer for a handful of rows, with what often follows it.
 #
-#     y = x · (scale · weight)ᵀ + bias;  y[:, gelu_from:] = GELU_tanh of itself;  y += residual
+#     y = norm(x) · (scale · weight)ᵀ + bias;  y[:, gelu_from:] = GELU_tanh of itself;  y += residual
 #
 # `gelu_from` lets one matrix serve two layers that read the same x, of which the second has an activation ([qkv |
 # fc1]); with `gelu_rows_M` (bool) only these rows get it, for the others something else comes first. `scale_F` holds a
-# factor per output for weights kept in float8.
+# factor per output for weights kept in float8. `norm` is an RMS norm's weight and eps; fused, x is not rounded between
+# norm and product. `gated_linear` is the same for the first matrix of a gated MLP, with the gate behind it.
 
 
 def small_linear(
@@ -26,9 +28,12 @@ def small_linear(
     gelu_from: int | None = None,
     scale_F: Tensor | None = None,
     gelu_rows_M: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """y [M, F] in the dtype of x."""
     assert x_MD.ndim == weight_FD.ndim == 2
+    if norm is not None:
+        x_MD = rms_norm(x_MD, *norm)
     if scale_F is not None:
         weight_FD = (weight_FD.float() * scale_F[:, None]).to(x_MD.dtype)
     y_MF = functional.linear(x_MD, weight_FD, bias_F)
@@ -38,6 +43,13 @@ def small_linear(
             active_MF = torch.where(gelu_rows_M[:, None], active_MF, y_MF[:, gelu_from:])
         y_MF = active_MF if gelu_from == 0 else torch.cat((y_MF[:, :gelu_from], active_MF), dim=1)
     return y_MF if residual_MF is None else y_MF + residual_MF
+
+
+def gated_linear(
+    x_MD: Tensor, weight_FD: Tensor, scale_F: Tensor | None = None, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """hidden [M, F / 2] in the dtype of x."""
+    return silu_gate(small_linear(x_MD, weight_FD, scale_F=scale_F, norm=norm))
 
 
 # ---------------------------------------------------------------------- GELU

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.fp8 import fp8_linear, gelu_to_fp8, rows_to_fp8
-from kestrel.kernels.linear import gelu_linear, silu_gate, silu_gate_to_fp8, small_linear
+from kestrel.kernels.linear import gated_linear, gelu_linear, silu_gate, silu_gate_to_fp8, small_linear
 from kestrel.kernels.low_rank import SlotTiles, add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k
 from kestrel.kernels.norms import (
@@ -50,8 +50,9 @@ class Ops:
     layer_norm: Op
     add_layer_norm: PairOp
     small_linear: Op
+    gated_linear: Op
     max_small_rows: int
-    """Rows up to which `small_linear` is the better linear layer."""
+    """Rows up to which `small_linear` and `gated_linear` are the better linear layers."""
     gelu_linear: Op
     rotate_and_store: Op
     attend_rows: Op
@@ -89,6 +90,7 @@ PLAIN = Ops(
     layer_norm=layer_norm,
     add_layer_norm=add_layer_norm,
     small_linear=small_linear,
+    gated_linear=gated_linear,
     max_small_rows=16,
     gelu_linear=gelu_linear,
     rotate_and_store=rotate_and_store,

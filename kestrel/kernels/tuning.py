@@ -68,6 +68,7 @@ TUNED_OPS = {
     "rows_to_fp8": TunedOp((fp8.RowTuning,), _ROW),
     "gelu_to_fp8": TunedOp((fp8.RowTuning,), _ROW),
     "small_linear": TunedOp((linear.Tuning,), ("num_out", "num_in"), num_dtypes=2),
+    "gated_linear": TunedOp((linear.Tuning,), ("num_out", "num_in"), num_dtypes=2),
     "rotate_and_store": TunedOp((rotary.RotateTuning,), _HEADS),
     "attend_rows": TunedOp((paged_attention.RowsTuning,), _HEADS, num_dtypes=2),
     "attend_chunks": TunedOp((paged_attention.ChunksTuning,), _HEADS, num_dtypes=2),

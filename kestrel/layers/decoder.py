@@ -22,7 +22,7 @@ from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend, Attention, Rope, Step
 from kestrel.layers.linear import Fp8Rows, Linear, joined_columns, joined_rows, normal_parameter, use_ops
 from kestrel.layers.mlp import GatedMlp, Mlp, Moe
-from kestrel.layers.norm import LayerNorm, Norm, Pending
+from kestrel.layers.norm import LayerNorm, Norm, Pending, RmsNorm
 
 
 class ParallelBlock(nn.Module):
@@ -122,6 +122,8 @@ class ParallelBlock(nn.Module):
 class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
+    ops: Ops = PLAIN
+
     def __init__(
         self, layer: int, attn_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | GatedMlp | Moe
     ) -> None:
@@ -145,6 +147,8 @@ class SequentialBlock(nn.Module):
     def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
         """(residual stream, what is still to be added to it): first before the block, then after it."""
         adapt = step.adapt
+        if self._is_fusible and adapt is None and not pending and x_TD.shape[0] <= self.ops.max_small_rows:
+            return self._forward_small(x_TD, step), ()
         to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln1.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
@@ -158,6 +162,22 @@ class SequentialBlock(nn.Module):
         if not adapt.has(self.mlp.matrices[0]):
             return x_TD, (self.mlp(y),)
         return x_TD, (self.mlp.adapted(y, self.layer, adapt),)
+
+    @property
+    def _is_fusible(self) -> bool:
+        return isinstance(self.mlp, GatedMlp) and isinstance(self.ln1, RmsNorm) and isinstance(self.ln2, RmsNorm)
+
+    def _forward_small(self, x_TD: Tensor, step: Step) -> Tensor:
+        """A handful of positions: norms, gate and sums belong to the products before or behind them."""
+        assert isinstance(self.mlp, GatedMlp)
+        ops, qkv, proj, gate_up, down = self.ops, self.attn.qkv, self.attn.proj, self.mlp.gate_up, self.mlp.down
+        norm = (self.ln1.weight, self.ln1.eps)
+        mixed_TD = self.attn.mix(
+            ops.small_linear(x_TD, qkv.weight, qkv.bias, scale_F=qkv.scale_F, norm=norm), self.layer, step
+        )
+        x_TD = ops.small_linear(mixed_TD, proj.weight, proj.bias, residual_MF=x_TD, scale_F=proj.scale_F)
+        hidden_TI = ops.gated_linear(x_TD, gate_up.weight, gate_up.scale_F, (self.ln2.weight, self.ln2.eps))
+        return ops.small_linear(hidden_TI, down.weight, residual_MF=x_TD, scale_F=down.scale_F)
 
 
 # ---------------------------------------------------------------------- the decoder

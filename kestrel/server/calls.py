@@ -73,7 +73,7 @@ async def engine_request(
     require_free_id(info.request_id, *_taken_ids(state))
     _require_priority(state.keys, info.client, fields.get("priority"))
     fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
-    fields["read_along"] = info.stream
+    fields["read_along"] = fields["has_reader"] = info.stream
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
     state.running[info.request_id] = info
     state.tell_started(info)

@@ -282,6 +282,9 @@ class SkillState(ABC):
         """What was held back from the stream; called once, before `finish`."""
         return None
 
+    def nobody_reads(self) -> None:  # noqa: B027 - most skills have nothing to save
+        """Only the result counts; called before the first token, if at all."""
+
 
 class SkillSpec(ABC, Generic[RequestT]):
     """One skill. Stateless: everything of a request is in its request and state objects."""

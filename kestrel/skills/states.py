@@ -182,6 +182,22 @@ class StoppingTextStream(TextStream):
         return text[:end]
 
 
+class UnreadText(TextStream):
+    """Text that nobody reads before its end: decoded once, as a whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._ids: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return ""
+
+    def flush(self) -> str:
+        self._chunks = [self._tokenizer.decode(self._ids)]
+        return ""
+
+
 def text_stream(tokenizer: Tokenizer, stops: Sequence[str]) -> TextStream:
     return StoppingTextStream(tokenizer, stops) if stops else TextStream(tokenizer)
 
@@ -291,8 +307,13 @@ class TextState(RecordingState):
     def rest(self) -> StreamDelta | None:
         return text_delta(self._stream.flush(), ends=self._stream.is_stopped)
 
+    def nobody_reads(self) -> None:
+        if type(self._stream) is TextStream and self._ledger is None:
+            self._stream = UnreadText(self.profile.tokenizer)
+
     def output(self) -> SkillOutput:
-        return SkillOutput({self._field: self._stream.text}, self._stream.text)
+        text = self._stream.text
+        return SkillOutput({self._field: text}, text)
 
 
 def text_delta(text: str, kind: str = "text", *, ends: bool = False) -> StreamDelta | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kestrel.kernels.linear import gated_linear as plain_gated
 from kestrel.kernels.linear import small_linear as plain
-from kestrel.kernels.triton.linear import Tuning, small_linear
+from kestrel.kernels.triton.linear import Tuning, gated_linear, small_linear
 
 SHAPES = [(1, 48, 64), (1, 7, 100), (2, 5, 33), (4, 32, 128), (5, 40, 72), (16, 32, 128), (13, 3, 5), (0, 8, 16)]
 
@@ -80,3 +81,47 @@ def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_
 )
 def test_outputs_are_shared_out_so_that_all_multiprocessors_work(shape: tuple[int, int, int], block_out: int) -> None:
     assert Tuning.of(*shape).block_out == block_out
+
+
+@devices
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_normalised_before_the_product(shape: tuple[int, int, int], device: str) -> None:
+    num_rows, num_out, num_in = shape
+    draw = Draw(device)
+    x, weight, norm, residual = draw(num_rows, num_in), draw(num_out, num_in), draw(num_in), draw(num_rows, num_out)
+    expected = plain(x.double(), weight.double(), residual_MF=residual.double(), norm=(norm.double(), 1e-5)).float()
+    got = small_linear(x, weight, residual_MF=residual, norm=(norm, 1e-5))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=3e-5)
+
+
+@devices
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_products_are_those_of_the_plain_version(
+    shape: tuple[int, int, int], has_norm: bool, device: str
+) -> None:
+    num_rows, num_out, num_in = shape
+    draw = Draw(device)
+    x, weight, norm = draw(num_rows, num_in), draw(2 * num_out, num_in, scale=0.3), draw(num_in)
+    expected = plain_gated(x.double(), weight.double(), norm=(norm.double(), 1e-5) if has_norm else None).float()
+    got = gated_linear(x, weight, norm=(norm, 1e-5) if has_norm else None)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=3e-5)
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_gated_weights_of_float8_are_read_with_a_scale_per_output(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, weight, scale = draw(num_rows, 32), draw(40, 32).to(torch.float8_e4m3fn), draw(40)
+    expected = plain_gated(x.double(), weight.double() * scale.double()[:, None]).float()
+    torch.testing.assert_close(gated_linear(x, weight, scale), expected, rtol=1e-4, atol=3e-5)
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_gated_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_rows: int, device: str) -> None:
+    draw = Draw(device, HALF[device])
+    x, weight, norm = draw(num_rows, 256), draw(128, 256, scale=0.1), draw(256)
+    exact = plain_gated(x.double(), weight.double(), norm=(norm.double(), 1e-5))
+    got, usual = (run(x, weight, norm=(norm, 1e-5)) for run in (gated_linear, plain_gated))
+    assert distance(got, exact) <= 1.05 * distance(usual, exact)

@@ -50,6 +50,20 @@ def rows_range(num_rows: int) -> int:
     return 1 << ((num_rows - 1).bit_length() + 1) // 2 * 2
 
 
+LARGE_BLOCKS = 200 * 1024
+"""Bytes of shared memory that a program of a data-centre GPU may have, from Hopper on."""
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether programs may hold large blocks; other GPUs have half as much shared memory."""
+    return device.type == "cuda" and _shared_bytes(device.index) >= LARGE_BLOCKS
+
+
+@lru_cache(maxsize=64)
+def _shared_bytes(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+
+
 # ---------------------------------------------------------------------- dependent launch
 # Kernels that start while the one before them ends (programmatic dependent launch, from Hopper on).
 #

@@ -12,18 +12,21 @@ from torch import Tensor
 
 from kestrel.kernels.triton.device_functions import RowTiles, gelu_tanh, load_tile, widened
 from kestrel.kernels.triton.fp8 import RowTuning, store_row
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, has_room, wait_for_inputs
+from kestrel.kernels.triton.norms import rms_norm
 
 # ---------------------------------------------------------------------- a handful of rows
 # A linear layer for at most 16 rows: the weights stream through once, and everything else hides behind them.
 #
 # Up to `SUMMED_ROWS` rows, a program takes a few outputs and adds products lane by lane; lanes meet once, after the
 # last block. With more rows the tensor cores do it, outputs as their long side and the rows of x, padded to 16, as the
-# short.
+# short; a norm is an operation of its own then, because x goes past the registers.
 
 
 MAX_ROWS = 16
 SUMMED_ROWS = 1
+MANY_OUTPUTS = 3072
+"""Fewer are cut into narrow blocks, so that all multiprocessors work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,28 @@ class Tuning:
     num_stages: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, num_out: int, num_in: int, bytes_per_number: int = 2) -> Tuning:
+    def of(
+        cls,
+        num_rows: int,
+        num_out: int,
+        num_in: int,
+        bytes_per_number: int = 2,
+        *,
+        is_gated: bool = False,
+        has_room: bool = False,
+    ) -> Tuning:
+        """A gated layer reads two rows of weights for each output. `has_room`: blocks may take 160 KiB together."""
         if num_rows <= SUMMED_ROWS:
+            if has_room and num_out % 4 == 0 and num_in % 1024 == 0:
+                return cls(block_out=4, block_in=1024, num_warps=2 if num_in < 4096 or is_gated else 4)
             if num_in > 4096:
                 return cls(block_out=1, block_in=1024)
-            block_out = 2 if num_out % 2 == 0 else 1
+            block_out = 2 if num_out % 2 == 0 and not is_gated else 1
             return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
-        block_out = next((size for size in (64, 32) if num_out >= 132 * size), 16)
+        if has_room and bytes_per_number == 2 and num_in % 512 == 0:
+            return cls(64, 128, num_stages=5) if num_out >= MANY_OUTPUTS else cls(16, 512, num_stages=5)
+        block_out = next((size for size in (64, 32) if num_out * (1 + is_gated) >= 132 * size), 16)
+        block_out = max(16, block_out // (1 + is_gated))
         if bytes_per_number > 2:  # twice the bytes: fewer of them at a time, so that every GPU has room
             return cls(block_out, min(4096 // block_out, max(16, triton.next_power_of_2(num_in))), num_stages=2)
         return cls(block_out, min(8192 // block_out, max(16, triton.next_power_of_2(num_in))))
@@ -68,79 +86,125 @@ def _finish(
     tl.store(y_ptr + rows * y_stride + outs, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _finish_gate(gate, up, rows, outs, inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE: tl.constexpr):
+    """The same of a gated layer: silu(gate) · up."""
+    if HAS_SCALE:
+        gate *= tl.load(scale_ptr + outs, mask=outs < num_out, other=0.0)
+        up *= tl.load(scale_ptr + num_out + outs, mask=outs < num_out, other=0.0)
+    dtype = y_ptr.dtype.element_ty
+    tl.store(y_ptr + rows * y_stride + outs, _silu_times(gate.to(dtype), up.to(dtype)).to(dtype), mask=inside)
+
+
+@triton.jit
+def _silu_times(gate, up):
+    """silu(gate) · up in fp32, rounded where the plain version rounds."""
+    wide = gate.to(tl.float32)
+    # Limited, so that the exponential stays finite.
+    silu = wide / (1.0 + tl.exp(tl.minimum(-wide, 80.0)))
+    return silu.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
+def _weights(place, d, outs, num_out, num_in, EVEN: tl.constexpr):
+    """Those of one block; past the last there is nothing to read."""
+    if EVEN:
+        return tl.load(place + d, mask=d < num_in, other=0.0)
+    return tl.load(place + d, mask=(outs < num_out) & (d < num_in), other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_sums(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
+    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from, eps,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    HAS_GELU_ROWS: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
+    up_total = total
+    squares = tl.zeros((ROWS, 1, BLOCK_IN), dtype=tl.float32)
     # x and w are loaded in three dimensions, so that both lie in the lanes as their product does.
     x_place = x_ptr + rows[:, None, None] * x_stride
     w_place = w_ptr + outs.to(tl.int64)[None, :, None] * num_in
-    begin = 0
-    if EVEN:
-        # The first weights are on their way while the kernel before ends.
-        w = tl.load(w_place + tl.arange(0, BLOCK_IN)[None, None, :])
-        wait_for_inputs(DEPENDENT)
-        total += tl.load(x_place + tl.arange(0, BLOCK_IN)[None, None, :]).to(tl.float32) * w.to(tl.float32)
-        begin = BLOCK_IN
-    else:
-        wait_for_inputs(DEPENDENT)
-    for start in range(begin, num_in, BLOCK_IN):
-        d = start + tl.arange(0, BLOCK_IN)[None, None, :]
+    up_place = w_place + num_out.to(tl.int64) * num_in
+    d = tl.arange(0, BLOCK_IN)[None, None, :]
+    # Weights are on their way while the kernel before ends, and then while the block before is multiplied.
+    next_w = _weights(w_place, d, outs[None, :, None], num_out, num_in, EVEN)
+    next_up = _weights(up_place, d, outs[None, :, None], num_out, num_in, EVEN) if GATED else next_w
+    wait_for_inputs(DEPENDENT)
+    for start in range(0, num_in, BLOCK_IN):
+        w, up, at = next_w, next_up, start + d
+        next_w = _weights(w_place, at + BLOCK_IN, outs[None, :, None], num_out, num_in, EVEN)
+        if GATED:
+            next_up = _weights(up_place, at + BLOCK_IN, outs[None, :, None], num_out, num_in, EVEN)
         if EVEN:
-            w = tl.load(w_place + d)
-            x = tl.load(x_place + d)
+            x = tl.load(x_place + at).to(tl.float32)
         else:
-            w = tl.load(w_place + d, mask=(outs < num_out)[None, :, None] & (d < num_in), other=0.0)
-            x = tl.load(x_place + d, mask=(rows < num_rows)[:, None, None] & (d < num_in), other=0.0)
-        total += x.to(tl.float32) * w.to(tl.float32)
+            x = tl.load(x_place + at, mask=(rows < num_rows)[:, None, None] & (at < num_in), other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + at, mask=at < num_in, other=0.0).to(tl.float32)
+        total += x * w.to(tl.float32)
+        if GATED:
+            up_total += x * up.to(tl.float32)
     inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
-    _finish(
-        tl.sum(total, axis=2), rows[:, None], outs[None, :], inside,
-        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-        num_rows, num_out, y_stride, residual_stride, gelu_from,
-        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
-    )  # fmt: skip
+    y, y_up = tl.sum(total, axis=2), tl.sum(up_total, axis=2)
+    if HAS_NORM:
+        per_deviation = 1.0 / tl.sqrt(tl.sum(squares, axis=2) / num_in + eps)
+        y, y_up = y * per_deviation, y_up * per_deviation
+    if GATED:
+        _finish_gate(y, y_up, rows[:, None], outs[None, :], inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE)
+    else:
+        _finish(
+            y, rows[:, None], outs[None, :], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+            num_rows, num_out, y_stride, residual_stride, gelu_from,
+            HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_dots(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
+    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from, eps,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    HAS_GELU_ROWS: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(not HAS_NORM)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
     total = tl.zeros((BLOCK_OUT, ROWS), dtype=tl.float32)
+    up_total = total
     w_place = w_ptr + outs.to(tl.int64)[:, None] * num_in
+    up_place = w_place + num_out.to(tl.int64) * num_in
     wait_for_inputs(DEPENDENT)
     for start in range(0, num_in, BLOCK_IN):
         d = start + tl.arange(0, BLOCK_IN)
-        if EVEN:
-            w = tl.load(w_place + d[None, :])
-            x = tl.load(x_ptr + rows[None, :] * x_stride + d[:, None], mask=(rows < num_rows)[None, :], other=0.0)
-        else:
-            w = tl.load(w_place + d[None, :], mask=(outs < num_out)[:, None] & (d < num_in)[None, :], other=0.0)
-            x_mask = (rows < num_rows)[None, :] & (d < num_in)[:, None]
-            x = tl.load(x_ptr + rows[None, :] * x_stride + d[:, None], mask=x_mask, other=0.0)
+        x_mask = (rows < num_rows)[None, :]
+        w_mask = None
+        if not EVEN:
+            x_mask = x_mask & (d < num_in)[:, None]
+            w_mask = (outs < num_out)[:, None] & (d < num_in)[None, :]
+        x = tl.load(x_ptr + rows[None, :] * x_stride + d[:, None], mask=x_mask, other=0.0)
+        w = tl.load(w_place + d[None, :], mask=w_mask, other=None if EVEN else 0.0)
         total = tl.dot(widened(w, x.dtype), x, total, input_precision="ieee")
+        if GATED:
+            up = tl.load(up_place + d[None, :], mask=w_mask, other=None if EVEN else 0.0)
+            up_total = tl.dot(widened(up, x.dtype), x, up_total, input_precision="ieee")
     inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
-    _finish(
-        total, rows[None, :], outs[:, None], inside,
-        y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-        num_rows, num_out, y_stride, residual_stride, gelu_from,
-        HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
-    )  # fmt: skip
+    if GATED:
+        _finish_gate(
+            total, up_total, rows[None, :], outs[:, None], inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE
+        )  # fmt: skip
+    else:
+        _finish(
+            total, rows[None, :], outs[:, None], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+            num_rows, num_out, y_stride, residual_stride, gelu_from,
+            HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
+        )  # fmt: skip
 
 
 def small_linear(
@@ -151,24 +215,68 @@ def small_linear(
     gelu_from: int | None = None,
     scale_F: Tensor | None = None,
     gelu_rows_M: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """y [M, F] in the dtype of x, M ≤ 16. Rows of x and of the residual may lie apart."""
+    num_rows, num_out = x_MD.shape[0], weight_FD.shape[0]
+    assert residual_MF is None or (residual_MF.shape == (num_rows, num_out) and residual_MF.stride(1) == 1)
+    assert gelu_rows_M is None or (gelu_rows_M.shape == (num_rows,) and gelu_rows_M.is_contiguous())
+    found = tuning or table.find("small_linear", num_rows, tuple(weight_FD.shape), x_MD.dtype, weight_FD.dtype)
+    y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
+    _launch_small(
+        x_MD, weight_FD, y_MF, scale_F, norm, found, bias_F=bias_F, residual_MF=residual_MF, gelu_from=gelu_from,
+        gelu_rows_M=gelu_rows_M,
+    )  # fmt: skip
+    return y_MF
+
+
+def gated_linear(
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    scale_F: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> Tensor:
+    """hidden [M, F / 2] in the dtype of x, M ≤ 16. Rows of x may lie apart."""
+    num_rows, width = x_MD.shape[0], weight_FD.shape[0]
+    found = tuning or table.find("gated_linear", num_rows, tuple(weight_FD.shape), x_MD.dtype, weight_FD.dtype)
+    hidden_MI = torch.empty(num_rows, width // 2, dtype=x_MD.dtype, device=x_MD.device)
+    _launch_small(x_MD, weight_FD, hidden_MI, scale_F, norm, found, is_gated=True)
+    return hidden_MI
+
+
+def _launch_small(
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    y_MF: Tensor,
+    scale_F: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    tuning: Tuning | None,
+    *,
+    bias_F: Tensor | None = None,
+    residual_MF: Tensor | None = None,
+    gelu_from: int | None = None,
+    gelu_rows_M: Tensor | None = None,
+    is_gated: bool = False,
+) -> None:
     num_rows, num_in = x_MD.shape
-    num_out = weight_FD.shape[0]
+    num_out = y_MF.shape[1]
     assert num_rows <= MAX_ROWS
-    assert weight_FD.shape == (num_out, num_in)
+    assert weight_FD.shape == (num_out * (1 + is_gated), num_in)
     assert weight_FD.is_contiguous()
     assert x_MD.stride(1) == 1
-    assert residual_MF is None or (residual_MF.shape == (num_rows, num_out) and residual_MF.stride(1) == 1)
-    assert scale_F is None or (scale_F.shape == (num_out,) and scale_F.is_contiguous())
-    assert gelu_rows_M is None or (gelu_rows_M.shape == (num_rows,) and gelu_rows_M.is_contiguous())
-    y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
+    assert scale_F is None or (scale_F.shape == weight_FD.shape[:1] and scale_F.is_contiguous())
+    assert norm is None or (norm[0].shape == (num_in,) and norm[0].is_contiguous())
     if num_rows == 0:
-        return y_MF
-    found = tuning or table.find("small_linear", num_rows, (num_out, num_in), x_MD.dtype, weight_FD.dtype)
-    chosen = found or Tuning.of(num_rows, num_out, num_in, x_MD.element_size())
+        return
+    if norm is not None and num_rows > SUMMED_ROWS:
+        x_MD, norm = rms_norm(x_MD, *norm), None
+    chosen = tuning or Tuning.of(
+        num_rows, num_out, num_in, x_MD.element_size(), is_gated=is_gated, has_room=has_room(x_MD.device)
+    )
     kernel, padded_rows = _by_dots, MAX_ROWS
     if num_rows <= SUMMED_ROWS:
         kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
@@ -179,15 +287,15 @@ def small_linear(
         x_MD if residual_MF is None else residual_MF,
         x_MD if scale_F is None else scale_F,
         x_MD if gelu_rows_M is None else gelu_rows_M,
+        x_MD if norm is None else norm[0],
         num_rows, num_out, num_in, x_MD.stride(0), num_out, 0 if residual_MF is None else residual_MF.stride(0),
-        0 if gelu_from is None else gelu_from,
+        0 if gelu_from is None else gelu_from, 0.0 if norm is None else norm[1],
         ROWS=padded_rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
-        EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows,
+        EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows, GATED=is_gated,
         HAS_BIAS=bias_F is not None, HAS_RESIDUAL=residual_MF is not None, HAS_SCALE=scale_F is not None,
-        HAS_GELU=gelu_from is not None, HAS_GELU_ROWS=gelu_rows_M is not None,
+        HAS_GELU=gelu_from is not None, HAS_GELU_ROWS=gelu_rows_M is not None, HAS_NORM=norm is not None,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
-    return y_MF
 
 
 # ---------------------------------------------------------------------- gated SiLU
@@ -196,13 +304,10 @@ def small_linear(
 
 @triton.jit
 def _hidden_part(z_ptr, offset, cols, dim, MASKED: tl.constexpr):
-    """silu(gate) · up, both rounded as the plain version does."""
-    gate = load_tile(z_ptr, offset, cols, dim, MASKED).to(tl.float32)
-    up = load_tile(z_ptr, offset + dim, cols, dim, MASKED).to(tl.float32)
-    dtype = z_ptr.dtype.element_ty
-    # Limited, so that the exponential stays finite.
-    silu = gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
-    return (silu.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+    """silu(gate) · up, rounded as the plain version does."""
+    gate = load_tile(z_ptr, offset, cols, dim, MASKED)
+    up = load_tile(z_ptr, offset + dim, cols, dim, MASKED)
+    return _silu_times(gate, up).to(gate.dtype).to(tl.float32)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
-from kestrel.kernels.triton.linear import MAX_ROWS, silu_gate, silu_gate_to_fp8, small_linear
+from kestrel.kernels.triton.linear import MAX_ROWS, gated_linear, silu_gate, silu_gate_to_fp8, small_linear
 from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import moe_mlp, route_top_k
@@ -38,6 +38,7 @@ def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
         layer_norm=partial(layer_norm, table=table),
         add_layer_norm=partial(add_layer_norm, table=table),
         small_linear=partial(small_linear, table=table),
+        gated_linear=partial(gated_linear, table=table),
         max_small_rows=MAX_ROWS,
         gelu_linear=gelu_linear_epilogue,
         rotate_and_store=partial(rotate_and_store, table=table),

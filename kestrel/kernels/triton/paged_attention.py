@@ -25,6 +25,7 @@ from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait
 # through the tensor cores, a group padded to 16 queries.
 
 
+FEW_ROWS = 4
 MANY_ROWS = 40
 """From here on every multiprocessor has rows enough without splitting their keys."""
 
@@ -39,8 +40,12 @@ class RowsTuning:
     min_keys_per_split: int = 64
 
     @classmethod
-    def of(cls, num_rows: int, cache_dtype: torch.dtype) -> RowsTuning:
-        """Found on an H200. Numbers of one byte take more work to unpack than to read."""
+    def of(cls, num_rows: int, cache_dtype: torch.dtype, group: int = 1) -> RowsTuning:
+        """Found on an H200. Numbers of one byte take more work to unpack than to read. A group of heads has its keys in
+        one program, and few splits are added up sooner than many."""
+        if group > 1:
+            few = num_rows <= FEW_ROWS
+            return cls(32 if few else 64, num_warps=4, target_programs=132 if few else 264)
         if cache_dtype.itemsize == 1:
             return cls(block_keys=16) if num_rows >= MANY_ROWS else cls(num_warps=4)
         return cls(block_keys=64) if num_rows >= MANY_ROWS else cls()
@@ -100,11 +105,13 @@ def _head_group(
     top = tl.full((PADDED,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((PADDED,), dtype=tl.float32)
     mixed = tl.zeros((PADDED, DIMS), dtype=tl.float32)
+    slots = tile_slots(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
-        slots = tile_slots(pages_ptr, keys, end, PAGE_SIZE)
         place = slots[:, None] * slot_stride + d[None, :]
         inside = (keys < end)[:, None] & (d < HEAD_DIM)[None, :]
+        # As above: the next tile's pages along with this tile's keys.
+        slots = tile_slots(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE)
         k = widened(tl.load(k_ptr + place, mask=inside, other=0.0), q.dtype)
         v = widened(tl.load(v_ptr + place, mask=inside, other=0.0), q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
@@ -216,7 +223,7 @@ def attend_rows(
         return out_BHD
     dims = num_heads, num_kv_heads, head_dim
     found = tuning or table.find("attend_rows", num_rows, dims, q_BHD.dtype, k_cache.dtype)
-    chosen = found or RowsTuning.of(num_rows, k_cache.dtype)
+    chosen = found or RowsTuning.of(num_rows, k_cache.dtype, num_heads // num_kv_heads)
     num_splits = chosen.num_splits(num_rows, num_kv_heads, pages_BP.shape[1] * page_size)
     mixed, top, weight = _parts(num_rows * num_splits * num_heads, head_dim, q_BHD.device)
     padded_dims, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
@@ -269,7 +276,9 @@ class ChunksTuning:
         queries = min(64, max(16, triton.next_power_of_2(max_count)))
         if bytes_per_number > 2:
             return cls(min(32, queries), 32, num_warps=8, num_stages=2)
-        return cls(64, block_keys=128 if max_count <= 64 and head_dim <= 64 else 64)
+        if max_count <= 64:
+            return cls(64, block_keys=128 if head_dim <= 64 else 64)
+        return cls(num_stages=2)
 
 
 @triton.jit
@@ -318,7 +327,8 @@ def _attend_chunks(
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     head, chunk = tl.program_id(1), tl.program_id(2)
-    first_query = tl.program_id(0) * BLOCK_Q
+    # The last queries of a chunk see the most keys: they come first, so that no long program is left for the end.
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     count = tl.load(count_ptr + chunk).to(tl.int32)
     if first_query >= count:
         return

@@ -205,10 +205,20 @@ def _launch_dots(
 # together with its partner in the rotation; dimensions that do not rotate have cosine 1 and sine 0.
 
 
+MANY_TOKENS = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class RotateTuning:
     heads_per_program: int = 8
     num_warps: int = 2
+
+    @classmethod
+    def of(cls, num_tokens: int, head_dim: int) -> RotateTuning:
+        """Many tokens: a program for all heads of one, if they are narrow."""
+        if num_tokens < MANY_TOKENS:
+            return cls(num_warps=4)
+        return cls(heads_per_program=64 if head_dim <= 64 else 16)
 
 
 @triton.jit
@@ -307,7 +317,8 @@ def rotate_and_store(
     if num_tokens == 0:
         return q_THD
     dims = n_heads, n_kv_heads, head_dim
-    chosen = tuning or table.find("rotate_and_store", num_tokens, dims, qkv_TF.dtype) or RotateTuning()
+    found = tuning or table.find("rotate_and_store", num_tokens, dims, qkv_TF.dtype)
+    chosen = found or RotateTuning.of(num_tokens, dims[-1])
     tau_q, tau_v = tau or (positions_T, positions_T)
     q_norm_D, k_norm_D, eps = norms or (qkv_TF, qkv_TF, 0.0)
     _rotate_and_store[(num_tokens, triton.cdiv(num_all_heads, chosen.heads_per_program))](
