@@ -73,7 +73,7 @@ def start_download(on_device: Tensor) -> Tensor:
 
 
 PYTHONS_CHOICE_S = 0.005
-SHORT_S = 0.0005
+SHORT_S = 0.0002
 
 
 def shorten_turns() -> bool:

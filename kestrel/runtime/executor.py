@@ -99,24 +99,31 @@ class StepBatch:
 
 
 def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[str, Tensor]) -> list[Tensor]:
-    """Embeddings of each chunk; `images` holds the picture embeddings by digest."""
+    """Embeddings of all positions in parts; `images` holds the picture embeddings by digest. Chunks of text that follow
+    each other are one part: every operation costs a turn of the GIL, which other threads want too."""
     device = model.device
     embedded: list[Tensor] = []
+    ids: list[int] = []
+
+    def flush_text() -> None:
+        if ids:
+            embedded.append(model.embed_text(upload(ids, device)))
+            ids.clear()
+
     for chunk in chunks:
-        first = chunk.items[0]
+        first, text = chunk.items[0], ids_if_text(chunk.items)
+        if text is not None:
+            ids += text
+            continue
+        flush_text()
         if isinstance(first, ImageSpan):
-            x_TD = images[first.digest]
-            if first.bos_id is not None:
-                x_TD = torch.cat((model.embed_text(upload([first.bos_id], device)), x_TD))
+            bos = [] if first.bos_id is None else [model.embed_text(upload([first.bos_id], device))]
+            embedded += [*bos, images[first.digest]]
         else:
-            ids = ids_if_text(chunk.items)
-            if ids is not None:
-                x_TD = model.embed_text(upload(ids, device))
-            else:
-                assert model.regions is not None
-                ids = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
-                x_TD = _with_region_values(model.regions, chunk, model.embed_text(upload(ids, device)))
-        embedded.append(x_TD)
+            assert model.regions is not None
+            mixed = [item.id if isinstance(item, TextToken) else 0 for item in chunk.items]
+            embedded.append(_with_region_values(model.regions, chunk, model.embed_text(upload(mixed, device))))
+    flush_text()
     return embedded
 
 

@@ -205,7 +205,7 @@ class RowTable:
             self._note_on_host(start)
             self.penalties.start(start)
             self.logit_bias.start(start)
-            self.endings.start(start)
+        self.endings.start(starts)
         rows = upload([start.row for start in starts], self.device)
         integers = upload([self._integers(start) for start in starts], self.device)
         numbers = upload([self._numbers(start) for start in starts], self.device)
@@ -454,20 +454,23 @@ class EndingTable:
         """Whether some row has a wish about its end."""
         return any(row in self._delayed or row in self._stopping for row in row_indices)
 
-    def start(self, start: RowStart) -> None:
-        sampling = start.sampling
-        delays, stops = delays_end(sampling), bool(sampling.stop_token_ids)
-        had_any = start.row in self._delayed or start.row in self._stopping
-        self._delayed.note(start.row, delays)
-        self._stopping.note(start.row, stops)
-        if delays or stops or had_any:
-            ids = sampling.stop_token_ids
-            padding = [self._grammars.vocab_size] * (MAX_STOP_TOKEN_IDS - len(ids))
-            ends_from = NEVER if sampling.ignore_eos else sampling.min_tokens
-            numbers = upload([ends_from, sampling.min_tokens, *ids, *padding], self._device)
-            own = self.tensors
-            own.ends_from_R[start.row], own.stops_from_R[start.row] = numbers[0], numbers[1]
-            own.stop_ids_RS[start.row] = numbers[2:]
+    def start(self, starts: Sequence[RowStart]) -> None:
+        changed: list[list[int]] = []
+        for start in starts:
+            sampling = start.sampling
+            delays, stops = delays_end(sampling), bool(sampling.stop_token_ids)
+            if delays or stops or self.any_among([start.row]):
+                ids = sampling.stop_token_ids
+                padding = [self._grammars.vocab_size] * (MAX_STOP_TOKEN_IDS - len(ids))
+                ends_from = NEVER if sampling.ignore_eos else sampling.min_tokens
+                changed.append([start.row, ends_from, sampling.min_tokens, *ids, *padding])
+            self._delayed.note(start.row, delays)
+            self._stopping.note(start.row, stops)
+        if changed:
+            rows_N, ends_from_N, stops_from_N, *_ = (numbers_NK := upload(changed, self._device)).unbind(1)
+            self.tensors.ends_from_R[rows_N] = ends_from_N
+            self.tensors.stops_from_R[rows_N] = stops_from_N
+            self.tensors.stop_ids_RS[rows_N] = numbers_NK[:, 3:]
 
     def forbid(self, scores_BV: Tensor, row_indices: Sequence[int], state_B: Tensor, spent_B: Tensor) -> Tensor:
         """Scores with the ids that would end a row too early at −inf, unless nothing else is left to sample."""

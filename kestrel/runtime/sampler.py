@@ -73,8 +73,8 @@ def _within_id_limits(table: RowTable, host: list[HostRow], rows_B: Tensor, scor
 def wanted_values(host: list[HostRow]) -> Carries:
     """What some row's grammar can use."""
     wanted = Carries.NOTHING
-    for row in host:
-        wanted |= row.carries
+    for carries in {row.carries for row in host}:  # the union of two takes a microsecond
+        wanted |= carries
     return wanted
 
 

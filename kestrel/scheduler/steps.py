@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Generic
 
 from kestrel.errors import OutOfPages, RequestCancelled
-from kestrel.request import FinishReason, SkillOutput, StreamDelta, StreamUpdate
+from kestrel.request import FinishReason, PromptReport, SkillOutput, StreamDelta, StreamUpdate
 from kestrel.runtime.contract import (
     POSITIONS_PER_CROP,
     DecodeRow,
@@ -308,9 +308,15 @@ class Committer:
             if report is not None:
                 report.add(part.scores, part.hidden_sum, part.num_pooled)
         for planned in work.values():
-            if not planned.sequence.is_done:
-                self._advance(planned)
-                self._report_prompt(planned.sequence, updates)
+            sequence = planned.sequence
+            if sequence.is_done:
+                continue
+            sequence.num_committed = planned.end_position
+            if planned.publishes:
+                sequence.share()
+                self._on_picture_shared(sequence)
+            if sequence.open_report is not None:
+                self._report_prompt(sequence, sequence.open_report, updates)
         for row_output in output.rows:
             sequence = work[row_output.row].sequence
             if not sequence.is_done:
@@ -329,17 +335,9 @@ class Committer:
             error=error,
         )
 
-    def _advance(self, planned: PlannedWork) -> None:
-        sequence = planned.sequence
-        sequence.num_committed = planned.end_position
-        if planned.publishes:
-            sequence.share()
-            self._on_picture_shared(sequence)
-
-    def _report_prompt(self, sequence: Sequence, updates: list[StreamUpdate]) -> None:
+    def _report_prompt(self, sequence: Sequence, report: PromptReport, updates: list[StreamUpdate]) -> None:
         """Hand over the prompt's outputs once they are complete; a request for nothing else ends here."""
-        report = sequence.open_report
-        if report is None or sequence.num_committed < sequence.request.num_prompt_positions:
+        if sequence.num_committed < sequence.request.num_prompt_positions:
             return
         sequence.open_report = None
         try:

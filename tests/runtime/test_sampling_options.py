@@ -164,5 +164,5 @@ def test_no_buffers_and_no_work_without_users() -> None:
     table.start(replace(plain, row=2))
     assert table.apply(both_BV, [1, 2]) is both_BV
     endings = EndingTable(4, GrammarTables(9, CPU), CPU)
-    endings.start(plain)
+    endings.start([plain])
     assert endings.forbid(logits_BV, [1], torch.zeros(1, dtype=torch.int64), torch.zeros(1)) is logits_BV
