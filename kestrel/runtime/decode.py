@@ -22,7 +22,7 @@ from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.attention import PagedKVCache, RowAttention
 from kestrel.runtime.contract import DecodeRow, StepPlan
-from kestrel.runtime.device import upload
+from kestrel.runtime.device import staged, upload
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.runtime.rows import RowTable
 from kestrel.runtime.sampler import Sampled, region_heads, wanted_values
@@ -83,9 +83,9 @@ class FixedDecode:
         return self._adapters is not None or not parts.is_adapted
 
     def run(self, decode: list[DecodeRow], parts: DecodeParts) -> Sampled:
-        rows_B, positions_B = self.inputs(decode)
-        sampled = self.step(rows_B, positions_B, parts)
-        return first_rows(sampled, len(decode))
+        rows_B, positions_B = self.inputs(decode).to(self._table.device, non_blocking=True)
+        size = self.size_for(len(decode))
+        return first_rows(self.step(rows_B[:size], positions_B[:size], parts), len(decode))
 
     def sample(self, hidden_BD: Tensor, rows: list[int], parts: DecodeParts) -> Sampled:
         """The end of a step alone, for rows whose hidden states come from elsewhere."""
@@ -96,16 +96,15 @@ class FixedDecode:
         rows_B = upload([*rows, *[self._table.spare_row] * missing], self._table.device)
         return functional.pad(hidden_BD, (0, 0, 0, missing)), rows_B
 
-    def inputs(self, decode: list[DecodeRow]) -> tuple[Tensor, Tensor]:
-        """Rows and positions of a batch of the next size, at multiples of 16 bytes, as kernels are compiled for."""
-        size = self.size_for(len(decode))
-        missing = max(size, 2) - len(decode)
+    def inputs(self, decode: list[DecodeRow]) -> Tensor:
+        """Rows and positions of a batch of the next size, [2, size], on the host. Of two at least: so both lie at
+        multiples of 16 bytes, as kernels are compiled for."""
+        missing = max(self.size_for(len(decode)), 2) - len(decode)
         numbers = [
             [*(one.row for one in decode), *[self._table.spare_row] * missing],
             [*(one.position for one in decode), *[0] * missing],
         ]
-        rows_B, positions_B = upload(numbers, self._table.device).unbind(0)
-        return rows_B[:size], positions_B[:size]
+        return staged(numbers, self._table.device)
 
     def size_for(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)
@@ -147,6 +146,7 @@ class FixedDecode:
 
 
 def first_rows(sampled: Sampled, num_rows: int) -> Sampled:
+    assert sampled.values_B2 is not None
     return Sampled(sampled.integers_B5[:num_rows], sampled.values_B2[:num_rows])
 
 
@@ -156,12 +156,12 @@ def first_rows(sampled: Sampled, num_rows: int) -> Sampled:
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
     graph: Replayable
-    inputs: tuple[Tensor, Tensor]
+    inputs: tuple[Tensor, ...]
     sampled: Sampled
 
     def run(self, *inputs: Tensor) -> Sampled:
         for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
+            own.copy_(given, non_blocking=True)
         self.graph.replay()
         return self.sampled
 
@@ -208,7 +208,7 @@ class DecodeGraphs(FixedDecode):
                 self._steps_run.add(key)
                 return sampled
             self._steps[key] = self.capture(*key, has_run=True)
-        return first_rows(self._steps[key].run(*self.inputs(decode)), len(decode))
+        return first_rows(self._steps[key].run(self.inputs(decode)), len(decode))
 
     def sample(self, hidden_BD: Tensor, rows: list[int], parts: DecodeParts) -> Sampled:
         self._drop_outdated()
@@ -223,9 +223,10 @@ class DecodeGraphs(FixedDecode):
 
     def capture(self, size: int, parts: DecodeParts, has_run: bool = False) -> CapturedStep:
         """Every entry is the spare row while it is tried out and recorded, so nobody's state is touched."""
-        rows_B, positions_B = self._spare_rows(size), self._spare_rows(size).zero_()
+        numbers_2B = torch.stack((self._spare_rows(max(size, 2)), self._spare_rows(max(size, 2)).zero_()))
+        rows_B, positions_B = numbers_2B[:, :size]
         graph, sampled = self._pool.capture(lambda: self.step(rows_B, positions_B, parts), has_run)
-        return CapturedStep(graph, (rows_B, positions_B), sampled)
+        return CapturedStep(graph, (numbers_2B,), sampled)
 
     def _capture_sampling(self, size: int, parts: DecodeParts, has_run: bool = False) -> CapturedStep:
         rows_B = self._spare_rows(size)

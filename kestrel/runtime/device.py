@@ -52,7 +52,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of nested lists. Through pinned memory, since a pageable copy would wait for the whole stream."""
-    return upload_tensor(torch.tensor(values, dtype=dtype), device)
+    return staged(values, device, dtype).to(device, non_blocking=True)
+
+
+def staged(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of nested lists on the host, from which a copy to the device does not wait."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def upload_tensor(on_host: Tensor, device: torch.device) -> Tensor:

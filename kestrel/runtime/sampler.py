@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -31,7 +31,8 @@ class Sampled:
     """One entry per sampled row, in the order of the step. `integers_B5`: id, kind, finish, state, spent."""
 
     integers_B5: Tensor
-    values_B2: Tensor
+    values_B2: Tensor | None
+    """Coordinates and sizes; not read where no row's grammar can use them."""
     chosen_logprob_B: Tensor | None = None
     top_logprob_BK: Tensor | None = None
     top_id_BK: Tensor | None = None
@@ -73,8 +74,9 @@ def _within_id_limits(table: RowTable, host: list[HostRow], rows_B: Tensor, scor
 def wanted_values(host: list[HostRow]) -> Carries:
     """What some row's grammar can use."""
     wanted = Carries.NOTHING
-    for carries in {row.carries for row in host}:  # the union of two takes a microsecond
-        wanted |= carries
+    for row in host:
+        if row.carries is not Carries.NOTHING:  # the union of two takes a microsecond
+            wanted |= row.carries
     return wanted
 
 
@@ -106,6 +108,7 @@ def _add_logprobs(sampled: Sampled, host: list[HostRow], raw_BV: Tensor, emitted
 
 FINISH = 2
 """Column of `Sampled.integers_B5` that says whether and how a row ended."""
+NO_VALUES = [0.0, 0.0]
 NOT_FINITE_MESSAGE = (
     "the model gave no finite score for any allowed token; if the weights are sound, use dtype bfloat16 or float32"
 )
@@ -123,7 +126,8 @@ class SampledPart:
 
 def send_part(row_indices: list[int], host_rows: list[HostRow], sampled: Sampled) -> SampledPart:
     """Starts the copy to the host."""
-    on_host, arrived = _send_to_host(sampled)
+    carries = wanted_values(host_rows) is not Carries.NOTHING
+    on_host, arrived = _send_to_host(sampled if carries else replace(sampled, values_B2=None))
     return SampledPart(row_indices, host_rows, on_host, arrived)
 
 
@@ -131,7 +135,8 @@ def read_part(part: SampledPart, output: StepOutput) -> None:
     """Adds the rows to `output`, once they have arrived."""
     if part.arrived is not None:
         part.arrived.synchronize()
-    integers, values = part.sampled.integers_B5.tolist(), part.sampled.values_B2.tolist()
+    integers, values_B2 = part.sampled.integers_B5.tolist(), part.sampled.values_B2
+    values = [NO_VALUES] * len(integers) if values_B2 is None else values_B2.tolist()
     logprobs = _logprobs(part.sampled, part.host_rows)
     for b, row in enumerate(part.row_indices):
         if integers[b][FINISH] == NOT_FINITE:
@@ -144,7 +149,8 @@ def _send_to_host(sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
     """Start the copy to pinned host memory; on the CPU the tensors are there already."""
     if not sampled.integers_B5.is_cuda:
         return sampled, None
-    on_host = Sampled(start_download(sampled.integers_B5), start_download(sampled.values_B2))
+    values_B2 = None if sampled.values_B2 is None else start_download(sampled.values_B2)
+    on_host = Sampled(start_download(sampled.integers_B5), values_B2)
     if sampled.chosen_logprob_B is not None:
         on_host.chosen_logprob_B = start_download(sampled.chosen_logprob_B)
     if sampled.top_logprob_BK is not None and sampled.top_id_BK is not None:
@@ -153,7 +159,7 @@ def _send_to_host(sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
             start_download(sampled.top_id_BK),
         )
     arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(sampled.integers_B5.device))
+    arrived.record()
     return on_host, arrived
 
 
