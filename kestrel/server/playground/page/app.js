@@ -200,8 +200,8 @@ function showProgress({ form: asked, outcome, label }) {
 }
 
 function finish(entry) {
-  history.add(entry);
   if (entry.form.skill === "chat") finishChat(entry);
+  history.add(entry);
   showEntry(entry);
   if (results.shapes.length > 0) byId("stage").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
 }
@@ -215,7 +215,8 @@ function finishChat(entry) {
     return;
   }
   const note = wasStopped ? "stopped" : outcome.finishReason === "length" ? "cut at the limit" : "";
-  const answer = { role: "assistant", content: outcome.text, thoughts: outcome.reasoning?.text };
+  const { isUnfolded } = conversation;
+  const answer = { role: "assistant", content: outcome.text, thoughts: outcome.reasoning?.text, isUnfolded };
   answer.note = note || (outcome.text.trim() === "" ? "an empty answer" : "");
   conversation.set([...asked.turns, { role: "user", content: asked.text }, answer]);
   entry.turns = conversation.turns;

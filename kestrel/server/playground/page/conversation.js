@@ -12,7 +12,12 @@ export class Conversation {
     this.isKept = false; // shown without turns too
   }
 
-  /** A turn is {role, content}, of the model also {thoughts, note}. */
+  /** Whether the thoughts of the answer so far are unfolded. */
+  get isUnfolded() {
+    return this.pending?.folded.open ?? false;
+  }
+
+  /** A turn is {role, content}, of the model also {thoughts, isUnfolded, note}. */
   set(turns) {
     this.turns = turns;
     this.show();
@@ -42,10 +47,10 @@ export class Conversation {
 }
 
 class Bubble {
-  constructor({ role, content = "", thoughts, note }) {
+  constructor({ role, content = "", thoughts, isUnfolded = false, note }) {
     this.title = element("summary");
     this.thoughts = element("p");
-    this.folded = element("details", { className: "thoughts" }, this.title, this.thoughts);
+    this.folded = element("details", { className: "thoughts", open: isUnfolded }, this.title, this.thoughts);
     this.text = element("span", { className: "turn-text" });
     const who = element("span", { className: "sr-only" }, role === "user" ? "You: " : "Model: ");
     this.node = element("div", { className: `turn turn-${role}` }, who, this.folded, this.text);
