@@ -84,6 +84,10 @@ def test_a_text_model_refuses_pictures_and_the_conversation_goes_on(
     given = kestrel("chat", "--image", SMALL, *text_model)
     assert given.code == 2
     assert "--image: noise reads no pictures; leave the picture out, or use a model that does, such as" in given.err
+    asked = kestrel("detect", SMALL, "cat", "--model-path", folder, *ON_CPU)
+    assert (asked.code, asked.out) == (2, "")
+    assert "detect is not supported by noise" in asked.err
+    assert "or a model that reads pictures, such as moondream2" in asked.err
     missing = kestrel("chat", *text_model, "--chat-template", tmp_path / "none.jinja")
     assert missing.err.endswith("none.jinja cannot be read (No such file or directory); give a file with a template\n")
 
