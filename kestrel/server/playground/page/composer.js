@@ -12,8 +12,6 @@ export class Composer {
     this.length = "normal";
     this.typed = {}; // by field: point and detect share theirs
     this.suggestions = {}; // by skill: what stands there until something is typed
-    this.unavailable = {};
-    this.canReason = false;
     this.isRunning = false;
     const skills = SKILLS.map(({ name, title }) => ({ name, title }));
     this.showSkill = choiceGroup(byId("skills"), skills, { className: "skill", onChoose: (name) => this.choose(name) });
@@ -28,7 +26,7 @@ export class Composer {
       this.onChange();
     });
     byId("reasoning").addEventListener("change", () => this.onChange());
-    this.show();
+    this.setAvailable({ unavailable: {}, can_reason: false }, true);
   }
 
   get text() {
