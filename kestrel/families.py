@@ -204,7 +204,7 @@ def _family_of(config: Mapping[str, Any], title: str) -> ModelFamily:
         kind = config.get("model_type")
         raise CheckpointError(
             f"{title} describes no known family of models{'' if kind is None else f' (model_type {shown(kind)})'}; "
-            f"known are: {', '.join(family.name for family in FAMILIES)}"
+            f"known are: {', '.join(kind for family in FAMILIES for kind in family.kinds)}"
         )
     return family
 

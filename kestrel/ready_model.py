@@ -54,6 +54,8 @@ class ModelFamily(ABC):
     """A room that knows how to build its models. Stateless: one object of it is its entry in the table."""
 
     name: str
+    kinds: tuple[str, ...]
+    """What its models call themselves, for refusals of others."""
     models: tuple[ModelSpec, ...] = ()
     """The published ones that have a short name."""
     shape_sections: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
 @cache
 def _program() -> TyperGroup:
     app = typer.Typer(
-        help="Kestrel runs vision-language models: answers, captions, points, boxes and outlines.",
+        help="Kestrel runs vision-language and text models: answers, captions, points, boxes, outlines, conversations.",
         epilog="Start with `kestrel demo`, then `kestrel models`.",
         add_completion=False,
         rich_markup_mode=None,

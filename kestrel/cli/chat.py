@@ -24,12 +24,15 @@ from kestrel.cli.printing import TextPrinter, note_limit, note_metrics
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
 from kestrel.errors import CapacityError, RequestCancelled, RequestError
+from kestrel.skills.base import ModelProfile
+from kestrel.skills.builtin import not_supported, reads_no_pictures
 
-HELP = """\
-/clear          forget the conversation
-/system TEXT    say what the model should be; without a text: show it
-/image FILE     show a picture with the next message
-/exit           leave; Ctrl-D does too"""
+HELP = {
+    "/clear": "forget the conversation",
+    "/system TEXT": "say what the model should be; without a text: show it",
+    "/image FILE": "show a picture with the next message",
+    "/exit": "leave; Ctrl-D does too",
+}
 PROMPT = "> "
 
 
@@ -61,15 +64,24 @@ async def _converse(
     if image is not None:
         conversation.picture = await read_picture(image, config)
     async with open_engine(config) as engine:
+        _require_chat(engine.profile, image)
         note_default_model(config)
         keyboard = Keyboard()
         with keyboard:
             while (line := await keyboard.line()) is not None:
                 if line.startswith("/"):
-                    if await _obey(line, conversation, config):
+                    if await _obey(line, conversation, engine):
                         return
                 elif line:
                     await _answer(engine, conversation, line, settings, keyboard)
+
+
+def _require_chat(profile: ModelProfile, image: str | None) -> None:
+    """Refuse at the start what every message would be refused for."""
+    if profile.chat is None:
+        raise not_supported(profile, "chat")
+    if image is not None and not profile.has_vision:
+        raise reads_no_pictures("--image", profile)
 
 
 # ---------------------------------------------------------------------- what has been said
@@ -96,7 +108,7 @@ class Conversation:
             self.picture = None
 
 
-async def _obey(line: str, conversation: Conversation, config: RuntimeConfig) -> bool:
+async def _obey(line: str, conversation: Conversation, engine: InferenceEngine) -> bool:
     """Whether the program ends."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -109,15 +121,19 @@ async def _obey(line: str, conversation: Conversation, config: RuntimeConfig) ->
             note("the conversation is forgotten")
         case "/system" if rest:
             conversation.system = rest
+            note("the system message is set, from the next answer on")
         case "/system":
             note(conversation.system or "no system message; /system TEXT sets one")
         case "/image":
             try:
-                conversation.picture = await read_picture(rest, config)
+                if not engine.profile.has_vision:
+                    raise reads_no_pictures("/image", engine.profile)
+                conversation.picture = await read_picture(rest, engine.config)
             except RequestError as error:
                 print_error(str(error))
         case "/help":
-            note(HELP)
+            known = HELP if engine.profile.has_vision else {key: HELP[key] for key in HELP if key != "/image FILE"}
+            note("\n".join(f"{usage:16}{meaning}" for usage, meaning in known.items()))
         case _:
             print_error(f"{command} is not a command; /help lists them")
     return False
@@ -173,14 +189,25 @@ class Keyboard:
 
     async def line(self) -> str | None:
         """The next one without the blanks around it; None at the end."""
+        if self._is_terminal:
+            return self._typed_line()
+        read = await asyncio.to_thread(sys.stdin.readline)
+        return read.strip() if read else None
+
+    def _typed_line(self) -> str | None:
+        """On this thread, although it holds up the event loop: only here Ctrl-C makes `input` forget what was typed."""
+        loop = asyncio.get_running_loop()
         try:
-            if self._is_terminal:
-                return (await asyncio.to_thread(input, PROMPT)).strip()
-            read = await asyncio.to_thread(sys.stdin.readline)
-            return read.strip() if read else None
+            loop.remove_signal_handler(signal.SIGINT)
+            return input(PROMPT).strip()
+        except KeyboardInterrupt:
+            self._interrupt()
+            return ""
         except EOFError:
             write("\n")
             return None
+        finally:
+            loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
     @contextmanager
     def interrupting(self, stream: EngineStream) -> Iterator[None]:
@@ -196,7 +223,6 @@ class Keyboard:
         else:
             write("\n")
             note("/exit or Ctrl-D leaves")
-            write(PROMPT if self._is_terminal else "")
 
 
 def _edit_lines() -> None:

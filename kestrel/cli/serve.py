@@ -45,8 +45,9 @@ def serve(
 
     kestrel serve --model moondream2
 
-    POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64.
-    --grpc-port also offers them in the protocol of KServe and Triton.
+    POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64;
+    /v1/chat/completions, /v1/completions and /v1/embeddings speak OpenAI's dialect.
+    --grpc-port also offers the skills in the protocol of KServe and Triton.
     SIGTERM or Ctrl-C lets accepted requests finish; a second one ends immediately.
     """
     # Here and not above: help and refused settings need no web framework.

@@ -165,6 +165,8 @@ def complete(
     """
     if prompt == STDIN:
         prompt = sys.stdin.read()
+    if not prompt:
+        raise RequestError("TEXT", "is empty; give some words to continue")
     _run_skill(_SkillCall("complete", {"prompt": prompt}, None, settings, output, config))
 
 

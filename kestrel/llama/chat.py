@@ -30,7 +30,10 @@ def chat_format(files: ChatFiles, tokenizer: TextTokenizer, given: Path | None =
         try:
             return TemplateChat(given.read_text(encoding="utf-8"), files.special_tokens, encoder)
         except (OSError, ValueError) as error:
-            raise ConfigError("chat_template", f"{given} cannot be read as text ({error})") from error
+            why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            raise ConfigError(
+                "chat_template", f"{given} cannot be read ({why}); give a file with a template"
+            ) from error
         except TemplateFault as fault:
             raise ConfigError("chat_template", f"{given} is no jinja template ({fault}); mend it") from fault
     if files.template is not None:

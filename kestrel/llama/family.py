@@ -38,10 +38,11 @@ class LoadedLlama(LoadedModel[LlamaModel, LlamaConfig]):
 
 class LlamaFamily(ModelFamily):
     name = FAMILY
+    kinds = MODEL_TYPES
     random_names = RANDOM_NAMES
 
     def owns(self, config: Mapping[str, Any]) -> bool:
-        return config.get("model_type") in MODEL_TYPES
+        return config.get("model_type") in self.kinds
 
     def adapter_shape(self, config: Mapping[str, Any]) -> AdapterShape:
         return adapter_shape(LlamaConfig.from_dict(config))

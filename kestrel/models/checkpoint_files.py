@@ -273,7 +273,8 @@ def find_weights(path: Path) -> Path:
         return candidates[0]
     if not candidates:
         raise CheckpointError(
-            f"{path} holds no weights; it needs {', '.join(_PREFERRED_NAMES)} or one other file of that kind"
+            f"{path} holds no weights; it needs {', '.join(_PREFERRED_NAMES)}, or one other file of such a kind "
+            f"or {GGUF_SUFFIX}"
         )
     names = _listing([file.name for file in candidates])
     raise CheckpointError(f"{path} holds several weights files ({names}); pass one of them as model_path")

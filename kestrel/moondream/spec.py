@@ -89,6 +89,7 @@ MODELS = (
 
 class MoondreamFamily(ModelFamily):
     name = FAMILY
+    kinds = (FAMILY,)
     models = MODELS
     shape_sections = ("text", "vision")
     random_names = RANDOM_NAMES

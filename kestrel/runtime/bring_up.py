@@ -90,7 +90,7 @@ class ModelRuntime(Executor):
             decoder, limits, slots, num_crops, graphs, vision_graphs, ops, path.is_fused, path.kv_dtype, scales
         )
         self.prepare()
-        pictures = picture_bytes(config, device, decoder.dtype)
+        pictures = 0 if decoder.vision is None else picture_bytes(config, device, decoder.dtype)
         self.memory_plan = MemoryPlan.of(decoder.shape, limits, path.kv_dtype, device, working_bytes, pictures)
         logger.info("%s", self.memory_plan)
         self.memory_plan.warn_if_short()

@@ -219,7 +219,7 @@ class MemoryPlan:
     working_bytes: int = 0
     """The most for graphs and activations; known of a GPU."""
     picture_bytes: int = 0
-    """The most of the host's memory that pictures take, from their decoding to the answer."""
+    """The most of the host's memory that pictures take, from their decoding to the answer; 0: the model reads none."""
 
     @classmethod
     def of(
@@ -249,21 +249,23 @@ class MemoryPlan:
         needed = self.picture_bytes + (self.kv_bytes if self.device.type == "cpu" else 0)
         free = free_host_bytes()
         if needed > free:
+            takers, knobs = "the KV cache", "kv_cache_pages"
+            if self.picture_bytes:
+                takers, knobs = "pictures and KV cache", f"max_pending_image_bytes, image_work_bytes or {knobs}"
             logger.warning(
-                "%.1f GiB of memory are free, and pictures and KV cache may take %.1f GiB; lower "
-                "max_pending_image_bytes, image_work_bytes or kv_cache_pages",
-                *(free / GIB, needed / GIB),
+                "%.1f GiB of memory are free, and %s may take %.1f GiB; lower %s",
+                *(free / GIB, takers, needed / GIB, knobs),
             )
 
     def __str__(self) -> str:
         kv = f"KV cache {self.kv_bytes / GIB:.2f} GiB ({self.kv_words})"
-        pictures = f"pictures up to {self.picture_bytes / GIB:.2f} GiB"
+        pictures = f"pictures up to {self.picture_bytes / GIB:.2f} GiB" if self.picture_bytes else ""
         if self.device.type != "cuda":
-            return f"memory: {kv}, {pictures}, taken as they are used"
+            return f"memory: {kv}, " + (f"{pictures}, taken as they are used" if pictures else "taken as it is used")
         return (
             f"memory of {self.device}: {kv}, weights and buffers {self.other_bytes / GIB:.2f} GiB, graphs and "
-            f"activations up to {self.working_bytes / GIB:.2f} GiB: {self.total_bytes / GIB:.2f} GiB in all; "
-            f"{pictures} of the host's"
+            f"activations up to {self.working_bytes / GIB:.2f} GiB: {self.total_bytes / GIB:.2f} GiB in all"
+            + (f"; {pictures} of the host's" if pictures else "")
         )
 
 

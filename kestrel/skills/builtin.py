@@ -76,7 +76,7 @@ def check_pictures(profile: ModelProfile, images: Sequence[object], *, needed_by
 
 
 def reads_no_pictures(name: str, profile: ModelProfile) -> RequestError:
-    remedy = f"leave the picture out, or serve a model that does, such as {WITH_PICTURES}"
+    remedy = f"leave the picture out, or use a model that does, such as {WITH_PICTURES}"
     return RequestError(name, f"{profile.name} reads no pictures; {remedy}")
 
 

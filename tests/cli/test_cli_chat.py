@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import MD3, SMALL, Kestrel
+from tests.cli.conftest import MD3, ON_CPU, SMALL, Kestrel
+from tests.llama.chat_shapes import CHATML
+from tests.llama.tiny_folders import write_folder
 from tests.processes import eventually
 
 BRIEF = ("--max-tokens", "3", "--temperature", "0")
@@ -63,6 +65,33 @@ def test_a_refused_message_is_said_and_the_conversation_goes_on(
     assert len(outcome.out.splitlines()) == 1
 
 
+def test_a_text_model_refuses_pictures_and_the_conversation_goes_on(
+    kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "noise", "llama")
+    text_model = ("--model-path", str(folder), *ON_CPU, *BRIEF)
+    unwritten = kestrel("chat", *text_model)
+    assert (unwritten.code, unwritten.out) == (2, "")
+    assert "chat is not supported by noise" in unwritten.err
+    assert "--chat-template FILE" in unwritten.err
+    (folder / "chat_template.jinja").write_text(CHATML)
+    say(monkeypatch, f"/image {SMALL}", "/help", "hello")
+    outcome = kestrel("chat", *text_model)
+    assert outcome.code == 0
+    assert "/image: noise reads no pictures" in outcome.err
+    assert "/image FILE" not in outcome.err
+    assert len(outcome.out.splitlines()) >= 1
+    given = kestrel("chat", "--image", SMALL, *text_model)
+    assert given.code == 2
+    assert "--image: noise reads no pictures; leave the picture out, or use a model that does, such as" in given.err
+    asked = kestrel("detect", SMALL, "cat", "--model-path", folder, *ON_CPU)
+    assert (asked.code, asked.out) == (2, "")
+    assert "detect is not supported by noise" in asked.err
+    assert "or a model that reads pictures, such as moondream2" in asked.err
+    missing = kestrel("chat", *text_model, "--chat-template", tmp_path / "none.jinja")
+    assert missing.err.endswith("none.jinja cannot be read (No such file or directory); give a file with a template\n")
+
+
 def test_a_text_is_continued_as_it_is(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
     given = kestrel("complete", "Once upon", *MD3, *BRIEF)
     assert given.code == 0
@@ -72,7 +101,7 @@ def test_a_text_is_continued_as_it_is(kestrel: Kestrel, monkeypatch: pytest.Monk
     assert kestrel("complete", "", *MD3).code == 2
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_program(tiny_folder: Path) -> None:
+def test_ctrl_c_ends_the_answer_or_the_line_and_not_the_program(tiny_folder: Path) -> None:
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "kestrel", "chat", "--weights", str(tiny_folder), "--max-tokens", "1900"]
     process = subprocess.Popen(
@@ -94,6 +123,13 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(tiny_folder: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert eventually(lambda: shows(b"the answer was ended"))
         assert process.poll() is None
+        os.write(controller, b"/half")
+        assert eventually(lambda: shows(b"/half"))
+        process.send_signal(signal.SIGINT)
+        assert eventually(lambda: shows(b"Ctrl-D leaves"))
+        os.write(controller, b"/what\n")
+        assert eventually(lambda: shows(b"is not a command"))
+        assert shows(b" /what is not")
         os.write(controller, b"/exit\n")
         assert process.wait(60) == 0
     finally:

@@ -110,3 +110,13 @@ def test_pictures_are_in_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     assert f"pictures up to {needed / 2**30:.2f} GiB" in str(plan)
     MemoryPlan.of(SHAPE, limits, torch.bfloat16, CPU, 0, 2**60).warn_if_short()
     assert "lower max_pending_image_bytes, image_work_bytes" in caplog.text
+
+
+def test_a_model_that_reads_no_pictures_has_none_in_its_plan(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [MemoryPlan(torch.device(device), 2**30, "9 pages") for device in ("cpu", "cuda")]
+    assert all("picture" not in str(plan) for plan in plans)
+    monkeypatch.setattr("kestrel.runtime.memory.free_host_bytes", lambda: 0)
+    plans[0].warn_if_short()
+    assert "the KV cache may take 1.0 GiB; lower kv_cache_pages" in caplog.text

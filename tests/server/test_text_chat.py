@@ -119,7 +119,7 @@ def test_what_cannot_be_written_is_refused_by_name(client: httpx.Client) -> None
     place, message = refusal(client, picture)
     assert place == "messages[0].content[0].image_url"
     assert (
-        f"tiny-llama reads no pictures; leave the picture out, or serve a model that does, such as {WITH_PICTURES}"
+        f"tiny-llama reads no pictures; leave the picture out, or use a model that does, such as {WITH_PICTURES}"
         in message
     )
     assert WITH_PICTURES in {spec.name for spec in registered_models()}

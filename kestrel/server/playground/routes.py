@@ -22,6 +22,7 @@ from kestrel import __version__, default_model
 from kestrel.engine import InferenceEngine
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
+from kestrel.skills.template_chat import THINKING_SWITCH
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
@@ -37,6 +38,7 @@ MEDIA_TYPES = {
     ".webp": "image/webp",
 }
 CHAT_PATH = "/v1/chat/completions"
+COMPLETE_PATH = "/v1/completions"
 SKILL_TEMPLATES = {
     "query": "query",
     "caption": "caption.normal",
@@ -155,9 +157,13 @@ def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]
     skills = [skill for skill, template in SKILL_TEMPLATES.items() if template in profile.templates]
     if profile.chat is not None and _is_routed(request, CHAT_PATH):
         skills.append("chat")
+    if not profile.has_vision and _is_routed(request, COMPLETE_PATH):
+        skills.append("complete")
+    template = "" if profile.chat is None else profile.chat.template or ""
     return {
         "skills": skills,
-        "can_reason": profile.can_reason,
+        "reads_pictures": profile.has_vision,
+        "can_reason": bool(profile.reasoning_opener) or THINKING_SWITCH in template,
         "context_tokens": engine.max_model_length,
         "is_demonstration": engine.model_name == default_model.NAME,
         "max_image_bytes": engine.config.max_image_bytes,

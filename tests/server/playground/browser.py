@@ -257,9 +257,9 @@ class Page:
     async def type(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, ctrl: bool = False) -> None:
-        letter = {"text": key} if len(key) == 1 and not ctrl else {}
+    async def press(self, key: str, ctrl: bool = False, shift: bool = False) -> None:
+        letter = {"text": "\r" if key == "Enter" else key} if key == "Enter" or (len(key) == 1 and not ctrl) else {}
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "Delete": 46}
-        common = {"key": key, "modifiers": 2 if ctrl else 0, "windowsVirtualKeyCode": codes.get(key, ord(key[0]))}
+        common = {"key": key, "modifiers": 2 * ctrl + 8 * shift, "windowsVirtualKeyCode": codes.get(key, ord(key[0]))}
         await self.call("Input.dispatchKeyEvent", type="keyDown", **common, **letter)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **common)

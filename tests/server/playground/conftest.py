@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,12 @@ import pytest_asyncio
 
 from kestrel.server.config import ServerConfig
 from tests.server.conftest import RunningServer, runtime_config, start_server
-from tests.server.playground.browser import Connection, Page, find_browser, open_browser
+from tests.server.playground.browser import WAIT_S, Connection, Page, find_browser, open_browser
 
 KEY = "playground-test-key"
 MAX_BODY_BYTES = 150_000
-READY = "document.querySelector('#model-dot').dataset.status === 'ready' && document.querySelector('.sample')"
+IS_READY = "document.querySelector('#model-dot').dataset.status === 'ready'"
+HAS_SAMPLES = f"{IS_READY} && document.querySelector('.sample')"
 
 OpenPage = Callable[..., Awaitable[Page]]
 
@@ -41,6 +45,12 @@ async def tab(browser: Connection) -> Page:
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def open_page(tab: Page, locked_server: RunningServer) -> AsyncIterator[OpenPage]:
+    async with opening_pages(tab, locked_server, HAS_SAMPLES) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def opening_pages(tab: Page, server: RunningServer, is_there: str) -> AsyncIterator[OpenPage]:
     """Opens the playground. After the test the page must have kept to its server and logged nothing."""
 
     async def opened(
@@ -48,13 +58,13 @@ async def open_page(tab: Page, locked_server: RunningServer) -> AsyncIterator[Op
     ) -> Page:
         await tab.resize(width, height, touch)
         await tab.prefer(prefers_color_scheme=scheme)
-        await tab.open(f"{locked_server.url}/")
-        await tab.wait_for(READY)
+        await tab.open(f"{server.url}/")
+        await tab.wait_for(is_there)
         await enter_key(tab, key)
         return tab
 
     yield opened
-    outside = [url for url in tab.requested if not url.startswith((f"{locked_server.url}/", "blob:", "data:"))]
+    outside = [url for url in tab.requested if not url.startswith((f"{server.url}/", "blob:", "data:"))]
     logged = [entry for entry in tab.complaints if not _is_refusal(entry)]
     await tab.forget()
     assert (outside, logged) == ([], [])
@@ -97,3 +107,24 @@ async def finished(page: Page) -> None:
 
 SCREENSHOTS = Path("out/playground")
 """Ignored by git; look at them after a change."""
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+async def both_themes(page: Page, name: str) -> None:
+    """Nothing wider than the window, and a picture of each theme to look at."""
+    assert await page.evaluate(OVERFLOW) <= 0
+    for scheme in ("light", "dark"):
+        await page.prefer(prefers_color_scheme=scheme, prefers_reduced_motion="reduce")
+        await page.screenshot(SCREENSHOTS / f"{name}-{scheme}.png")
+
+
+async def banner(page: Page) -> str:
+    await page.wait_for("document.querySelector('.banner')")
+    return await page.text(".banner")
+
+
+async def soon(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not come to this"
+        await asyncio.sleep(0.01)

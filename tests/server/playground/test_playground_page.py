@@ -9,8 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,21 @@ from PIL import Image
 from kestrel.errors import RequestCancelled
 from kestrel.server.playground.routes import FOLDER
 from tests.server.conftest import RunningServer
-from tests.server.playground.browser import WAIT_S, Page
+from tests.server.playground.browser import Page
 from tests.server.playground.conftest import (
     KEY,
     MAX_BODY_BYTES,
-    SCREENSHOTS,
+    OVERFLOW,
     OpenPage,
+    banner,
+    both_themes,
     choose_sample,
     choose_skill,
     enter_key,
     fill,
     finished,
     run,
+    soon,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -42,7 +43,6 @@ TRANSFER = """(([data, name, type]) => {
   transfer.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], name, { type }));
   return transfer;
 })"""
-OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 def png(height: int, width: int, noisy: bool = False) -> bytes:
@@ -60,18 +60,6 @@ async def give(page: Page, event: str, data: bytes, name: str = "mine.png", kind
     if event == "paste":
         carrier = "new ClipboardEvent('paste', {bubbles: true, clipboardData: dataTransfer})"
     await page.evaluate(f"(dataTransfer => document.body.dispatchEvent({carrier}))({transfer})")
-
-
-async def soon(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not come to this"
-        await asyncio.sleep(0.01)
-
-
-async def banner(page: Page) -> str:
-    await page.wait_for("document.querySelector('.banner')")
-    return await page.text(".banner")
 
 
 @pytest.mark.parametrize("event", ["drop", "paste"])
@@ -258,14 +246,6 @@ async def test_words_with_quotes_survive_the_copied_code(open_page: OpenPage, tm
     values: dict[str, Any] = {}
     exec(assignment, {}, values)
     assert values["body"]["question"] == question
-
-
-async def both_themes(page: Page, name: str) -> None:
-    """Nothing wider than the window, and a picture of each theme to look at."""
-    assert await page.evaluate(OVERFLOW) <= 0
-    for scheme in ("light", "dark"):
-        await page.prefer(prefers_color_scheme=scheme, prefers_reduced_motion="reduce")
-        await page.screenshot(SCREENSHOTS / f"{name}-{scheme}.png")
 
 
 @pytest.mark.parametrize(

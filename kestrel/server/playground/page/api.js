@@ -12,6 +12,8 @@ const REMEDIES = {
   429: ["Too many requests at once", "Wait for the others to finish, then try again."],
   503: ["The server is busy or starting", "Try again in a moment."],
 };
+/** What a failure in the middle of a stream would have had for a status. */
+const STATUS_OF_TYPE = { invalid_request_error: 400, timeout_error: 408, overloaded_error: 503 };
 const FALLBACK = {
   client: ["The request was refused", "Change what the message names, then run it again."],
   server: ["The server failed", "Try again; its log has the details under the request id."],
@@ -46,7 +48,7 @@ export async function post(path, body, { key, signal, onEvent }) {
   const requestId = response.headers.get("x-request-id");
   let last = null;
   for await (const event of eventsOf(response.body)) {
-    if (event.error) throw described(500, event, requestId);
+    if (event.error) throw described(STATUS_OF_TYPE[event.error.type] ?? 500, event, requestId);
     onEvent(event);
     last = event;
   }

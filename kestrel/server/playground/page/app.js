@@ -21,12 +21,12 @@ import { Settings } from "./settings.js";
 import { callOf } from "./skills.js";
 import { setUpTheme } from "./theme.js";
 
-const MODEL_LIMITS_UNKNOWN = { max_body_bytes: 32 * 2 ** 20 };
+const NOTHING_KNOWN = { max_body_bytes: 32 * 2 ** 20 };
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 let picture = null;
-let facts = MODEL_LIMITS_UNKNOWN;
+let facts = NOTHING_KNOWN;
 let running = null;
 
 const overlay = new Overlay(byId("overlay"), { onHover: (id) => results.light(id) });
@@ -41,14 +41,16 @@ const history = new History({ onOpen: (entry) => reopen(entry) });
 // ---------------------------------------------------------------------- the form
 
 function form() {
-  const { skill, text, length, reasoning } = composer;
+  const { skill, text, length, reasoning, system } = composer;
   return {
     skill: skill.name,
     text,
     length,
     reasoning,
+    system,
     picture,
     model: facts.model,
+    defaults: facts.defaults,
     marks: skill.takesMarks ? marks.list : [],
     turns: conversation.turns,
     settings: settings.values,
@@ -65,8 +67,8 @@ let shownSkill = null;
 
 /** Another skill starts with an empty result; other changes keep what is shown. */
 function onSkillOrForm() {
-  if (shownSkill !== composer.skill) {
-    shownSkill = composer.skill;
+  if (shownSkill !== composer.skill.name) {
+    shownSkill = composer.skill.name;
     showIdle();
   }
   onFormChange();
@@ -82,6 +84,7 @@ function showIdle() {
   inspector.setResponse(null);
   marks.offer(Boolean(composer.skill.takesMarks && picture));
   byId("new-chat").hidden = !isChat || conversation.turns.length === 0;
+  conversation.isKept = isChat && facts.reads_pictures === false;
   conversation.show(isChat ? conversation.turns : []);
   byId("result").hidden = isChat;
 }
@@ -147,10 +150,18 @@ async function useSample(sample, source) {
 }
 
 function useFile(file) {
+  if (facts.reads_pictures === false) return showError(readsNoPictures());
   if (isBusy()) return;
   composer.suggest({});
   usePicture(file, file.name || "pasted.png");
 }
+
+const readsNoPictures = () =>
+  new CallError({
+    title: "This model reads no pictures",
+    message: `${facts.model} takes text alone.`,
+    remedy: "Write instead, or serve a model that reads them, such as moondream2.",
+  });
 
 /** The picture of a running call stays: what it finds is drawn there. */
 function isBusy() {
@@ -170,6 +181,7 @@ async function run() {
   const entry = { form: asked, call, outcome: emptyOutcome(), response: null, error: null, label: labelOf(asked) };
   running = new AbortController();
   composer.setRunning(true);
+  if (asked.skill === "chat") composer.setText("");
   inspector.setResponse(null);
   try {
     await perform(entry, { key: settings.key, signal: running.signal, onProgress: () => showProgress(entry) });
@@ -183,26 +195,31 @@ async function run() {
 }
 
 function showProgress({ form: asked, outcome, label }) {
-  if (asked.skill === "chat") conversation.showPending(asked.text, outcome.text ?? "");
+  if (asked.skill === "chat") conversation.showPending(asked.text, outcome);
   else results.show(outcome, { label, picture: asked.picture, isBusy: true });
 }
 
 function finish(entry) {
+  if (entry.form.skill === "chat") finishChat(entry);
   history.add(entry);
-  const { form: asked, outcome, error, wasStopped } = entry;
-  if (asked.skill === "chat") {
-    if (!error && !wasStopped) {
-      conversation.set([
-        ...asked.turns,
-        { role: "user", content: asked.text },
-        { role: "assistant", content: outcome.text },
-      ]);
-      entry.turns = conversation.turns;
-      composer.clearText();
-    } else conversation.show();
-  }
   showEntry(entry);
   if (results.shapes.length > 0) byId("stage").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
+}
+
+/** An answer that was stopped stays as far as it came. What was not answered can be sent again. */
+function finishChat(entry) {
+  const { form: asked, outcome, error, wasStopped } = entry;
+  if (error || (wasStopped && !outcome.text)) {
+    conversation.show();
+    if (composer.text === "") composer.setText(asked.text);
+    return;
+  }
+  const note = wasStopped ? "stopped" : outcome.finishReason === "length" ? "cut at the limit" : "";
+  const { isUnfolded } = conversation;
+  const answer = { role: "assistant", content: outcome.text, thoughts: outcome.reasoning?.text, isUnfolded };
+  answer.note = note || (outcome.text.trim() === "" ? "an empty answer" : "");
+  conversation.set([...asked.turns, { role: "user", content: asked.text }, answer]);
+  entry.turns = conversation.turns;
 }
 
 /** What a finished call looks like, now or when it is opened again. */
@@ -215,14 +232,13 @@ function showEntry(entry) {
     inspector.setResponse(error.body);
     if (!outcome.text && !outcome.points && !outcome.objects) return;
   } else inspector.setResponse(response);
-  if (asked.skill === "chat") {
-    byId("result").hidden = false;
-    byId("result-empty").hidden = true;
-  }
-  const shown = asked.skill === "chat" ? { ...outcome, text: null } : outcome;
-  results.show(shown, { label, picture: asked.picture, isBusy: false, seen, wasStopped });
+  const isChat = asked.skill === "chat";
+  const shown = isChat ? { ...outcome, text: null, reasoning: null } : outcome;
+  results.show(shown, { label, picture: asked.picture, isBusy: false, seen, wasStopped: wasStopped && !isChat });
   inspector.setCall(call, facts.needs_key || settings.key !== "");
-  if (asked.skill === "chat" && outcome.text) byId("live").textContent = `Answer: ${outcome.text}`;
+  if (!isChat) return;
+  byId("result").hidden = outcome.metrics === null;
+  if (outcome.text) byId("live").textContent = `${wasStopped ? "Stopped. " : ""}Answer: ${outcome.text}`;
 }
 
 function reopen(entry) {
@@ -231,7 +247,7 @@ function reopen(entry) {
   clearBanners();
   showPicture(asked.picture);
   composer.restore(asked.skill === "chat" ? { ...asked, text: "" } : asked);
-  shownSkill = composer.skill;
+  shownSkill = asked.skill;
   settings.values = asked.settings;
   conversation.set(entry.turns ?? asked.turns);
   marks.set(asked.marks);
@@ -248,7 +264,7 @@ function whatIsMissing(asked) {
       remedy: "Drop, paste or choose a picture, or take one of the samples.",
     });
   }
-  if (composer.skill.field && asked.text === "") {
+  if (composer.skill.field && asked.text.trim() === "") {
     byId("prompt").focus();
     return new CallError({
       title: "There is nothing to ask yet",
@@ -262,10 +278,24 @@ function whatIsMissing(asked) {
 // ---------------------------------------------------------------------- the start
 
 function onFacts(found) {
+  const readsPictures = found.reads_pictures ?? true; // unknown while it loads
+  const isFirst = facts === NOTHING_KNOWN;
   facts = found;
-  composer.setAvailable(found.unavailable, found.can_reason);
-  settings.showDefaults(found.defaults);
-  onFormChange();
+  composer.setAvailable(found, readsPictures);
+  settings.showDefaults(found.defaults, readsPictures);
+  byId("desk").classList.toggle("is-text", !readsPictures);
+  byId("picture-side").hidden = !readsPictures;
+  if (!readsPictures) {
+    byId("visit-side").prepend(byId("code-side"));
+    byId("reasoning").checked = true;
+  } else if (isFirst) showSamples(byId("samples"), useSample).catch(showError);
+  byId("desk").hidden = false;
+  onSkillOrForm();
+}
+
+function onNoFacts(error) {
+  byId("desk").hidden = false;
+  showError(error);
 }
 
 setUpTheme();
@@ -273,8 +303,9 @@ setUpIntake({ onFile: useFile, onError: showError });
 setUpKeyboard({
   onRun: run,
   onStop: stop,
-  onSkill: (name) => composer.choose(name),
+  onSkill: (index) => composer.offered[index] && composer.choose(composer.offered[index].name),
   onSettings: () => settings.open(),
+  sendsOnEnter: () => composer.skill.sendsOnEnter,
 });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -288,8 +319,7 @@ byId("new-chat").addEventListener("click", () => {
   onFormChange();
 });
 onSkillOrForm();
-showSamples(byId("samples"), useSample).catch(showError);
-connect(onFacts, showError);
+connect(onFacts, onNoFacts);
 
 function stop() {
   running?.abort();

@@ -16,15 +16,17 @@ export async function perform(entry, { key, signal, onProgress }) {
     key,
     signal,
     onEvent: (event) => {
-      entry.seen.firstMs ??= performance.now() - beganMs;
+      entry.seen.lastMs = performance.now() - beganMs;
+      entry.seen.firstMs ??= entry.seen.lastMs;
       events.push(event);
       take(entry.outcome, event);
       onProgress();
     },
   });
   entry.seen.totalMs = performance.now() - beganMs;
-  const isChat = form.skill === "chat";
-  if (form.streaming && !isChat && !answer.completed) throw cutOff(answer.request_id);
-  entry.response = isChat && events.length > 0 ? joinedChat(events) : answer;
+  const isDialect = Boolean(answer.choices);
+  const isWhole = isDialect ? entry.outcome.finishReason !== null : answer.completed;
+  if (form.streaming && !isWhole) throw cutOff(answer.request_id);
+  entry.response = isDialect && events.length > 0 ? joinedChat(events) : answer;
   entry.outcome = outcomeOf(entry.response);
 }

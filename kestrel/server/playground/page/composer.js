@@ -1,19 +1,19 @@
 /** The form: which skill, in what words, how long, thinking or not. It changes with the skill. */
 
 import { byId, choiceGroup } from "./dom.js";
-import { LENGTHS, SKILLS, skillNamed } from "./skills.js";
+import { RUN_KEYS } from "./keyboard.js";
+import { LENGTHS, SKILLS, skillsFor } from "./skills.js";
 
 export class Composer {
   constructor({ onChange }) {
     this.onChange = onChange;
-    this.skill = SKILLS[0];
+    this.offered = skillsFor(true);
+    this.skill = this.offered[0];
     this.length = "normal";
     this.typed = {}; // by field: point and detect share theirs
     this.suggestions = {}; // by skill: what stands there until something is typed
-    this.unavailable = {};
-    this.canReason = false;
     this.isRunning = false;
-    const skills = SKILLS.map(({ name, title }, index) => ({ name, title, "aria-keyshortcuts": `${index + 1}` }));
+    const skills = SKILLS.map(({ name, title }) => ({ name, title }));
     this.showSkill = choiceGroup(byId("skills"), skills, { className: "skill", onChoose: (name) => this.choose(name) });
     const lengths = LENGTHS.map((name) => ({ name, title: name[0].toUpperCase() + name.slice(1) }));
     this.showLength = choiceGroup(byId("lengths"), lengths, {
@@ -21,34 +21,49 @@ export class Composer {
       onChoose: (name) => this.setLength(name),
     });
     byId("prompt").addEventListener("input", () => this.onText());
+    byId("system").addEventListener("input", () => {
+      this.show();
+      this.onChange();
+    });
     byId("reasoning").addEventListener("change", () => this.onChange());
-    this.show();
+    this.setAvailable({ unavailable: {}, can_reason: false }, true);
   }
 
   get text() {
-    return this.skill.field ? this.shownText.trim() : "";
+    if (!this.skill.field) return "";
+    return this.skill.keepsBlanks ? this.shownText : this.shownText.trim();
   }
 
   get shownText() {
     return this.typed[this.skill.field] ?? this.suggestions[this.skill.name] ?? "";
   }
 
+  /** Whether to think first; null where that cannot be chosen. */
   get reasoning() {
-    return this.canReason && byId("reasoning").checked;
+    return this.skill.takesReasoning && this.canReason ? byId("reasoning").checked : null;
+  }
+
+  get system() {
+    return this.skill.takesSystem ? byId("system").value.trim() : "";
   }
 
   /** Takes over an earlier form. */
-  restore({ skill, text, length, reasoning }) {
-    this.skill = skillNamed(skill);
+  restore({ skill, text, length, reasoning, system }) {
+    this.skill = this.named(skill);
     if (this.skill.field) this.typed[this.skill.field] = text;
     this.length = length;
-    byId("reasoning").checked = reasoning;
+    if (reasoning !== null) byId("reasoning").checked = reasoning;
+    byId("system").value = system;
     this.show();
+  }
+
+  named(name) {
+    return this.offered.find((skill) => skill.name === name);
   }
 
   choose(name) {
     if (this.unavailable[name] || this.isRunning) return;
-    this.skill = skillNamed(name);
+    this.skill = this.named(name);
     this.show();
     this.onChange();
   }
@@ -59,8 +74,8 @@ export class Composer {
     this.show();
   }
 
-  clearText() {
-    this.typed[this.skill.field] = "";
+  setText(text) {
+    this.typed[this.skill.field] = text;
     this.show();
   }
 
@@ -70,14 +85,20 @@ export class Composer {
     this.onChange();
   }
 
-  /** Skills that cannot be used, each with the reason. */
-  setAvailable(unavailable, canReason) {
-    Object.assign(this, { unavailable, canReason });
+  /** Skills of this kind of model, and those of them that cannot be used, each with the reason. */
+  setAvailable({ unavailable, can_reason: canReason }, readsPictures) {
+    const offered = skillsFor(readsPictures);
+    Object.assign(this, { offered, unavailable, canReason });
     for (const button of byId("skills").children) {
       const reason = unavailable[button.dataset.name];
+      const place = offered.findIndex(({ name }) => name === button.dataset.name);
+      button.hidden = place < 0;
       button.disabled = reason !== undefined;
       button.title = reason ?? "";
+      button.setAttribute("aria-keyshortcuts", `${place + 1}`);
     }
+    byId("last-skill").textContent = offered.length;
+    this.skill = this.named(this.skill.name) ?? offered.find(({ name }) => !unavailable[name]) ?? offered[0];
     this.show();
   }
 
@@ -85,6 +106,7 @@ export class Composer {
     this.isRunning = isRunning;
     byId("stop").hidden = !isRunning;
     byId("run").hidden = isRunning;
+    byId("new-chat").disabled = isRunning;
   }
 
   onText() {
@@ -98,7 +120,9 @@ export class Composer {
     this.showLength(this.length);
     byId("skill-hint").textContent = skill.hint;
     byId("lengths").hidden = !skill.takesLength;
-    byId("reasoning-row").hidden = !(skill.takesReasoning && this.canReason);
+    byId("reasoning-row").hidden = this.reasoning === null;
+    byId("system-row").hidden = !skill.takesSystem;
+    byId("system-brief").textContent = this.system && `· ${this.system}`;
     const prompt = byId("prompt");
     prompt.hidden = skill.field === null;
     prompt.rows = skill.field === "object" ? 1 : 2;
@@ -106,5 +130,6 @@ export class Composer {
     prompt.placeholder = skill.placeholder;
     prompt.value = this.shownText;
     byId("run").firstChild.textContent = `${skill.action} `;
+    byId("run-keys").textContent = skill.sendsOnEnter ? "⏎" : RUN_KEYS;
   }
 }

@@ -32,7 +32,7 @@ export function choiceGroup(box, choices, { onChoose, className }) {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (step === undefined) return;
     event.preventDefault();
-    const open = buttons.filter((button) => !button.disabled);
+    const open = buttons.filter((button) => !button.disabled && !button.hidden);
     const next = open[(open.indexOf(document.activeElement) + step + open.length) % open.length];
     next.focus();
     onChoose(next.dataset.name);

@@ -1,12 +1,20 @@
 /** Keys that work anywhere on the page; single letters and digits do not while something is being typed. */
 
 import { byId } from "./dom.js";
-import { SKILLS } from "./skills.js";
 
 const IS_MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 
-export function setUpKeyboard({ onRun, onStop, onSkill, onSettings }) {
-  for (const id of ["run-keys", "foot-run-keys"]) byId(id).textContent = IS_MAC ? "⌘ ⏎" : "Ctrl ⏎";
+export const RUN_KEYS = IS_MAC ? "⌘ ⏎" : "Ctrl ⏎";
+
+/** `sendsOnEnter` says whether a plain Enter in the field for the prompt runs it; Shift and Enter begin a line. */
+export function setUpKeyboard({ onRun, onStop, onSkill, onSettings, sendsOnEnter }) {
+  byId("foot-run-keys").textContent = RUN_KEYS;
+  byId("prompt").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.isComposing || !sendsOnEnter()) return;
+    event.preventDefault();
+    onRun();
+  });
   document.addEventListener("keydown", (event) => {
     if (byId("settings").open) return;
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -19,8 +27,7 @@ export function setUpKeyboard({ onRun, onStop, onSkill, onSettings }) {
 }
 
 function plainKey(event, { onSkill, onSettings }) {
-  const skill = SKILLS[Number(event.key) - 1];
-  if (skill) onSkill(skill.name);
+  if (/^[1-9]$/.test(event.key)) onSkill(Number(event.key) - 1);
   else if (event.key === "s") onSettings();
   else if (event.key === "/") byId("prompt").focus();
   else return;

@@ -43,7 +43,9 @@ export function take(outcome, event) {
 
 function takeChat(outcome, event) {
   const [choice] = event.choices;
-  outcome.text = (outcome.text ?? "") + (choice?.delta?.content ?? "");
+  outcome.text = (outcome.text ?? "") + (choice?.delta?.content ?? choice?.text ?? "");
+  const thought = choice?.delta?.reasoning_content;
+  if (thought) outcome.reasoning = { text: (outcome.reasoning?.text ?? "") + thought, grounding: [] };
   outcome.finishReason = choice?.finish_reason ?? outcome.finishReason;
   if (event.usage) outcome.metrics = chatMetrics(event.usage);
   return outcome;
@@ -53,8 +55,10 @@ function takeChat(outcome, event) {
 export function outcomeOf(body) {
   const outcome = emptyOutcome();
   if (body.choices) {
-    outcome.text = body.choices[0].message.content;
-    outcome.finishReason = body.choices[0].finish_reason;
+    const { message, text, finish_reason: finishReason } = body.choices[0];
+    outcome.text = message?.content ?? text;
+    if (message?.reasoning_content) outcome.reasoning = { text: message.reasoning_content, grounding: [] };
+    outcome.finishReason = finishReason;
     outcome.metrics = chatMetrics(body.usage ?? {});
     return outcome;
   }
@@ -69,12 +73,13 @@ export function outcomeOf(body) {
   return outcome;
 }
 
-/** The whole answer that the events of a chat stream make together. */
+/** The whole answer that the events of a chat or completion make together. */
 export function joinedChat(events) {
-  const joined = { ...events[0], object: "chat.completion" };
-  const outcome = events.reduce(take, emptyOutcome());
-  const message = { role: "assistant", content: outcome.text };
-  joined.choices = [{ index: 0, message, finish_reason: outcome.finishReason }];
+  const isChat = events[0].object === "chat.completion.chunk";
+  const joined = { ...events[0], object: isChat ? "chat.completion" : events[0].object };
+  const { text, reasoning, finishReason } = events.reduce(take, emptyOutcome());
+  const message = { role: "assistant", content: text, ...(reasoning && { reasoning_content: reasoning.text }) };
+  joined.choices = [{ index: 0, ...(isChat ? { message } : { text }), finish_reason: finishReason }];
   joined.usage = events.findLast((event) => event.usage)?.usage ?? null;
   return joined;
 }

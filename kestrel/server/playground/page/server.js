@@ -30,13 +30,12 @@ function show(facts) {
   byId("model-badge").hidden = byId("demonstration-note").hidden = !facts.is_demonstration;
 }
 
-function unavailableOf({ skills, model }) {
+function unavailableOf({ skills, model, reads_pictures: readsPictures }) {
   if (!skills) return {};
+  const reasonOf = ({ name, path }) => {
+    if (name === "chat" && !readsPictures) return `${model} has no chat template; --chat-template FILE gives it one.`;
+    return name === "chat" ? `This server has no /${path}.` : `${model} does not know this skill.`;
+  };
   const missing = SKILLS.filter(({ name }) => !skills.includes(name));
-  return Object.fromEntries(
-    missing.map(({ name, path }) => [
-      name,
-      name === "chat" ? `This server has no /${path}.` : `${model} does not know this skill.`,
-    ]),
-  );
+  return Object.fromEntries(missing.map((skill) => [skill.name, reasonOf(skill)]));
 }

@@ -7,7 +7,7 @@ const KEY_STORED_AS = "kestrel-api-key";
 const FIELDS = {
   temperature: { title: "Temperature", min: 0, max: 2, step: 0.1, hint: "0 always takes the likeliest word" },
   top_p: { title: "Top p", min: 0, max: 1, step: 0.05, hint: "share of likely words to choose from" },
-  max_tokens: { title: "Max tokens", min: 1, step: 1, hint: "longest answer: query, caption, segment, chat" },
+  max_tokens: { title: "Max tokens", min: 1, step: 1, hint: "longest answer" },
   max_objects: { title: "Max objects", min: 1, step: 1, hint: "most points or boxes: point, detect" },
   seed: { title: "Seed", min: 0, step: 1, hint: "the same seed gives the same answer" },
 };
@@ -34,8 +34,9 @@ export class Settings {
     if (focused) byId(focused).focus();
   }
 
-  /** What the server takes when a field is left empty. */
-  showDefaults(defaults) {
+  /** What the server takes when a field is left empty. Models that read no pictures find no objects. */
+  showDefaults(defaults, readsPictures) {
+    inputOf("max_objects").parentElement.hidden = !readsPictures;
     for (const name of SETTINGS)
       inputOf(name).placeholder = defaults?.[name] === undefined ? "random" : `${defaults[name]}`;
   }

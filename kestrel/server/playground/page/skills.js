@@ -78,14 +78,40 @@ export const SKILLS = [
     hint: "Talk about the picture: earlier turns are remembered.",
     placeholder: "Say something about the picture",
     action: "Send",
-    takesReasoning: false,
+    sendsOnEnter: true,
     bound: "max_tokens",
     needsPicture: false,
+    forText: {
+      hint: "Talk with the model: earlier turns are remembered.",
+      placeholder: "Say something",
+      takesReasoning: true,
+      takesSystem: true,
+    },
+  },
+  {
+    name: "complete",
+    title: "Complete",
+    path: "v1/completions",
+    field: "prompt",
+    label: "Text to continue",
+    hint: "Continue a text as it is: no template is added.",
+    placeholder: "Once upon a time",
+    action: "Continue",
+    keepsBlanks: true,
+    bound: "max_tokens",
+    needsPicture: false,
+    forText: {},
   },
 ];
 
 export const LENGTHS = ["short", "normal", "long"];
 export const SETTINGS = ["temperature", "top_p", "max_tokens", "max_objects", "seed"];
+
+/** The skills that a model's page shows, as they are there: `forText` is what is different for a text model. */
+export const skillsFor = (readsPictures) =>
+  readsPictures
+    ? SKILLS.filter(({ name }) => name !== "complete")
+    : SKILLS.filter(({ forText }) => forText).map((skill) => ({ ...skill, ...skill.forText }));
 
 export const skillNamed = (name) => SKILLS.find((skill) => skill.name === name);
 
@@ -101,16 +127,16 @@ export function callOf(form) {
       .filter((name) => form.settings[name] !== undefined)
       .map((name) => [name, form.settings[name]]),
   );
-  const body = skill.name === "chat" ? chatBody(form, settings) : nativeBody(skill, form, settings);
+  const body = (BODIES[skill.name] ?? nativeBody)(form, settings, skill);
   return { skill: skill.name, path: skill.path, body, picture: form.picture };
 }
 
-function nativeBody(skill, form, settings) {
+function nativeBody(form, settings, skill) {
   const body = {};
   if (form.picture) body.image_url = PICTURE;
   if (skill.field) body[skill.field] = form.text;
   if (skill.takesLength) body.length = form.length;
-  if (skill.takesReasoning) body.reasoning = form.reasoning;
+  if (skill.takesReasoning) body.reasoning = form.reasoning ?? false;
   if (skill.takesMarks && form.marks.length > 0) body.spatial_refs = form.marks;
   if (Object.keys(settings).length > 0) body.settings = settings;
   if (form.streaming) body.stream = true;
@@ -120,7 +146,7 @@ function nativeBody(skill, form, settings) {
 /** The picture belongs to the first turn, so that every turn of the conversation shares it. */
 function chatBody(form, settings) {
   const turns = [...form.turns, { role: "user", content: form.text }];
-  const messages = turns.map((turn, index) => ({ role: turn.role, content: turn.content, index }));
+  const messages = turns.map(({ role, content }) => ({ role, content }));
   if (form.picture) {
     const parts = [
       { type: "image_url", image_url: { url: PICTURE } },
@@ -128,9 +154,21 @@ function chatBody(form, settings) {
     ];
     messages[0].content = parts;
   }
-  const body = { messages: messages.map(({ role, content }) => ({ role, content })), ...settings };
-  if (form.model) body.model = form.model;
-  if (form.streaming) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
+  if (form.system) messages.unshift({ role: "system", content: form.system });
+  const body = { messages, ...settings };
+  if (form.reasoning !== null) body.reasoning = form.reasoning;
+  return inDialect(body, form);
+}
+
+/** The route would take 16 tokens for a limit that is not given. */
+const completeBody = (form, settings) =>
+  inDialect({ prompt: form.text, max_tokens: form.defaults?.max_tokens, ...settings }, form);
+
+const BODIES = { chat: chatBody, complete: completeBody };
+
+function inDialect(body, { model, streaming }) {
+  if (model) body.model = model;
+  if (streaming) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
   return body;
 }
 

@@ -61,6 +61,7 @@ const RESULT_FIELDS = {
   detect: '["objects"]',
   segment: '["path"]',
   chat: '["choices"][0]["message"]["content"]',
+  complete: '["choices"][0]["text"]',
 };
 
 const plainLines = (address, options, skill) =>
@@ -71,7 +72,7 @@ const streamingLines = (address, options, skill) =>
     `with httpx.stream("POST", ${address}, ${options}) as response:`,
     "    response.raise_for_status()",
     "    for line in response.iter_lines():",
-    `        if line.startswith("data: ")${skill === "chat" ? ' and line != "data: [DONE]"' : ""}:`,
+    `        if line.startswith("data: ")${["chat", "complete"].includes(skill) ? ' and line != "data: [DONE]"' : ""}:`,
     "            print(json.loads(line[6:]))",
     "",
   ].join("\n");

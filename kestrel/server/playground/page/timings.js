@@ -17,11 +17,17 @@ function rowsOf(metrics, seen) {
     ["Queue", ms(metrics.queue_time_ms), "Waiting for its turn"],
     ["Prefill", ms(metrics.prefill_time_ms), "Reading the picture and the words"],
     ["First token", ms(metrics.ttft_ms ?? seen?.firstMs), "Until the first token, from the call"],
-    ["Speed", speed(metrics.tokens_per_s), "Tokens per second after the first"],
+    ["Speed", speed(metrics.tokens_per_s ?? seenSpeed(metrics, seen)), "Tokens per second after the first"],
     ["Cached", tokens, "Tokens of the input that were computed before"],
     ["Output", metrics.output_tokens === undefined ? null : `${metrics.output_tokens} tok`, "Tokens of the answer"],
     ["In all", ms(seen?.totalMs), "From this browser and back"],
   ].filter(([, value]) => value !== null);
+}
+
+/** Of streams that do not say it. In a short time pieces arrive together, which tells nothing. */
+function seenSpeed({ output_tokens: tokens }, seen) {
+  const tookMs = seen?.lastMs - seen?.firstMs;
+  return tookMs > 100 ? (1000 * (tokens - 1)) / tookMs : undefined;
 }
 
 /** An answer of one token has none. */
