@@ -147,6 +147,22 @@ def test_roles_and_kept_answers_go_through(client: httpx.Client) -> None:
     assert going_on["usage"]["prompt_tokens"] < opened["usage"]["prompt_tokens"]
 
 
+def test_the_ids_of_a_conversation_are_shown_without_an_answer(client: httpx.Client, texts: RunningServer) -> None:
+    tokenizer = Tokenizer.from_str(texts.engine.profile.tokenizer.to_json())  # pyright: ignore
+    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "He"}]}]
+    for messages, fields, end in (
+        (HELLO, {}, "<|im_start|>assistant\n"),
+        (HELLO, {"add_generation_prompt": False}, ""),
+        (begun, {"continue_final_message": True}, "<|im_start|>assistant\nHe"),
+        (HELLO, {"reasoning_effort": "none"}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        (HELLO, {"chat_template_kwargs": {"enable_thinking": False}}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ):
+        answer = client.post("/tokenize", json={"messages": messages, **fields}).json()
+        shown = tokenizer.decode(answer["tokens"], skip_special_tokens=False)
+        assert shown == f"<|im_start|>user\nHello<|im_end|>\n{end}"
+        assert answer["count"] == chat(client, messages, **fields)["usage"]["prompt_tokens"]
+
+
 def test_the_template_is_shown_to_those_who_ask(client: httpx.Client) -> None:
     assert client.get("/tokenizer_info").json()["chat_template"] == THINKING
 
