@@ -82,14 +82,37 @@ def test_a_text_model_answers_streamed_and_whole_alike(client: httpx.Client, tex
     assert chunks[-1].usage.total_tokens == whole["usage"]["total_tokens"]
 
 
-def test_the_turns_of_a_conversation_share_the_cache(client: httpx.Client) -> None:
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def ids_of(client: httpx.Client, messages: list[Any], **fields: Any) -> list[int]:
+    return client.post("/tokenize", json={"messages": messages, **fields}).json()["tokens"]
+
+
+def test_a_second_question_computes_only_its_own_words(client: httpx.Client) -> None:
+    system = {"role": "system", "content": "Speak of many things, as long as they are known to all. " * 2}
+    first, second = ([system, {"role": "user", "content": text}] for text in ("Which?", "Where?"))
+    assert cached(chat(client, first)) < 20
+    both = zip(ids_of(client, first), ids_of(client, second), strict=True)
+    num_shared = next(at for at, (one, other) in enumerate(both) if one != other)
+    assert num_shared > 110
+    assert cached(chat(client, second)) == num_shared
+
+
+def test_a_further_turn_computes_only_its_own_words(client: httpx.Client) -> None:
+    """Of an answer that was cut, the last token has not been read by the model yet."""
     turns = [{"role": "system", "content": "Speak of the turns of one long conversation."}, *HELLO]
-    first = chat(client, turns, ignore_eos=True, logit_bias={"65": 100})
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 40
-    answer = first["choices"][0]["message"]["content"]
-    second = chat(client, [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}])
-    usage = first["usage"]
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] + len(answer) - 4
+    for fields, num_unread in (
+        ({"response_format": {"type": "regex", "regex": "[ab]{9}"}}, 0),
+        ({"ignore_eos": True, "logit_bias": {"65": 100}}, 1),
+    ):
+        answer = chat(client, turns, **fields)
+        said = answer["choices"][0]["message"]["content"]
+        longer = [*turns, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+        known = answer["usage"]["prompt_tokens"] + len(said) - num_unread
+        assert cached(chat(client, longer)) == known
+        turns = longer
 
 
 def test_a_thought_stands_beside_the_answer(client: httpx.Client, texts: RunningServer) -> None:
