@@ -1,7 +1,8 @@
-"""A real small text model behind a real server: lm-eval, and what the turns of a chat share."""
+"""A real small text model behind a real server: lm-eval, many chats at once, and what they share."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -144,3 +145,50 @@ def test_a_further_turn_computes_only_its_own_words(url: str) -> None:
         second = client.post("/v1/chat/completions", json=body).json()
     known = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == known
+
+
+WHAT = (
+    "What is {}?", "Where do people use {}?", "Who made {} first?", "Name a word that rhymes with {}.",
+    "Is {} heavy?", "Write a title for a story about {}.", "How old can {} be?", "Translate {} into French.",
+    "What colour is {}?", "How does {} sound?", "Which animal likes {}?", "Why is {} useful?",
+    "What costs more than {}?", "How do I draw {}?", "What is the opposite of {}?", "Tell me a joke about {}.",
+)  # fmt: skip
+THINGS = (
+    "a bridge", "an apple", "a river", "music", "a violin", "the moon", "a clock", "bread", "a letter", "snow",
+    "a ladder", "the sea", "a mirror", "salt", "a train", "an umbrella",
+)  # fmt: skip
+QUESTIONS = [what.format(thing) for what in WHAT for thing in THINGS]
+"""The two likeliest tokens of their answers are nowhere closer than 8e-4, so that rounding cannot exchange them."""
+
+
+async def streamed(client: httpx.AsyncClient, question: str) -> tuple[str, str]:
+    """Id and text of an answer that came whole and in order."""
+    body = asking(question, max_tokens=8, stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert [choice["finish_reason"] is not None for choice in choices] == [False] * (len(choices) - 1) + [True]
+    (answer_id,) = {chunk["id"] for chunk in chunks}
+    return answer_id, "".join(choice["delta"]["content"] for choice in choices)
+
+
+async def test_many_chats_at_once_each_say_what_they_say_alone(url: str, smollm2: Path, tmp_path: Path) -> None:
+    """Alone: on a server that keeps no prefixes of others either. Every fourth of them is asked there."""
+    assert len(set(QUESTIONS)) == 256
+    everybody = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=everybody) as client:
+        together = await asyncio.gather(*(streamed(client, question) for question in QUESTIONS))
+    assert len({answer_id for answer_id, _ in together}) == len(QUESTIONS)
+    texts = [text for _, text in together]
+    assert len(set(texts)) > 200
+    flags = ("--no-enable-prefix-cache", "--max-seq-length", "1024")
+    lonely = Program(tmp_path / "log", "--model-path", str(smollm2), *flags)
+    try:
+        async with httpx.AsyncClient(base_url=lonely.url(), timeout=600) as client:
+            assert [(await streamed(client, question))[1] for question in QUESTIONS[::4]] == texts[::4]
+    finally:
+        lonely.kill()
