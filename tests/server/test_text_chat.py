@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from tests.llama.chat_shapes import OPEN_THOUGHT, THINKING
 from tests.llama.tiny_folders import write_folder
 from tests.server.conftest import SCENE_URL, RunningServer, runtime_config, start_server
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MARKED, UNMARKED = ("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")
 HELLO = [{"role": "user", "content": "Hello"}]
 SHORT = {"max_tokens": 12, "temperature": 0}
@@ -31,7 +35,7 @@ SHORT = {"max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_folder(tmp_path_factory.mktemp("text") / "tiny-llama", "llama")
+    folder = write_folder(tmp_path_factory.mktemp("text") / "tiny-llama", "llama", max_position_embeddings=1024)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in MARKED])
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in UNMARKED])
@@ -229,3 +233,33 @@ def test_a_format_holds_behind_a_thought_that_the_template_opened(folder: Path, 
             assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
             free = chat(client, max_tokens=5)["choices"][0]["message"]
             assert (free["content"], bool(free["reasoning_content"])) == ("", True)
+
+
+# ---------------------------------------------------------------------- examples
+
+
+def test_the_example_with_curl_shows_every_kind_of_completion(client: httpx.Client, texts: RunningServer) -> None:
+    told = subprocess.run(["bash", EXAMPLES / "completions.sh", texts.url], capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stderr) == (0, "")
+    choices, *streamed, tokens, continued, scored = (line for line in told.stdout.splitlines() if line)
+    assert [choice["index"] for choice in json.loads(choices)["choices"]] == [0, 1, 2, 3]
+    assert streamed[-1] == "data: [DONE]"
+    assert all(line.startswith("data: {") for line in streamed[:-1])
+    assert json.loads(tokens)["tokens"][1:] == texts.engine.profile.tokenizer.encode("The capital of France is")
+    assert json.loads(continued)["usage"]["prompt_tokens"] == 3
+    (choice,) = json.loads(scored)["choices"]
+    assert choice["text"] == "The capital of France is Paris"
+    assert len(choice["logprobs"]["token_logprobs"]) == 31
+
+
+def test_the_example_for_node_holds_a_conversation(texts: RunningServer, tmp_path: Path) -> None:
+    packages, node = EXAMPLES.parent / "out" / "clients" / "node" / "node_modules", shutil.which("node")
+    if node is None or not packages.is_dir():
+        pytest.skip("no openai package for Node; run scripts/install-clients where npm is")
+    shutil.copy(EXAMPLES / "chat.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(packages)
+    command, place = [node, "chat.mjs", "Hello", "Why?"], {**os.environ, "KESTREL_URL": texts.url}
+    told = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stderr) == (0, "")
+    (first, _), (second, cached) = re.findall(r"\((\d+) tokens of prompt, (\d+) of them cached\)", told.stdout)
+    assert int(first) <= int(cached) < int(second)
