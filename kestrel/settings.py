@@ -74,8 +74,10 @@ MAX_OBJECTS = 10_000
 MAX_LOGIT_BIAS = 300
 MAX_BIAS = 100.0
 MAX_STOP_TOKEN_IDS = 64
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
+MAX_STOPS_CHARACTERS = 4000
+"""Of all together: every token is searched for all of them."""
 MAX_TEMPERATURE = 2.0
 """What clients of the OpenAI API may send; above it a text is hardly more than chance."""
 MIN_REPETITION_PENALTY = 0.01
@@ -202,6 +204,8 @@ def _stop_texts(name: str, value: Any) -> tuple[str, ...]:
     for one in texts:
         if not 0 < len(any_text(name, one)) <= MAX_STOP_CHARACTERS:
             raise RequestError(name, f"must be texts of 1 to {MAX_STOP_CHARACTERS} characters (got {shown(one)})")
+    if (num_characters := sum(map(len, texts))) > MAX_STOPS_CHARACTERS:
+        raise RequestError(name, f"has {num_characters} characters in all; give at most {MAX_STOPS_CHARACTERS}")
     return tuple(texts)
 
 

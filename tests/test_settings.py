@@ -35,7 +35,7 @@ OTHER_EDGES: dict[str, tuple[list[Any], list[Any]]] = {
         [{"00000000005": 1}, {"5": 100.01}, {"-5": 1}, dict.fromkeys(IDS, 1)],
     ),
     "ignore_eos": ([True, False], [1, "true"]),
-    "stop": (["x" * 1000, ["a", "b", "c", "d"], []], ["", "x" * 1001, ["a", "b", "c", "d", "e"], [""]]),
+    "stop": ([["x" * 1000] * 4, [*"abcdefghijklmnop"], []], ["", "x" * 1001, [*"abcdefghijklmnopq"], [""]]),
     "request_id": (["r" * 256], ["", "r" * 257]),
 }
 

@@ -57,11 +57,13 @@ class LlamaFamily(ModelFamily):
                 f"{located.tokenizer} has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}; "
                 "pass the model's own tokenizer.json as tokenizer_path"
             )
+        files = _chat_files(located)
+        config = replace(config, stop_ids=_stop_ids(config, files, tokenizer))
         if not config.stop_ids:
             raise CheckpointError("config.json: eos_token_id is missing; name the ids that end a text")
         with open_checkpoint(located.weights) as checkpoint:
             model = load_llama(checkpoint, config, device, dtype, progress)
-        return LoadedLlama(located.name, model, config, tokenizer, chat_files=_chat_files(located))
+        return LoadedLlama(located.name, model, config, tokenizer, chat_files=files)
 
     def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
         config = loaded.config
@@ -109,3 +111,10 @@ def _chat_files(located: LocatedModel) -> ChatFiles:
     if is_gguf(located.weights):
         return ChatFiles(read_chat_template(located.weights), str(located.weights))
     return read_chat_files((located.weights.parent, located.tokenizer.parent))
+
+
+def _stop_ids(config: LlamaConfig, files: ChatFiles, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """Those of the configs, and the tokenizer's own: only there do some chat models name the end of a turn."""
+    name = files.special_tokens.get("eos_token")
+    named = [token_id for token_id, token in tokenizer.added_tokens.items() if token.content == name]
+    return tuple(dict.fromkeys((*config.stop_ids, *named)))

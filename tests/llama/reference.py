@@ -1,4 +1,4 @@
-"""What `transformers` makes of the tiny folders."""
+"""What `transformers` makes of the tiny folders, and of a .gguf file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ import transformers
 from torch import Tensor
 
 from kestrel.adapters import Adapter
+from kestrel.models.checkpoint_files import open_checkpoint
+from kestrel.models.gguf.config import read_hub_config
 from tests.llama.tiny_folders import END_OF_TURN, MODULES, STOP
 
 
 def reference(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def of_gguf(path: Path) -> Any:
+    """A Llama with the tensors of the file."""
+    settings: Any = read_hub_config(path) | {"attn_implementation": "eager"}
+    with open_checkpoint(path) as checkpoint:
+        tensors = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
+    config = transformers.LlamaConfig(**settings)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     return model.eval()
 
 

@@ -207,6 +207,17 @@ def test_one_end_id_or_several_go_before_those_of_the_config() -> None:
     assert read("llama", {"eos_token_id": None}).stop_ids == (STOP, END_OF_TURN)
 
 
+@pytest.mark.parametrize("given", [STOP, None])
+def test_the_end_that_the_tokenizer_names_is_one_more(given: int | None, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "llama", eos_token_id=given)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))
+    assert profile_of(folder).stop_ids == ((END_OF_TURN,) if given is None else (STOP, END_OF_TURN))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_OF_TURN}))
+    assert profile_of(folder).stop_ids == (END_OF_TURN,)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "no such token"}))
+    assert profile_of(folder).stop_ids == (END_OF_TURN,)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -94,6 +94,15 @@ def test_tokens_are_those_of_completions(client: httpx.Client, server: RunningSe
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
 
 
+def test_tokens_of_messages_are_those_of_a_chat(client: httpx.Client) -> None:
+    asked = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]}
+    ids = client.post("/tokenize", json=asked).json()["tokens"]
+    chat, raw = ("/v1/chat/completions", asked), ("/v1/completions", {"prompt": ids})
+    answers = [client.post(path, json={**body, "max_tokens": 5, "temperature": 0}).json() for path, body in (chat, raw)]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"] == len(ids)
+    assert answers[0]["choices"][0]["message"]["content"] == answers[1]["choices"][0]["text"]
+
+
 def test_special_ids_can_be_found_by_their_names(client: httpx.Client, server: RunningServer) -> None:
     """The way lm-eval's remote tokenizer does it."""
     info = client.get("/tokenizer_info").json()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from tests.llama.chat_shapes import OPEN_THOUGHT, THINKING
 from tests.llama.tiny_folders import write_folder
 from tests.server.conftest import SCENE_URL, RunningServer, runtime_config, start_server
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MARKED, UNMARKED = ("<|im_start|>", "<|im_end|>"), ("<think>", "</think>")
 HELLO = [{"role": "user", "content": "Hello"}]
 SHORT = {"max_tokens": 12, "temperature": 0}
@@ -31,7 +35,7 @@ SHORT = {"max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_folder(tmp_path_factory.mktemp("text") / "tiny-llama", "llama")
+    folder = write_folder(tmp_path_factory.mktemp("text") / "tiny-llama", "llama", max_position_embeddings=1024)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in MARKED])
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in UNMARKED])
@@ -82,14 +86,37 @@ def test_a_text_model_answers_streamed_and_whole_alike(client: httpx.Client, tex
     assert chunks[-1].usage.total_tokens == whole["usage"]["total_tokens"]
 
 
-def test_the_turns_of_a_conversation_share_the_cache(client: httpx.Client) -> None:
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def ids_of(client: httpx.Client, messages: list[Any], **fields: Any) -> list[int]:
+    return client.post("/tokenize", json={"messages": messages, **fields}).json()["tokens"]
+
+
+def test_a_second_question_computes_only_its_own_words(client: httpx.Client) -> None:
+    system = {"role": "system", "content": "Speak of many things, as long as they are known to all. " * 2}
+    first, second = ([system, {"role": "user", "content": text}] for text in ("Which?", "Where?"))
+    assert cached(chat(client, first)) < 20
+    both = zip(ids_of(client, first), ids_of(client, second), strict=True)
+    num_shared = next(at for at, (one, other) in enumerate(both) if one != other)
+    assert num_shared > 110
+    assert cached(chat(client, second)) == num_shared
+
+
+def test_a_further_turn_computes_only_its_own_words(client: httpx.Client) -> None:
+    """Of an answer that was cut, the last token has not been read by the model yet."""
     turns = [{"role": "system", "content": "Speak of the turns of one long conversation."}, *HELLO]
-    first = chat(client, turns, ignore_eos=True, logit_bias={"65": 100})
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 40
-    answer = first["choices"][0]["message"]["content"]
-    second = chat(client, [*turns, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}])
-    usage = first["usage"]
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] + len(answer) - 4
+    for fields, num_unread in (
+        ({"response_format": {"type": "regex", "regex": "[ab]{9}"}}, 0),
+        ({"ignore_eos": True, "logit_bias": {"65": 100}}, 1),
+    ):
+        answer = chat(client, turns, **fields)
+        said = answer["choices"][0]["message"]["content"]
+        longer = [*turns, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+        known = answer["usage"]["prompt_tokens"] + len(said) - num_unread
+        assert cached(chat(client, longer)) == known
+        turns = longer
 
 
 def test_a_thought_stands_beside_the_answer(client: httpx.Client, texts: RunningServer) -> None:
@@ -147,6 +174,22 @@ def test_roles_and_kept_answers_go_through(client: httpx.Client) -> None:
     assert going_on["usage"]["prompt_tokens"] < opened["usage"]["prompt_tokens"]
 
 
+def test_the_ids_of_a_conversation_are_shown_without_an_answer(client: httpx.Client, texts: RunningServer) -> None:
+    tokenizer = Tokenizer.from_str(texts.engine.profile.tokenizer.to_json())  # pyright: ignore
+    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "He"}]}]
+    for messages, fields, end in (
+        (HELLO, {}, "<|im_start|>assistant\n"),
+        (HELLO, {"add_generation_prompt": False}, ""),
+        (begun, {"continue_final_message": True}, "<|im_start|>assistant\nHe"),
+        (HELLO, {"reasoning_effort": "none"}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        (HELLO, {"chat_template_kwargs": {"enable_thinking": False}}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ):
+        answer = client.post("/tokenize", json={"messages": messages, **fields}).json()
+        shown = tokenizer.decode(answer["tokens"], skip_special_tokens=False)
+        assert shown == f"<|im_start|>user\nHello<|im_end|>\n{end}"
+        assert answer["count"] == chat(client, messages, **fields)["usage"]["prompt_tokens"]
+
+
 def test_the_template_is_shown_to_those_who_ask(client: httpx.Client) -> None:
     assert client.get("/tokenizer_info").json()["chat_template"] == THINKING
 
@@ -190,3 +233,33 @@ def test_a_format_holds_behind_a_thought_that_the_template_opened(folder: Path, 
             assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6
             free = chat(client, max_tokens=5)["choices"][0]["message"]
             assert (free["content"], bool(free["reasoning_content"])) == ("", True)
+
+
+# ---------------------------------------------------------------------- examples
+
+
+def test_the_example_with_curl_shows_every_kind_of_completion(client: httpx.Client, texts: RunningServer) -> None:
+    told = subprocess.run(["bash", EXAMPLES / "completions.sh", texts.url], capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stderr) == (0, "")
+    choices, *streamed, tokens, continued, scored = (line for line in told.stdout.splitlines() if line)
+    assert [choice["index"] for choice in json.loads(choices)["choices"]] == [0, 1, 2, 3]
+    assert streamed[-1] == "data: [DONE]"
+    assert all(line.startswith("data: {") for line in streamed[:-1])
+    assert json.loads(tokens)["tokens"][1:] == texts.engine.profile.tokenizer.encode("The capital of France is")
+    assert json.loads(continued)["usage"]["prompt_tokens"] == 3
+    (choice,) = json.loads(scored)["choices"]
+    assert choice["text"] == "The capital of France is Paris"
+    assert len(choice["logprobs"]["token_logprobs"]) == 31
+
+
+def test_the_example_for_node_holds_a_conversation(texts: RunningServer, tmp_path: Path) -> None:
+    packages, node = EXAMPLES.parent / "out" / "clients" / "node" / "node_modules", shutil.which("node")
+    if node is None or not packages.is_dir():
+        pytest.skip("no openai package for Node; run scripts/install-clients where npm is")
+    shutil.copy(EXAMPLES / "chat.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(packages)
+    command, place = [node, "chat.mjs", "Hello", "Why?"], {**os.environ, "KESTREL_URL": texts.url}
+    told = subprocess.run(command, cwd=tmp_path, env=place, capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stderr) == (0, "")
+    (first, _), (second, cached) = re.findall(r"\((\d+) tokens of prompt, (\d+) of them cached\)", told.stdout)
+    assert int(first) <= int(cached) < int(second)

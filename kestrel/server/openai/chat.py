@@ -66,13 +66,8 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
     num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
-    chat = engine.profile.chat
-    shows_thinking = _take_reasoning(body, fields, by_default=None if chat is not None and chat.template else False)
-    for name in TEMPLATE_FIELDS:
-        if name in body:
-            fields.add(name, name, body[name])
     parts = PartReader(accepted)
-    fields.values["messages"] = await _skill_messages(body.get("messages"), parts, chat)
+    shows_thinking = await add_conversation(body, fields, parts, engine.profile.chat)
     places = parts.image_places
     names = {**fields.names, "prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}
     return Generation(
@@ -82,6 +77,16 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
         PromptShare(num_choices, len(places) * engine.num_image_positions),
         num_logprobs > LARGE_LOGPROBS,
     )
+
+
+async def add_conversation(body: Body, fields: EngineFields, parts: PartReader, chat: ChatFormat | None) -> bool:
+    """Adds everything that the prompt is made of; whether thinking is shown."""
+    shows_thinking = _take_reasoning(body, fields, by_default=None if chat is not None and chat.template else False)
+    for name in TEMPLATE_FIELDS:
+        if name in body:
+            fields.add(name, name, body[name])
+    fields.values["messages"] = await _skill_messages(body.get("messages"), parts, chat)
+    return shows_thinking
 
 
 def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
@@ -197,8 +202,9 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
 class PartReader:
     """Reads the parts of one request, and counts them and its pictures."""
 
-    def __init__(self, accepted: AcceptedRequest) -> None:
+    def __init__(self, accepted: AcceptedRequest, *, takes_images: bool = True) -> None:
         self._profile = accepted.engine.profile
+        self._takes_images = takes_images
         self._fetch = accepted.fetch
         self._threads = accepted.state.body_threads
         self._max_bytes = accepted.engine.config.max_image_bytes
@@ -225,6 +231,8 @@ class PartReader:
         """`value` is a URL or an object with one; its `detail` means nothing here."""
         if not self._profile.has_vision:
             raise reads_no_pictures(name, self._profile)
+        if not self._takes_images:
+            raise RequestError(name, "is a picture, which has no token ids; leave it out")
         if len(self.image_places) >= MAX_IMAGES:
             raise RequestError(name, f"is one picture too many; send at most {MAX_IMAGES} in a request")
         self.image_places.append(name)

@@ -23,6 +23,7 @@ from kestrel.server.openai.generation import (
 )
 from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, add_prompt, require_few_logprobs
 from kestrel.server.openai.parameters import (
+    CHOICES,
     REFUSED_IN_COMPLETIONS,
     Body,
     EngineFields,
@@ -55,7 +56,7 @@ async def completion(request: Request) -> Response:
 def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
     options, num_choices, echoes = take_stream(body), take_choices(body), boolean("echo", body.get("echo", False))
-    if body.get("best_of", num_choices) != num_choices:
+    if CHOICES("best_of", body.get("best_of", num_choices)) != num_choices:
         raise RequestError(
             "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
         )

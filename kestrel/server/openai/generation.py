@@ -166,7 +166,7 @@ async def all_results(
                 result = await stream.result()
                 return result, make(index, result)
 
-    with _counted(request, work), _client_names(work.names):
+    with _counted(request, work), client_names(work.names):
         tasks = [asyncio.ensure_future(one(index, fields)) for index, fields in enumerate(work.fields)]
         try:
             return list(await asyncio.gather(*tasks))
@@ -180,7 +180,7 @@ async def all_results(
 async def _open_streams(request: Request, work: EngineWork) -> AsyncIterator[list[EngineStream]]:
     """All of them running at the same time, until the block is left."""
     info = _info(request, work, stream=True)
-    with _counted(request, work), _client_names(work.names):
+    with _counted(request, work), client_names(work.names):
         async with AsyncExitStack() as stack:
             streams: list[EngineStream] = []
             for fields in work.fields:
@@ -195,7 +195,7 @@ def _counted(request: Request, work: EngineWork) -> AbstractContextManager[None]
 
 
 @contextmanager
-def _client_names(names: Mapping[str, str]) -> Iterator[None]:
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals of the engine in the words of this dialect: the client's names of fields, adapters as models."""
     try:
         yield

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel.engine import InferenceEngine
-from kestrel.engine.intake import MAX_CHARACTERS_PER_POSITION, require_readable
+from kestrel.engine.intake import MAX_CHARACTERS_PER_POSITION, require_readable, size_of
 from kestrel.errors import RequestError, shown
+from kestrel.server.calls import accept
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
 from kestrel.server.native import adapter_in, take_model
-from kestrel.server.openai.parameters import Refusal, given, refuse
+from kestrel.server.openai.chat import TEMPLATE_FIELDS, PartReader, add_conversation
+from kestrel.server.openai.generation import client_names
+from kestrel.server.openai.parameters import REFUSED_IN_CHAT, Body, EngineFields, given, refuse
 from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
 from kestrel.settings import any_text, boolean, token_ids
 from kestrel.skills.base import ModelProfile
+from kestrel.tokens import TextToken
 
 OWNER = "kestrel"
-REFUSED = {"messages": Refusal("conversations are laid out with pictures in them; give prompt")}
 
 
 async def list_models(request: Request) -> Response:
@@ -68,23 +72,55 @@ def _model_card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 async def tokenize(request: Request) -> Response:
-    """The ids of a prompt, as `/v1/completions` would use it."""
+    """The ids of a prompt as `/v1/completions` would use it, or of messages as `/v1/chat/completions` would."""
     engine = state_of(request).require_serving()
     body = given(await read_object(request))
     take_model(state_of(request), body)
-    refuse(body, REFUSED)
+    return await (_chat_tokens(request, body) if "messages" in body else _text_tokens(engine, body))
+
+
+async def _text_tokens(engine: InferenceEngine, body: Body) -> Response:
     if "prompt" not in body:
-        raise RequestError("prompt", "is required: give some text")
+        raise RequestError("prompt", "is required: give some text, or messages in its place")
+    for name in TEMPLATE_FIELDS:
+        if name in body:
+            raise RequestError(name, "goes with messages only; leave it out")
     text = any_text("prompt", body["prompt"])
     require_readable(len(text), engine.max_model_length)
     bos = engine.profile.bos if boolean("add_special_tokens", body.get("add_special_tokens", True)) else None
     opening = [] if bos is None else [bos]
+    return await _tokens(engine, lambda: [*opening, *_prompt_ids(engine.profile, text)])
+
+
+async def _chat_tokens(request: Request, body: Body) -> Response:
+    if "prompt" in body:
+        raise RequestError("prompt", "does not go with messages; give one of them")
+    if boolean("add_special_tokens", body.get("add_special_tokens", False)):
+        raise RequestError("add_special_tokens", "does not go with messages, which have their own; leave it out")
+    refuse(body, REFUSED_IN_CHAT)
+    accepted, fields = accept(request), EngineFields()
+    engine, profile = accepted.engine, accepted.engine.profile
+    await add_conversation(body, fields, PartReader(accepted, takes_images=False), profile.chat)
+    with client_names({**fields.names, "prompt": "messages"}):
+        size = size_of(fields.values, engine.vocab_size, engine.max_model_length)
+        require_readable(size.num_characters, engine.max_model_length)
+        return await _tokens(engine, lambda: _written_ids(engine, fields.values))
+
+
+async def _tokens(engine: InferenceEngine, make_ids: Callable[[], list[int]]) -> Response:
+    """Of long texts there are many: they are made and written off the event loop."""
 
     def answer() -> Response:
-        ids = [*opening, *_prompt_ids(engine.profile, text)]
+        ids = make_ids()
         return json_response({"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids})
 
     return await engine.text_threads.run(answer)
+
+
+def _written_ids(engine: InferenceEngine, fields: Mapping[str, Any]) -> list[int]:
+    skill, profile = engine.skills.get("chat"), engine.profile
+    request = skill.parse({name: value for name, value in fields.items() if value is not None}, profile)
+    return [item.id for item in skill.prompt(request, (), profile).items if isinstance(item, TextToken)]
 
 
 def _prompt_ids(profile: ModelProfile, text: str) -> list[int]:

@@ -67,8 +67,14 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "user": {"description": "Taken and not used."},
 }
+_MESSAGES = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_TEMPLATE_FIELDS: Mapping[str, Schema] = {
+    "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
+    "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
+    "continue_final_message": described("Go on with the last message instead of opening an answer.", BOOLEAN),
+}
 CHAT_REQUEST = body(
-    {"messages": list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)},
+    {"messages": _MESSAGES},
     {
         **_COMMON,
         **parameter_schemas(),
@@ -77,9 +83,7 @@ CHAT_REQUEST = body(
         "reasoning": {"anyOf": [BOOLEAN, body({}, {"effort": {"enum": list(chat.EFFORTS)}, "enabled": BOOLEAN})]},
         "reasoning_effort": {"enum": list(chat.EFFORTS)},
         "include_reasoning": BOOLEAN,
-        "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
-        "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
-        "continue_final_message": described("Go on with the last message instead of opening an answer.", BOOLEAN),
+        **_TEMPLATE_FIELDS,
     },
 )
 _IDS = list_of(TOKEN_ID, minItems=1)
@@ -121,7 +125,16 @@ EMBEDDING_REQUEST = body(
         "user": _COMMON["user"],
     },
 )
-TOKENIZE_REQUEST = body({"prompt": TEXT}, {"model": _COMMON["model"], "add_special_tokens": BOOLEAN})
+TOKENIZE_REQUEST = body(
+    {},
+    {
+        "prompt": TEXT,
+        "messages": described("In place of a prompt.", _MESSAGES),
+        "model": _COMMON["model"],
+        "add_special_tokens": described("Of a prompt: whether the beginning of text is there. Default: true.", BOOLEAN),
+        **_TEMPLATE_FIELDS,
+    },
+) | {"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
 DETOKENIZE_REQUEST = body({"tokens": list_of(TOKEN_ID)}, {"model": _COMMON["model"]})
 
 # ---------------------------------------------------------------------- answers

@@ -13,7 +13,6 @@ import torch
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.models.gguf.config import read_chat_template, read_hub_config
 from kestrel.models.gguf.header import GgufHeader
 from kestrel.models.tokenizer import TextTokenizer
@@ -103,15 +102,9 @@ def test_ids_are_what_the_metadata_defines(smollm2: Path) -> None:
 @pytest.fixture(scope="module")
 def published(smollm2: Path) -> Any:
     """`transformers` with the same tensors."""
-    import transformers  # noqa: PLC0415
+    from tests.llama.reference import of_gguf  # noqa: PLC0415 - imports transformers
 
-    settings: Any = read_hub_config(smollm2) | {"attn_implementation": "eager"}
-    config = transformers.LlamaConfig(**settings)
-    with open_checkpoint(smollm2) as checkpoint:
-        tensors = {name: checkpoint.read(name).float() for name in checkpoint.tensors}
-    model: Any = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    return model.eval()
+    return of_gguf(smollm2)
 
 
 @torch.inference_mode()
