@@ -78,7 +78,8 @@ def without_control_names(tokenizer_json: str) -> str:
     """The same tokenizer with control tokens that no text can spell.
 
     Text that a format demands is tokenised by the compiler. Under its own name an end-of-text token would be taken for
-    the text of that name, and a schema could end an answer early or bring other control ids into it.
+    the text of that name, and a schema could end an answer early or bring other control ids into it. Names like markup
+    count, marked as special or not: published files do not mark `<think>`, which the compiler takes for special.
     """
     tokenizer: dict[str, Any] = json.loads(tokenizer_json)
     vocabulary = tokenizer["model"].get("vocab")
@@ -86,8 +87,10 @@ def without_control_names(tokenizer_json: str) -> str:
         raise RequestError(FIELD, "needs a model with a byte-level BPE tokenizer; leave it out")
     names: dict[str, str] = {}
     for token in tokenizer["added_tokens"]:
-        if token["special"]:
-            names[token["content"]] = token["content"] = f"<|{secrets.token_hex(16)}|>"
+        name = token["content"]
+        if token["special"] or name[:1] + name[-1:] in ("<>", "[]"):
+            names[name] = token["content"] = f"<|{secrets.token_hex(16)}|>"
+            token["special"] = True
     tokenizer["model"]["vocab"] = {names.get(name, name): token_id for name, token_id in vocabulary.items()}
     return json.dumps(tokenizer)
 
