@@ -110,6 +110,29 @@ def test_calls_are_found_however_the_answer_is_cut(
         assert [call.id for call in found] == [call["id"] for call in heard.calls]
 
 
+SCRAPS = (
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", '{"name": "find", ',
+    '"arguments": ', '"parameters": ', '{"a": 1}', "{}", "{", "}", "[", "]", ", ", ";", "find", "\n", " ", "mat", '"',
+)  # fmt: skip
+
+
+@given_examples(100, 5000, st.sampled_from(list(TOOL_PARSERS)), st.lists(st.sampled_from(SCRAPS), max_size=14))
+def test_no_scraps_of_calls_are_lost_and_no_cut_changes_what_is_found(form: str, scraps: list[str]) -> None:
+    answer = "".join(scraps)
+    found = []
+    for pieces in ([answer], list(answer), scraps):
+        heard = Heard(TOOL_PARSERS[form](NAMES))
+        for piece in pieces:
+            heard.say(piece)
+        heard.say("", is_end=True)
+        text, calls = heard.parser.result(keeps_unfinished=False)
+        found.append((text, [(call.name, call.arguments) for call in calls], heard.text, heard.functions()))
+        assert all(json.loads(call.arguments) is not None for call in calls)
+    assert found[0] == found[1] == found[2]
+    if not found[0][1]:
+        assert found[0][0].split() == answer.split()
+
+
 def test_arguments_come_as_they_are_written() -> None:
     for form, answer in (
         ("hermes", hermes(*FIND)),

@@ -121,6 +121,7 @@ async def tokenizer_info(request: Request) -> Response:
     """Names and numbers of the tokenizer."""
     engine = state_of(request).require_serving()
     bos, end_id, name = engine.profile.bos, engine.profile.end_id, engine.profile.tokenizer.token_name
+    chat = engine.profile.chat
     return json_response(
         {
             "tokenizer_class": "tokenizer.json",
@@ -131,6 +132,7 @@ async def tokenizer_info(request: Request) -> Response:
             "add_bos_token": bos is not None,
             "vocab_size": engine.vocab_size,
             "model_max_length": engine.max_model_length,
-            "chat_template": None if engine.profile.chat is None else engine.profile.chat.template,
+            "chat_template": None if chat is None else chat.template,
+            "tool_parser": None if chat is None or chat.tools is None else chat.tools.name,
         }
     )
