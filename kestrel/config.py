@@ -17,6 +17,7 @@ DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp1
 QUANTIZATIONS = ("none", "fp8", "fp8-experts")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa", "flashinfer")
+TOOL_PARSERS = ("hermes", "llama3", "mistral")
 
 
 def setting(default: Any, text: str, *, is_shown: bool = True, **extra: Any) -> Any:
@@ -50,6 +51,11 @@ class RuntimeConfig:
     tokenizer_path: str | os.PathLike[str] | None = setting(None, "tokenizer.json to use with a single weights file.")
     chat_template: str | os.PathLike[str] | None = setting(
         None, "A jinja file that writes conversations, for a text model. Default: the model's own template."
+    )
+    tool_parser: str | None = setting(
+        None,
+        "How a text model calls tools: hermes, llama3 or mistral. Default: as its chat template writes calls; without "
+        "any, tools are refused.",
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
     dtype: Any = setting("auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
@@ -218,6 +224,9 @@ def _check_choices(config: RuntimeConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, str) or value not in known:
             raise ConfigError(name, f"{shown(value)} is not supported; use one of: {', '.join(known)}")
+    if config.tool_parser is not None and config.tool_parser not in TOOL_PARSERS:
+        problem = f"{shown(config.tool_parser)} is not known; use one of: {', '.join(TOOL_PARSERS)}"
+        raise ConfigError("tool_parser", problem)
     if config.attention_backend == "flashinfer":
         raise ConfigError("attention_backend", "flashinfer is not available in this version; use auto")
 

@@ -84,10 +84,12 @@ class ModelFamily(ABC):
     def profile(self, loaded: LoadedModel[Any, Any]) -> ModelProfile:
         """What it is and can do, without constraints."""
 
-    def chat(self, loaded: LoadedModel[Any, Any], template: Path | None) -> ChatFormat | None:
-        """How its conversations are written; None: as the profile says. `template`: a file to take for it."""
-        if template is not None:
-            raise ConfigError("chat_template", f"{loaded.name} has a chat format of its own; leave it out")
+    def chat(self, loaded: LoadedModel[Any, Any], template: Path | None, tool_parser: str | None) -> ChatFormat | None:
+        """How its conversations are written; None: as the profile says. `template`: a file to take for it;
+        `tool_parser`: the form in which it calls tools."""
+        for name, value in (("chat_template", template), ("tool_parser", tool_parser)):
+            if value is not None:
+                raise ConfigError(name, f"{loaded.name} has a chat format of its own; leave it out")
         return None
 
     def recognise(self, checkpoint: Checkpoint) -> str | None:
@@ -108,7 +110,7 @@ class ModelFamily(ABC):
         profile = self.profile(loaded)
         profile = replace(
             profile,
-            chat=self.chat(loaded, config.chat_template_file) or profile.chat,
+            chat=self.chat(loaded, config.chat_template_file, config.tool_parser) or profile.chat,
             constraints=ConstraintCompiler(loaded.tokenizer.to_json, profile.end_id),
         )
         with on_device(decoder.device):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from llguidance import LLTokenizer
 
+from kestrel.constraints.calls import schemas_in
 from kestrel.constraints.cost_limits import check_pattern, check_schema
 from kestrel.constraints.formats import ResponseFormat
 from kestrel.constraints.matchers import (
@@ -102,6 +103,9 @@ class ConstraintCompiler:
     def _compile(self, wanted: ResponseFormat) -> _Kept:
         if wanted.kind == "regex":
             check_pattern(f"{FIELD}.regex", wanted.text)
+        elif wanted.kind == "calls":
+            for name, schema in schemas_in(wanted).items():
+                check_schema(f"{wanted.field}.{name}.parameters", schema)
         else:
             check_schema(f"{FIELD}.json_schema.schema", json.loads(wanted.text))
         num_bytes = self._trials.run(wanted) if self._trials is not None else 0

@@ -34,10 +34,12 @@ MAX_PLACES_MET = 100_000
 MAX_NAME_PATTERNS = 64
 """Expressions for names of properties; the compiler compares each with each."""
 MAX_INTEGER_BITS = 256
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
-def check_shape(name: str, schema: Mapping[str, Any]) -> None:
-    """Refuse schemas that are no JSON, nest too deeply, or are too large to be looked at any further."""
+def check_shape(name: str, schema: Mapping[str, Any]) -> int:
+    """Refuse schemas that are no JSON, nest too deeply, or are too large to be looked at any further. Returns roughly
+    the bytes that it takes as JSON."""
     if "x-guidance" in schema:
         raise RequestError(name, "holds x-guidance, which would change how JSON is written; leave it out")
     size = 0
@@ -45,6 +47,7 @@ def check_shape(name: str, schema: Mapping[str, Any]) -> None:
         size += _size(name, value)
         if size > MAX_FORMAT_BYTES:
             raise RequestError(name, f"is larger than {MAX_FORMAT_BYTES} bytes; ask for less at once")
+    return size
 
 
 def check_schema(name: str, schema: Mapping[str, Any]) -> None:
@@ -106,14 +109,18 @@ def _walk(name: str, schema: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
     while pending:
         depth, value = pending.pop()
         yield depth, value
-        is_container = isinstance(value, (Mapping, list, tuple))
-        if is_container and depth > MAX_DEPTH:
-            raise RequestError(name, f"nests deeper than {MAX_DEPTH} levels; flatten it")
-        if isinstance(value, Mapping):
+        if type(value) in _SCALARS:
+            continue
+        if isinstance(value, (list, tuple)):
+            items = value
+        elif isinstance(value, (dict, Mapping)):  # the first is looked at first, and faster
             _require_text_keys(name, value)
-            pending += [(depth + 1, item) for item in value.values()]
-        elif is_container:
-            pending += [(depth + 1, item) for item in value]
+            items = value.values()
+        else:
+            continue
+        if depth > MAX_DEPTH:
+            raise RequestError(name, f"nests deeper than {MAX_DEPTH} levels; flatten it")
+        pending += [(depth + 1, item) for item in items]
 
 
 def _require_text_keys(name: str, value: Mapping[Any, Any]) -> None:
@@ -123,15 +130,16 @@ def _require_text_keys(name: str, value: Mapping[Any, Any]) -> None:
 
 
 def _size(name: str, value: Any) -> int:
-    """Roughly the bytes a value takes as JSON, containers without their items."""
+    """Roughly the bytes a value takes as JSON, containers without their items. Empty ones count as more: they take as
+    long to look at as others."""
     if isinstance(value, str):
         return 3 + len(value)
-    if isinstance(value, Mapping):
-        return 2 + sum(4 + len(key) for key in value if isinstance(key, str))
     if isinstance(value, (list, tuple)):
-        return 2 + 2 * len(value)
+        return 8 + 2 * len(value)
     if value is None or isinstance(value, bool):
         return 5
+    if isinstance(value, (dict, Mapping)):
+        return 8 + sum(4 + len(key) for key in value if isinstance(key, str))
     if isinstance(value, int) and value.bit_length() <= MAX_INTEGER_BITS:
         return 20
     if isinstance(value, float) and math.isfinite(value):

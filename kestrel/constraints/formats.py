@@ -20,10 +20,12 @@ _REGEX_SIGNS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """What the answer has to match: `text` is a JSON schema or a regular expression."""
+    """What the answer has to match: `text` is a JSON schema, a regular expression, or calls of tools (`calls.py`)."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: Literal["json_schema", "regex", "calls"]
     text: str
+    field: str = "response_format"
+    """What asks for it, for messages."""
 
 
 def response_format(name: str, value: Any) -> ResponseFormat | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from kestrel.constraints.calls import lark_of
 from kestrel.constraints.formats import ResponseFormat
 from kestrel.errors import RequestError
 
@@ -45,6 +46,7 @@ def _limits() -> LLParserLimits:
 class Compiled:
     matcher: LLMatcher
     first_mask: bytes
+    field: str = FIELD
 
 
 class MatcherConstraint:
@@ -53,6 +55,7 @@ class MatcherConstraint:
     def __init__(self, compiled: Compiled) -> None:
         self._matcher = compiled.matcher.deep_copy()
         self._allowed = compiled.first_mask
+        self._field = compiled.field
         self._left_s = FOLLOWING_S
 
     @property
@@ -65,12 +68,12 @@ class MatcherConstraint:
             self._allowed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise RequestError(
-                FIELD, f"became too intricate while it was answered ({_reason(self._matcher)}); simplify it"
+                self._field, f"became too intricate while it was answered ({_reason(self._matcher)}); simplify it"
             )
         self._left_s += FOLLOWING_TOKEN_S - (time.thread_time() - began_s)
         if self._left_s < 0:
             raise RequestError(
-                FIELD, f"took more than {FOLLOWING_S:g} s of computing while it was answered; simplify it"
+                self._field, f"took more than {FOLLOWING_S:g} s of computing while it was answered; simplify it"
             )
 
 
@@ -78,7 +81,8 @@ def without_control_names(tokenizer_json: str) -> str:
     """The same tokenizer with control tokens that no text can spell.
 
     Text that a format demands is tokenised by the compiler. Under its own name an end-of-text token would be taken for
-    the text of that name, and a schema could end an answer early or bring other control ids into it.
+    the text of that name, and a schema could end an answer early or bring other control ids into it. Names like markup
+    count, marked as special or not: published files do not mark `<think>`, which the compiler takes for special.
     """
     tokenizer: dict[str, Any] = json.loads(tokenizer_json)
     vocabulary = tokenizer["model"].get("vocab")
@@ -86,8 +90,10 @@ def without_control_names(tokenizer_json: str) -> str:
         raise RequestError(FIELD, "needs a model with a byte-level BPE tokenizer; leave it out")
     names: dict[str, str] = {}
     for token in tokenizer["added_tokens"]:
-        if token["special"]:
-            names[token["content"]] = token["content"] = f"<|{secrets.token_hex(16)}|>"
+        name = token["content"]
+        if token["special"] or name[:1] + name[-1:] in ("<>", "[]"):
+            names[name] = token["content"] = f"<|{secrets.token_hex(16)}|>"
+            token["special"] = True
     tokenizer["model"]["vocab"] = {names.get(name, name): token_id for name, token_id in vocabulary.items()}
     return json.dumps(tokenizer)
 
@@ -101,18 +107,20 @@ def compile_format(vocabulary: LLTokenizer, wanted: ResponseFormat) -> Compiled:
     """Raises RequestError when the format is invalid or not supported. Bounds neither its time nor its memory."""
     if wanted.kind == "regex":
         grammar = LLMatcher.grammar_from_regex(wanted.text)
+    elif wanted.kind == "calls":
+        grammar = LLMatcher.grammar_from_lark(lark_of(wanted, _SPELLING, vocabulary.is_special_token))
     else:
         try:
             grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=_SPELLING)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
-            raise RequestError(FIELD, f"is no JSON schema ({error}); correct it") from None
+            raise RequestError(wanted.field, f"is no JSON schema ({error}); correct it") from None
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
     first_mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     # One step ahead: a format without an end, such as a reference to itself, shows here and not in the batch.
     for one in (matcher, *_after_first_token(matcher, first_mask)):
         if one.is_error():
-            raise RequestError(FIELD, f"cannot be answered ({_reason(one)}); simplify or correct it")
-    return Compiled(matcher, first_mask)
+            raise RequestError(wanted.field, f"cannot be answered ({_reason(one)}); simplify or correct it")
+    return Compiled(matcher, first_mask, wanted.field)
 
 
 def _after_first_token(matcher: LLMatcher, mask: bytes) -> list[LLMatcher]:

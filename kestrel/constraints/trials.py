@@ -79,11 +79,11 @@ class Trials:
             raise self._gone()
         verdict: dict[str, Any] = json.loads(told)
         if "refused" in verdict:
-            raise RequestError(FIELD, verdict["refused"])
+            raise RequestError(wanted.field, verdict["refused"])
         if verdict.get("signal") in _OUT_OF_TIME:
-            raise RequestError(FIELD, f"takes more than {self._computing_s:g} s to compile; simplify it")
+            raise RequestError(wanted.field, f"takes more than {self._computing_s:g} s to compile; simplify it")
         if "signal" in verdict or verdict["bytes"] > HELD_BYTES:
-            raise RequestError(FIELD, "takes too much memory to compile; simplify it")
+            raise RequestError(wanted.field, "takes too much memory to compile; simplify it")
         return verdict["bytes"]
 
     def close(self) -> None:
@@ -261,9 +261,7 @@ def _try(connection: socket.socket, vocabulary: LLTokenizer, computing_s: float)
     _set_limits(computing_s)
     before = _sizes().data
     try:
-        compiled = compile_format(
-            vocabulary, ResponseFormat("regex" if kind == b"regex" else "json_schema", text.decode())
-        )
+        compiled = compile_format(vocabulary, ResponseFormat(kind.decode(), text.decode()))  # pyright: ignore[reportArgumentType]
     except RequestError as error:
         _tell(connection, refused=str(error).removeprefix(f"{FIELD}: "))
     else:

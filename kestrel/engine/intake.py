@@ -125,7 +125,7 @@ LONG_TEXT = 4096
 LONG_LIST = 1024
 """The same for entries of lists."""
 IDS = frozenset({"allowed_ids", "suppressed_ids"})
-CONTEXT_LISTS = {"prompt": 1, "token_ids": 1, "messages": 2, "spatial_refs": 3}
+CONTEXT_LISTS = {"prompt": 1, "token_ids": 1, "messages": 2, "tools": 2, "spatial_refs": 3}
 """Fields whose entries become a part of the context, and how many of them, nested ones included, go to a position."""
 
 

@@ -181,6 +181,8 @@ def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
     match chunk.kind:
         case "text":
             return {"chunk": chunk.text, **place}
+        case "tool_calls":
+            return {"type": "tool_calls", "chunk": chunk.text, **(chunk.data or {}), **place}
         case "reasoning":
             return {"type": "reasoning", "reasoning": chunk.text, **place}
         case "path_delta":

@@ -23,12 +23,15 @@ LLAMA_3 = """\
 """
 
 
-def chat_format(files: ChatFiles, tokenizer: TextTokenizer, given: Path | None = None) -> TemplateChat | None:
-    """`given` is a template to take in place of the model's own. None: nothing says how conversations are written."""
+def chat_format(
+    files: ChatFiles, tokenizer: TextTokenizer, given: Path | None = None, tool_parser: str | None = None
+) -> TemplateChat | None:
+    """`given` is a template to take in place of the model's own, `tool_parser` the form of its calls. None: nothing
+    says how conversations are written."""
     encoder = ControlEncoder(tokenizer)
     if given is not None:
         try:
-            return TemplateChat(given.read_text(encoding="utf-8"), files.special_tokens, encoder)
+            return TemplateChat(given.read_text(encoding="utf-8"), files.special_tokens, encoder, tool_parser)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
             raise ConfigError(
@@ -38,10 +41,12 @@ def chat_format(files: ChatFiles, tokenizer: TextTokenizer, given: Path | None =
             raise ConfigError("chat_template", f"{given} is no jinja template ({fault}); mend it") from fault
     if files.template is not None:
         try:
-            return TemplateChat(files.template, files.special_tokens, encoder)
+            return TemplateChat(files.template, files.special_tokens, encoder, tool_parser)
         except TemplateFault as fault:
             remedy = "give another one with --chat-template FILE"
             raise CheckpointError(f"{files.origin} is no jinja template ({fault}); {remedy}") from fault
     if all(control in encoder.controls for control in LLAMA_3_CONTROLS):
-        return TemplateChat(LLAMA_3, files.special_tokens, encoder)
+        return TemplateChat(LLAMA_3, files.special_tokens, encoder, tool_parser)
+    if tool_parser is not None:
+        raise ConfigError("tool_parser", "needs a chat template; give one with --chat-template FILE, or leave it out")
     return None

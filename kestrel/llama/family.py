@@ -80,7 +80,7 @@ class LlamaFamily(ModelFamily):
             defaults=config.defaults,
         )
 
-    def chat(self, loaded: LoadedModel[Any, Any], template: Path | None) -> ChatFormat | None:
+    def chat(self, loaded: LoadedModel[Any, Any], template: Path | None, tool_parser: str | None) -> ChatFormat | None:
         """Templates may name the start and the end of a text even where no file says what they are."""
         assert isinstance(loaded, LoadedLlama)
         ids = {"bos_token": loaded.config.bos_id, "eos_token": loaded.config.stop_ids[0]}
@@ -90,7 +90,7 @@ class LlamaFamily(ModelFamily):
         files = loaded.chat_files
         if not files.special_tokens:
             files = replace(files, special_tokens={token: name for token, name in names.items() if name is not None})
-        return chat_format(files, loaded.tokenizer, template)
+        return chat_format(files, loaded.tokenizer, template, tool_parser)
 
     def random(self, name: str, device: torch.device | str, dtype: torch.dtype, pieces: Iterable[str]) -> LoadedLlama:
         return LoadedLlama(f"random-{name}", *random_llama(name, device, dtype, pieces))

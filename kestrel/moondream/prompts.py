@@ -47,6 +47,7 @@ class QueryBlocks:
     message_fields = ()
     template = None
     thinking = None
+    tools = None
 
     def write(self, conversation: Conversation) -> WrittenChat:
         """An optional system message, then user and assistant in turn, a user last."""

@@ -123,6 +123,8 @@ class Conversation:
     """The answer goes on with the last message, which stays open."""
     template_values: Mapping[str, Any] = field(default_factory=dict)
     """For the model's template, which may read them; nothing else does."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the answer may call, as templates of the hub expect them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,20 @@ class ThinkingTags:
     closes: str
 
 
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a model is told of tools and writes calls of them."""
+
+    name: str
+    """Of its parser (`kestrel/skills/tool_parsers.py`)."""
+    ids: Mapping[str, int]
+    """Of its marks that are control tokens."""
+    is_in_template: bool = True
+    """The template writes tools and calls; otherwise they are written as texts of messages."""
+    has_args_mark: bool = False
+    """Of Mistral's two forms the one with [ARGS]."""
+
+
 class ChatFormat(Protocol):
     """How a model's conversations are written.
 
@@ -177,6 +193,11 @@ class ChatFormat(Protocol):
     @property
     def thinking(self) -> ThinkingIds | ThinkingTags | None:
         """What a model may put around thoughts by itself."""
+        ...
+
+    @property
+    def tools(self) -> ToolForm | None:
+        """How tools are called; None: they are not."""
         ...
 
     def write(self, conversation: Conversation) -> WrittenChat:

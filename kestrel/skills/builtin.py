@@ -159,11 +159,12 @@ def answer_constraint(request: SampledRequest, grammar: Grammar, profile: ModelP
     """What `response_format` asks for. It holds in the last phase of the grammar, so thinking stays free."""
     if request.response_format is None:
         return None
+    field = request.response_format.field
     if profile.constraints is None:
-        raise RequestError("response_format", f"is not supported by {profile.name}; leave it out or use another model")
+        raise RequestError(field, f"is not supported by {profile.name}; leave it out or use another model")
     if request.sampling.allowed_ids or request.sampling.suppressed_ids:
         remedy = "the two can leave no token at all; give one of them"
-        raise RequestError("response_format", f"does not go with allowed_ids or suppressed_ids: {remedy}")
+        raise RequestError(field, f"does not go with allowed_ids or suppressed_ids: {remedy}")
     answer_phase = max(state.phase for state in grammar.states)
     return Constraint(profile.constraints.start(request.response_format), answer_phase)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from kestrel.constraints import response_format
+from kestrel.constraints import ResponseFormat, response_format
 from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
 from kestrel.settings import any_text, boolean
@@ -35,6 +35,9 @@ from kestrel.skills.decode_rules import answer_rules, open_thought_rules, reason
 from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.states import ReasoningState, TextState
 from kestrel.skills.thinking import thinking_state
+from kestrel.skills.tool_parsers import TOOL_PARSERS
+from kestrel.skills.tool_state import NamingTokenizer, ToolState
+from kestrel.skills.tools import ToolUse, earlier_calls, tool_choice, tool_use, tools
 from kestrel.tokens import ImageSpan
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
@@ -55,9 +58,14 @@ def conversation(name: str, value: Any) -> tuple[Message, ...]:
 def _message(name: str, raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
-    words, images = _content(f"{name}.content", raw.get("content"))
     extra = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
-    role = raw.get("role")
+    role, calls = raw.get("role"), earlier_calls(f"{name}.tool_calls", extra.pop("tool_calls", ()))
+    if calls:
+        extra["tool_calls"] = calls
+    if calls and role != "assistant":
+        raise RequestError(f"{name}.tool_calls", f"stands in a {shown(role)} message; only assistants call tools")
+    content = "" if calls and raw.get("content") is None else raw.get("content")
+    words, images = _content(f"{name}.content", content)
     if images and role != "user":
         raise RequestError(f"{name}.content", f"holds a picture in a {shown(role)} message; only user messages may")
     return Message(name, role, words, images, extra)  # pyright: ignore[reportArgumentType] - checked with the format
@@ -69,7 +77,8 @@ def _require_known(message: Message, chat: ChatFormat) -> None:
         if name not in chat.message_fields:
             known = ", ".join(sorted(("content", "role", *chat.message_fields)))
             raise RequestError(f"{message.field}.{name}", f"is not a field of a message; known fields: {known}")
-        any_text(f"{message.field}.{name}", value)
+        if name != "tool_calls":
+            any_text(f"{message.field}.{name}", value)
     if message.role not in chat.roles:
         known = ", ".join(chat.roles)
         raise RequestError(f"{message.field}.role", f"must be one of: {known} (got {shown(message.role)})")
@@ -116,6 +125,9 @@ _FIELDS = FieldTable(
         "chat_template_kwargs": template_values,
         "add_generation_prompt": boolean,
         "continue_final_message": boolean,
+        "tools": tools,
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": boolean,
     },
 )
 
@@ -135,6 +147,8 @@ class Writing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(SampledRequest):
     writing: Writing
+    tools: ToolUse | None = None
+    """What may be called; None: nothing."""
 
     @property
     def written(self) -> WrittenChat:
@@ -146,7 +160,8 @@ class ChatRequest(SampledRequest):
 
 
 class ChatSkill(BuiltinSkill[ChatRequest]):
-    """Result: as the query skill's. An `image` beside the messages is the first user message's, before its own."""
+    """Result: as the query skill's, with `tool_calls` where tools may be called. An `image` beside the messages is the
+    first user message's, before its own."""
 
     name = "chat"
 
@@ -160,7 +175,10 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
             _require_known(message, chat)
         images = (*values.images, *(image for message in given for image in message.images))
         check_pictures(profile, images)
-        writing = Writing(chat, _asked(values, _with_pictures(given, values.images), profile, chat))
+        use = tool_use(values.own)
+        if use is not None and chat.tools is None:
+            raise RequestError("tools", f"is not supported: {why_no_tools(chat)}")
+        writing = Writing(chat, _asked(values, _with_pictures(given, values.images), profile, chat, use))
         if chat.template is None:
             _ = writing.written  # refuses what it cannot write; templates do so when the prompt is laid out
         return ChatRequest(
@@ -168,7 +186,8 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
             sampling=self.text_sampling(values, profile),
             images=images,
             adapter=values.adapter,
-            response_format=values.own.get("response_format"),
+            response_format=_format(values, use, chat),
+            tools=None if use is None or use.choice.kind == "none" else use,
         )
 
     def prompt(self, request: ChatRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
@@ -177,7 +196,9 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         return laid_out(items, grammar, request.sampling, answer_constraint(request, grammar, profile))
 
     def start(self, request: ChatRequest, profile: ModelProfile) -> SkillState:
-        marks = _format_of(profile).thinking
+        marks, use = _format_of(profile).thinking, request.tools
+        if use is not None:
+            return _tool_state(request, use, profile)
         if marks is not None:
             return thinking_state(profile, request.sampling, marks, is_thinking=request.written.is_thinking)
         if request.reasoning:
@@ -185,7 +206,40 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         return TextState(profile, request.sampling, "answer")
 
 
-def _asked(values: Values, messages: tuple[Message, ...], profile: ModelProfile, chat: ChatFormat) -> Conversation:
+def why_no_tools(chat: ChatFormat | None) -> str:
+    if chat is None or chat.template is None:
+        return "the model was not trained to call tools; leave it out"
+    remedy = "leave it out, or start with --tool-parser to name the form that the model knows"
+    return f"the model's chat template does not tell how tools are called; {remedy}"
+
+
+def _format(values: Values, use: ToolUse | None, chat: ChatFormat) -> ResponseFormat | None:
+    wanted = values.own.get("response_format")
+    if use is None or use.choice.kind == "none":
+        return wanted
+    if wanted is not None:
+        raise RequestError("response_format", 'does not go with tools; leave it out, or set tool_choice to "none"')
+    assert chat.tools is not None
+    return use.format(chat.tools, chat.thinking)
+
+
+def _tool_state(request: ChatRequest, use: ToolUse, profile: ModelProfile) -> ToolState:
+    chat = _format_of(profile)
+    assert chat.tools is not None
+    profile = replace(profile, tokenizer=NamingTokenizer(profile.tokenizer, chat.tools.ids))
+    sampling = replace(request.sampling, stop=())
+    if chat.thinking is None:
+        inner = TextState(profile, sampling, "answer", by_words=False)
+    else:
+        is_thinking = request.written.is_thinking
+        inner = thinking_state(profile, sampling, chat.thinking, is_thinking=is_thinking, by_words=False)
+    parser = TOOL_PARSERS[chat.tools.name](use.names, is_exact=request.response_format is not None)
+    return ToolState(inner, parser, request.sampling.stop, is_parallel=use.is_parallel)
+
+
+def _asked(
+    values: Values, messages: tuple[Message, ...], profile: ModelProfile, chat: ChatFormat, use: ToolUse | None
+) -> Conversation:
     asked, continues = values.own.get("reasoning"), values.own.get("continue_final_message", False)
     opens_answer = values.own.get("add_generation_prompt", not continues)
     if continues and opens_answer:
@@ -198,6 +252,7 @@ def _asked(values: Values, messages: tuple[Message, ...], profile: ModelProfile,
         opens_answer=opens_answer,
         continues=continues,
         template_values=values.own.get("chat_template_kwargs", {}),
+        tools=() if use is None else use.definitions,
     )
 
 
@@ -210,7 +265,8 @@ def _rules(request: ChatRequest, profile: ModelProfile) -> Grammar:
     if isinstance(marks, ThinkingIds):
         return open_thought_rules(profile, marks)
     problem = "does not go with a chat template that opens a thought: the model has no token for its end"
-    raise RequestError("response_format", f"{problem}; leave it out, or switch thinking off if the template can")
+    remedy = "leave it out, or switch thinking off if the template can"
+    raise RequestError(request.response_format.field, f"{problem}; {remedy}")
 
 
 def _format_of(profile: ModelProfile) -> ChatFormat:

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kestrel.errors import KestrelError, RequestError
 
-RESERVED = ("messages", "add_generation_prompt", "raise_exception", "strftime_now")
+RESERVED = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
 """Names in a template that no request may set otherwise."""
 NOT_GIVEN = {"tools": None, "documents": None}
 """What templates of the hub expect to be defined."""

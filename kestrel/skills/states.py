@@ -30,8 +30,10 @@ _KEPT_TAIL = 8
 class TextStream:
     """Only the ids since the last settled character are decoded again, so a long text costs linear time."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, by_words: bool = True) -> None:
+        """Without `by_words` every whole character is printed at once."""
         self._tokenizer = tokenizer
+        self._by_words = by_words
         self._tail: list[int] = []  # ids still decoded together; the first may be settled context
         self._context = ""  # the settled text at the start of the tail
         self._fresh = ""  # the rest of the tail's text, which the next token can still change
@@ -73,12 +75,16 @@ class TextStream:
         if self._fresh == before and not self._tokenizer.decode([token_id]):
             self._tail.pop()  # an id without text, such as a special one
             return ""
-        chunk = self._print_up_to(_printable_end(self._settled + self._fresh, self._printed))
+        chunk = self._print_up_to(self._printable_end())
         if not self._fresh.endswith(REPLACEMENT):
             self._settle(token_id)
         elif len(self._tail) > _MAX_TAIL:
             self._settle_broken_bytes()
         return chunk
+
+    def _printable_end(self) -> int:
+        text = self._settled + self._fresh
+        return _end_of_words(text, self._printed) if self._by_words else len(text.rstrip(REPLACEMENT))
 
     def flush(self) -> str:
         """What is left at the end; bytes that never became a character show as U+FFFD."""
@@ -114,7 +120,7 @@ class TextStream:
                 return
 
 
-def _printable_end(text: str, printed: int) -> int:
+def _end_of_words(text: str, printed: int) -> int:
     if len(text) > printed and (text.endswith("\n") or _is_cjk(text[-1])):
         return len(text)
     return max(text.rfind(" ", printed) + 1, printed)
@@ -198,8 +204,8 @@ class UnreadText(TextStream):
         return ""
 
 
-def text_stream(tokenizer: Tokenizer, stops: Sequence[str]) -> TextStream:
-    return StoppingTextStream(tokenizer, stops) if stops else TextStream(tokenizer)
+def text_stream(tokenizer: Tokenizer, stops: Sequence[str], *, by_words: bool = True) -> TextStream:
+    return StoppingTextStream(tokenizer, stops) if stops else TextStream(tokenizer, by_words=by_words)
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -289,10 +295,10 @@ class RecordingState(SkillState):
 class TextState(RecordingState):
     """Streams text and returns it under `field`."""
 
-    def __init__(self, profile: ModelProfile, sampling: SamplingParams, field: str) -> None:
+    def __init__(self, profile: ModelProfile, sampling: SamplingParams, field: str, *, by_words: bool = True) -> None:
         super().__init__(profile, sampling)
         self._field = field
-        self._stream = text_stream(profile.tokenizer, sampling.stop)
+        self._stream = text_stream(profile.tokenizer, sampling.stop, by_words=by_words)
 
     def place(self, token: Token) -> TextPlace | None:
         return TextPlace("text", self._stream.num_characters)

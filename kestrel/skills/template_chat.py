@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from kestrel.errors import RequestError
 from kestrel.skills.base import Conversation, Message, ModelProfile, ThinkingIds, ThinkingTags, WrittenChat
 from kestrel.skills.chat_template import RESERVED, ChatTemplate
+from kestrel.skills.tool_forms import told_in_messages, tool_form
 from kestrel.tokens import ContextItem, ImageSpan, text_tokens
 
 THINKING_SWITCH = "enable_thinking"
@@ -26,16 +27,23 @@ class Encoder(Protocol):
 
 class TemplateChat:
     roles = ("system", "developer", "user", "assistant", "tool")
-    message_fields = ("name", "reasoning_content", "tool_call_id")
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], encoder: Encoder) -> None:
-        """Raises TemplateFault if the text is no template."""
+    def __init__(
+        self, text: str, special_tokens: Mapping[str, str], encoder: Encoder, tool_parser: str | None = None
+    ) -> None:
+        """`tool_parser`: the form of calls, where the template does not tell. Raises TemplateFault if the text is no
+        template, ConfigError if it does not go with that form."""
         self._template = ChatTemplate(text, special_tokens, encoder.controls)
         self._reserved = frozenset((*RESERVED, *special_tokens))
         self._encoder = encoder
         self._knows_developers = self._template.mentions("developer")
         self._has_switch = self._template.mentions(THINKING_SWITCH)
         self.thinking = _thinking_marks(self._template, encoder.controls)
+        self.tools = tool_form(self._template, encoder.controls, tool_parser)
+
+    @property
+    def message_fields(self) -> tuple[str, ...]:
+        return ("name", "reasoning_content", "tool_call_id", *(() if self.tools is None else ("tool_calls",)))
 
     @property
     def template(self) -> str:
@@ -43,8 +51,13 @@ class TemplateChat:
 
     def write(self, conversation: Conversation) -> WrittenChat:
         values = self._values(conversation)
+        messages = [self._message(message) for message in conversation.messages]
+        if self.tools is not None and not self.tools.is_in_template:
+            messages = told_in_messages(messages, conversation.tools)
+        elif conversation.tools:
+            values["tools"] = conversation.tools
         parts = self._template.render(
-            [self._message(message) for message in conversation.messages],
+            messages,
             values,
             add_generation_prompt=conversation.opens_answer,
             continues=conversation.continues,

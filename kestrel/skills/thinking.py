@@ -18,24 +18,35 @@ from kestrel.tokens import Token
 
 
 def thinking_state(
-    profile: ModelProfile, sampling: SamplingParams, marks: ThinkingIds | ThinkingTags, *, is_thinking: bool
+    profile: ModelProfile,
+    sampling: SamplingParams,
+    marks: ThinkingIds | ThinkingTags,
+    *,
+    is_thinking: bool,
+    by_words: bool = True,
 ) -> RecordingState:
-    """`is_thinking`: the prompt has opened a thought."""
+    """`is_thinking`: the prompt has opened a thought. `by_words`: how the answer is streamed."""
     if isinstance(marks, ThinkingIds):
-        return ThinkingState(profile, sampling, marks, is_thinking=is_thinking)
-    return TaggedThinkingState(profile, sampling, marks, is_thinking=is_thinking)
+        return ThinkingState(profile, sampling, marks, is_thinking=is_thinking, by_words=by_words)
+    return TaggedThinkingState(profile, sampling, marks, is_thinking=is_thinking, by_words=by_words)
 
 
 class ThinkingState(RecordingState):
     """The marks are ids."""
 
     def __init__(
-        self, profile: ModelProfile, sampling: SamplingParams, marks: ThinkingIds, *, is_thinking: bool
+        self,
+        profile: ModelProfile,
+        sampling: SamplingParams,
+        marks: ThinkingIds,
+        *,
+        is_thinking: bool,
+        by_words: bool = True,
     ) -> None:
         super().__init__(profile, sampling)
         self._marks = marks
         self._thoughts = TextStream(profile.tokenizer)
-        self._answer = text_stream(profile.tokenizer, sampling.stop)
+        self._answer = text_stream(profile.tokenizer, sampling.stop, by_words=by_words)
         self._is_thinking = self._has_thought = is_thinking
         self._follows_mark = is_thinking
         self._num_thinking = 0
@@ -92,12 +103,18 @@ class TaggedThinkingState(RecordingState):
     log-probabilities in the answer."""
 
     def __init__(
-        self, profile: ModelProfile, sampling: SamplingParams, tags: ThinkingTags, *, is_thinking: bool
+        self,
+        profile: ModelProfile,
+        sampling: SamplingParams,
+        tags: ThinkingTags,
+        *,
+        is_thinking: bool,
+        by_words: bool = True,
     ) -> None:
         super().__init__(profile, sampling)
         self._tags = tags
         self._thoughts = StoppingTextStream(profile.tokenizer, (tags.closes,))
-        self._answer = text_stream(profile.tokenizer, sampling.stop)
+        self._answer = text_stream(profile.tokenizer, sampling.stop, by_words=by_words)
         self._beginning: list[int] | None = None if is_thinking else []  # ids that may become the opening mark
         self._has_thought = is_thinking
         self._num_thinking = 0

@@ -19,6 +19,7 @@ from kestrel.errors import RequestError
 from kestrel.request import TokenConstraint
 from tests.constraints.json_walks import EOS, SCHEMAS, allowed_ids, assert_valid, compiler, tokenizer, walk
 from tests.cpu_time import least_cpu_s
+from tests.llama.chat_shapes import byte_level, encoder, text_tokenizer
 
 
 def wanted(schema: dict[str, Any]) -> ResponseFormat:
@@ -79,6 +80,21 @@ def test_the_name_of_a_control_token_is_plain_text(name: str) -> None:
             assert ids is not None
             assert not set(ids) & text.special_ids
             assert_valid(text.decode(ids), schema)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_names_like_markup_are_plain_text_however_a_file_marks_them(is_marked: bool) -> None:
+    """Published files do not mark `<think>` as special."""
+    names = ("<think>", "</tool_call>", "[ARGS]")
+    described = byte_level(names) if is_marked else byte_level((), names)
+    text, end_id = text_tokenizer(described), encoder(described).controls["</s>"]
+    constraint = ConstraintCompiler(text.to_json, end_id, are_tried=False).start(wanted({"const": "".join(names)}))
+    ids: list[int] = []
+    while (token_id := allowed_ids(constraint)[0]) != end_id:
+        constraint.accept(token_id)
+        ids.append(token_id)
+    assert text.decode(ids) == '"<think></tool_call>[ARGS]"'
+    assert not set(ids) & set(encoder(described).controls.values())
 
 
 @pytest.mark.parametrize(

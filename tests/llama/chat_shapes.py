@@ -69,13 +69,33 @@ NO_SYSTEM = """\
 {{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 OPEN_THOUGHT = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+HERMES = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else 'Help.') + '\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools> Write <tool_call>{"name": …}</tool_call>.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role != 'system' or not tools %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- (call.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 JSON_LINES = """\
 {% for message in messages %}<|im_start|>{{ message | tojson }}{{ message.content.startswith('<b>') }}
 {{ message.content[2:7] }}|{{ message.content.upper() }}|{{ message.content | replace('<', '[') }}<|im_end|>
 {% endfor %}"""
 SHAPES: dict[str, str] = {
     "chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "thinking": THINKING, "no_system": NO_SYSTEM,
-    "open_thought": OPEN_THOUGHT, "json_lines": JSON_LINES,
+    "open_thought": OPEN_THOUGHT, "json_lines": JSON_LINES, "hermes": HERMES,
 }  # fmt: skip
 
 MARKED = (

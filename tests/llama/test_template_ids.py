@@ -13,6 +13,7 @@ from kestrel.skills.base import ThinkingIds, ThinkingTags, WrittenChat
 from tests.exhaustive import given_examples
 from tests.llama.chat_shapes import (
     CHATML,
+    HERMES,
     LLAMA,
     MARKED,
     MISTRAL,
@@ -58,6 +59,20 @@ def test_ids_are_those_of_transformers(shape: str, vocabulary: str) -> None:
             if shape == "no_system" and messages[0]["role"] == "system":
                 continue
             assert ids_of(chat, described, messages) == reference_ids(template, described, messages), messages
+
+
+@pytest.mark.parametrize("marks", [(), ("<tool_call>", "</tool_call>", "<tools>", "</tools>")])
+def test_tools_and_calls_are_written_as_transformers_writes_them(marks: tuple[str, ...]) -> None:
+    described = byte_level(marks)
+    chat = template_chat(HERMES, described)
+    for text in TEXTS:
+        schema = {"type": "object", "properties": {f"a{text}": {"enum": [text, 1, None]}}}
+        tools = [{"type": "function", "function": {"name": "find", "description": text, "parameters": schema}}]
+        call = {"id": "x", "type": "function", "function": {"name": "find", "arguments": {"a": [text]}}}
+        turns = [user(text), said("", tool_calls=[call, call]), {"role": "tool", "content": text, "tool_call_id": "x"}]
+        for messages in (turns[:1], turns, [{"role": "system", "content": text}, *turns, said(text), user("b")]):
+            found = ids_of(chat, described, messages, tools=tools)
+            assert found == reference_ids(HERMES, described, messages, tools=tools), messages
 
 
 def test_thoughts_of_earlier_answers_are_taken_as_the_template_takes_them() -> None:

@@ -128,6 +128,12 @@ LISTS: dict[str, tuple[str, Callable[[], str], str, str]] = {
         "messages",
         "9000",
     ),
+    "tools": (
+        "/v1/chat/completions",
+        lambda: said('"a"').removesuffix("}") + ', "tools": [' + "{}," * 9_000 + "{}]}",
+        "tools",
+        "9001",
+    ),
     "input": ("/v1/embeddings", lambda: f'{{"input": {ids(MANY)}}}', "input", "300000"),
     "input parts": ("/v1/embeddings", lambda: f'{{"input": {parts(9_000)}}}', "input", "9000"),
     "tokens": ("/detokenize", lambda: f'{{"tokens": {ids(MANY)}}}', "tokens", "300000"),

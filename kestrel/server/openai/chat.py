@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from kestrel.engine import EngineResult
 from kestrel.errors import RequestError, shown
+from kestrel.request import FinishReason
 from kestrel.server.calls import AcceptedRequest, accept
-from kestrel.server.json_body import read_object
+from kestrel.server.json_body import parse_in_pieces, read_object
 from kestrel.server.openai.generation import (
     EngineWork,
     Generation,
@@ -23,7 +24,6 @@ from kestrel.server.openai.generation import (
 )
 from kestrel.server.openai.logprobs import LARGE_LOGPROBS, chat_logprobs, require_few_logprobs
 from kestrel.server.openai.parameters import (
-    NOT_TRAINED,
     REFUSED_IN_CHAT,
     Body,
     EngineFields,
@@ -37,16 +37,20 @@ from kestrel.server.state import state_of
 from kestrel.settings import SETTINGS, boolean
 from kestrel.skills.base import ChatFormat, Tokenizer
 from kestrel.skills.builtin import reads_no_pictures
+from kestrel.skills.chat import why_no_tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROLES = {"developer": "system"}
 """Other names of roles, for chat formats that do not know these."""
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """For models with a chat template."""
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 TOOL_ROLES = ("tool", "function")
+LONG_ARGUMENTS = 2**14
+"""Characters of arguments in one request beyond which they are parsed off the event loop."""
 MAX_MESSAGES = 1000
 MAX_PARTS = 4096
-"""Parts in one request, where the context has room for so many."""
+"""Parts and calls in one request, where the context has room for so many."""
 MAX_IMAGES = 8
 """Pictures in one request."""
 _SHAPES = '{"type": "text", "text": …} or {"type": "image_url", "image_url": {"url": …}}'
@@ -66,6 +70,9 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
     num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
+    for name in TOOL_FIELDS:
+        if name in body:
+            fields.add(name, name, body[name])
     parts = PartReader(accepted)
     shows_thinking = await add_conversation(body, fields, parts, engine.profile.chat)
     places = parts.image_places
@@ -139,28 +146,39 @@ class _ChatShape:
         self._opened: set[int] = set()
 
     def choice(self, index: int, result: EngineResult) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+        calls = result.output.get("tool_calls")
+        content = None if calls and not result.text else result.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
         if self._shows_thinking and "reasoning" in result.output:
             message["reasoning_content"] = result.output["reasoning"]["text"]
         logprobs = self._logprobs(result.output.get("logprobs", ()))
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": result.finish_reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _finish_reason(result)}
 
     def choices(self, piece: Piece) -> Iterator[dict[str, Any]]:
         if piece.index not in self._opened:
             self._opened.add(piece.index)
             yield _chunk_choice(piece.index, {"role": "assistant", "content": ""})
-        finish_reason = None if piece.result is None else piece.result.finish_reason
+        finish_reason = None if piece.result is None else _finish_reason(piece.result)
         chunk = piece.chunk
         if chunk is None or (chunk.kind == "reasoning" and not self._shows_thinking):
             if finish_reason is not None:
                 yield _chunk_choice(piece.index, {"content": ""}, None, finish_reason)
             return
-        field = "reasoning_content" if chunk.kind == "reasoning" else "content"
-        logprobs = self._logprobs(chunk.logprobs) if chunk.kind == "text" else None
-        yield _chunk_choice(piece.index, {field: chunk.text}, logprobs, finish_reason)
+        if chunk.kind == "reasoning":
+            yield _chunk_choice(piece.index, {"reasoning_content": chunk.text}, None, finish_reason)
+            return
+        delta = {"content": chunk.text} if chunk.text or chunk.kind == "text" else {}
+        yield _chunk_choice(piece.index, {**delta, **(chunk.data or {})}, self._logprobs(chunk.logprobs), finish_reason)
 
     def _logprobs(self, entries: Any) -> dict[str, Any] | None:
         return None if self._num_top is None else chat_logprobs(self._tokenizer, entries, self._num_top)
+
+
+def _finish_reason(result: EngineResult) -> str:
+    has_ended = result.finish_reason == FinishReason.STOP.value
+    return "tool_calls" if has_ended and result.output.get("tool_calls") else result.finish_reason
 
 
 def _chunk_choice(
@@ -186,16 +204,19 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
     role, content = raw.get("role"), raw.get("content")
     roles = () if chat is None else chat.roles
+    fields = () if chat is None else chat.message_fields
     if role in TOOL_ROLES and role not in roles:
-        raise RequestError(f"{name}.role", f"is {role!r}: {NOT_TRAINED}")
+        raise RequestError(f"{name}.role", f"is {role!r}: {why_no_tools(chat)}")
     for field in ("tool_calls", "function_call", "audio"):
-        if raw.get(field):
-            raise RequestError(f"{name}.{field}", f"is not supported: {NOT_TRAINED}")
+        if raw.get(field) not in (None, []) and field not in fields:
+            raise RequestError(f"{name}.{field}", f"is not supported: {why_no_tools(chat)}")
     if isinstance(content, list):
         content = await parts.read_all(f"{name}.content", content)
     if isinstance(role, str) and role not in roles:
         role = ROLES.get(role, role)
-    extra = {field: raw[field] for field in (() if chat is None else chat.message_fields) if field in raw}
+    extra = {field: raw[field] for field in fields if field in raw}
+    if isinstance(calls := extra.get("tool_calls"), list):
+        extra["tool_calls"] = await parts.read_calls(f"{name}.tool_calls", calls)
     return {"role": role, "content": content, **extra}
 
 
@@ -207,16 +228,39 @@ class PartReader:
         self._takes_images = takes_images
         self._fetch = accepted.fetch
         self._threads = accepted.state.body_threads
+        self._max_values = accepted.state.config.max_body_values
         self._max_bytes = accepted.engine.config.max_image_bytes
         self._max_parts = min(MAX_PARTS, accepted.engine.max_model_length)
         self._num_parts = 0
+        self._num_argument_characters = 0
         self.image_places: list[str] = []
 
     async def read_all(self, name: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
-        self._num_parts += len(parts)
+        self._count(name, len(parts))
+        return [await self._read(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    def _count(self, name: str, number: int) -> None:
+        self._num_parts += number
         if self._num_parts > self._max_parts:
             raise RequestError(name, f"brings the request to {self._num_parts} parts; give at most {self._max_parts}")
-        return [await self._read(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+
+    async def read_calls(self, name: str, calls: Sequence[Any]) -> list[Any]:
+        self._count(name, len(calls))
+        return [await self._read_call(f"{name}[{index}]", call) for index, call in enumerate(calls)]
+
+    async def _read_call(self, name: str, call: Any) -> Any:
+        """With long arguments as an object: text of many values would hold up others while it is parsed."""
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        self._num_argument_characters += len(arguments) if isinstance(arguments, str) else 0
+        if not isinstance(arguments, str) or self._num_argument_characters <= LONG_ARGUMENTS:
+            return call
+        assert isinstance(function, Mapping)
+        try:
+            parsed = await self._threads.run(parse_in_pieces, arguments.encode(), self._max_values)
+        except RequestError as error:
+            raise RequestError(f"{name}.function.arguments", str(error).removeprefix(f"{error.field}: ")) from error
+        return {**call, "function": {**function, "arguments": parsed}}
 
     async def _read(self, name: str, part: Any) -> dict[str, Any]:
         """A part as the chat skill takes it: {"type": "text", "text"} or {"type": "image", "image": bytes}."""

@@ -15,7 +15,7 @@ from kestrel.server.calls import accept
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
 from kestrel.server.native import adapter_in, take_model
-from kestrel.server.openai.chat import TEMPLATE_FIELDS, PartReader, add_conversation
+from kestrel.server.openai.chat import TEMPLATE_FIELDS, TOOL_FIELDS, PartReader, add_conversation
 from kestrel.server.openai.generation import client_names
 from kestrel.server.openai.parameters import REFUSED_IN_CHAT, Body, EngineFields, given, refuse
 from kestrel.server.responses import json_response
@@ -98,6 +98,9 @@ async def _chat_tokens(request: Request, body: Body) -> Response:
     if boolean("add_special_tokens", body.get("add_special_tokens", False)):
         raise RequestError("add_special_tokens", "does not go with messages, which have their own; leave it out")
     refuse(body, REFUSED_IN_CHAT)
+    for name in TOOL_FIELDS:
+        if name in body:
+            raise RequestError(name, "is not counted here; leave it out: usage.prompt_tokens of a chat counts it")
     accepted, fields = accept(request), EngineFields()
     engine, profile = accepted.engine, accepted.engine.profile
     await add_conversation(body, fields, PartReader(accepted, takes_images=False), profile.chat)
@@ -157,6 +160,7 @@ async def tokenizer_info(request: Request) -> Response:
     """Names and numbers of the tokenizer."""
     engine = state_of(request).require_serving()
     bos, end_id, name = engine.profile.bos, engine.profile.end_id, engine.profile.tokenizer.token_name
+    chat = engine.profile.chat
     return json_response(
         {
             "tokenizer_class": "tokenizer.json",
@@ -167,6 +171,7 @@ async def tokenizer_info(request: Request) -> Response:
             "add_bos_token": bos is not None,
             "vocab_size": engine.vocab_size,
             "model_max_length": engine.max_model_length,
-            "chat_template": None if engine.profile.chat is None else engine.profile.chat.template,
+            "chat_template": None if chat is None else chat.template,
+            "tool_parser": None if chat is None or chat.tools is None else chat.tools.name,
         }
     )

@@ -56,12 +56,9 @@ def derived_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) % (MAX_SEED + 1)
 
 
-NOT_TRAINED = "the model was not trained to call tools; leave it out"
 REFUSED_IN_CHAT: Mapping[str, Refusal] = {
-    "tools": Refusal(NOT_TRAINED, ([],)),
-    "tool_choice": Refusal(NOT_TRAINED, ("none", "auto")),
-    "functions": Refusal(NOT_TRAINED, ([],)),
-    "function_call": Refusal(NOT_TRAINED, ("none", "auto")),
+    "functions": Refusal("it has made way for tools; use these", ([],)),
+    "function_call": Refusal("it has made way for tool_choice; use that", ("none", "auto")),
     "modalities": Refusal('answers are text; leave it out or send ["text"]', (["text"],)),
     "audio": Refusal("answers are text; leave it out"),
     "web_search_options": Refusal("nothing is looked up; leave it out"),

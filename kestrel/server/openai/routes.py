@@ -31,6 +31,7 @@ from kestrel.server.schemas import (
     refusals,
 )
 from kestrel.settings import SETTINGS, boolean, tokens_or_none
+from kestrel.skills.tools import MAX_TOOLS, NAME
 
 BOOLEAN = boolean.schema
 TEXT: Schema = {"type": "string"}
@@ -53,12 +54,28 @@ PART: Schema = {
         record({"type": {"const": "image_url"}, "image_url": _IMAGE}),
     ]
 }
+_CALL = record({"id": TEXT, "type": {"const": "function"}, "function": record({"name": TEXT, "arguments": TEXT})})
 _MESSAGE = record(
     {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [TEXT, list_of(PART)]},
+        "content": {"anyOf": [TEXT, list_of(PART), NULL]},
+        "tool_calls": nullable(list_of(_CALL)),
+    },
+    "tool_calls",
+)
+_NAME: Schema = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+_TOOL = record(
+    {
+        "type": {"const": "function"},
+        "function": body({"name": _NAME}, {"description": TEXT, "parameters": {"type": "object"}, "strict": BOOLEAN}),
     }
 )
+_TOOL_CHOICE: Schema = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        record({"type": {"const": "function"}, "function": record({"name": TEXT})}),
+    ]
+}
 _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN})
 _COMMON: Mapping[str, Schema] = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
@@ -84,6 +101,9 @@ CHAT_REQUEST = body(
         "reasoning_effort": {"enum": list(chat.EFFORTS)},
         "include_reasoning": BOOLEAN,
         **_TEMPLATE_FIELDS,
+        "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
+        "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
+        "parallel_tool_calls": described("Whether there may be several calls. Default: true.", BOOLEAN),
     },
 )
 _IDS = list_of(TOKEN_ID, minItems=1)
@@ -177,14 +197,16 @@ CHAT_ANSWER = record(
                     "message": record(
                         {
                             "role": {"const": "assistant"},
-                            "content": TEXT,
+                            "content": nullable(TEXT),
                             "refusal": NULL,
                             "reasoning_content": TEXT,
+                            "tool_calls": list_of(_CALL),
                         },
                         "reasoning_content",
+                        "tool_calls",
                     ),
                     "logprobs": nullable(_CHAT_LOGPROBS),
-                    "finish_reason": _FINISH,
+                    "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
                 }
             )
         ),
@@ -230,6 +252,7 @@ TOKENIZER_INFO = record(
         "vocab_size": COUNT,
         "model_max_length": COUNT,
         "chat_template": nullable(TEXT),
+        "tool_parser": nullable(TEXT),
     }
 )
 MODEL = record(
