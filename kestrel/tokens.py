@@ -70,9 +70,13 @@ def ids_if_text(items: Collection[object]) -> list[int] | None:
 
 
 def text_tokens(ids: Sequence[int]) -> list[ContextItem]:
+    if ids and not 0 <= min(ids) <= max(ids) < MAX_KEPT_IDS:
+        return [TextToken(i) for i in ids]
     return list(map(_text_token, ids))
 
 
 _id_of = attrgetter("id")
-_text_token = lru_cache(maxsize=1 << 17)(TextToken)
-"""One object per id: making a new one takes five times as long. The bound is for ids that no vocabulary has."""
+_text_token = lru_cache(maxsize=None)(TextToken)
+"""One object per id, for good: making a new one takes five times as long."""
+MAX_KEPT_IDS = 1 << 18
+"""Larger than vocabularies are; callers may name any number."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel.skills.base import Tokenizer
-from kestrel.skills.states import TextStream
+from kestrel.skills.states import TextStream, UnreadText
 
 from .model_profiles import golden_cases, golden_tokenizer
 
@@ -136,3 +136,10 @@ class ByteRunTokenizer:
 def test_characters_survive_a_tokenizer_that_decodes_byte_runs_whole(text: str) -> None:
     tokenizer = ByteRunTokenizer()
     assert "".join(chunks_of(tokenizer.encode(text), tokenizer)) == text
+
+
+@given(ANY_IDS)
+def test_text_that_nobody_reads_is_the_text_that_is_read(ids: list[int]) -> None:
+    stream = UnreadText(TOKENIZER)
+    assert [*map(stream.push, ids), stream.flush()] == [""] * (len(ids) + 1)
+    assert stream.text == "".join(chunks_of(ids))

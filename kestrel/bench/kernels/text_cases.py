@@ -36,6 +36,7 @@ from kestrel.kernels.triton.ops import TRITON
 from kestrel.layers.mlp import MAX_EXACT_ROWS
 
 FACTOR_BYTES = 4
+NORM_EPS = 1e-5
 
 
 def text_cases(sizes: Sizes) -> Iterator[Case]:
@@ -74,6 +75,8 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
         yield _linear_case("qkv", rows, text.qkv_dim, text.dim)
         yield _linear_case("proj", rows, text.dim, text.dim)
         yield _linear_case("head", rows, text.vocab_size, text.dim)
+        yield _linear_case("qkv", rows, text.qkv_dim, text.dim, has_norm=True)
+        yield _gated_case(rows, text.ff_dim, text.dim)
 
 
 def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
@@ -194,22 +197,44 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
 
 
 def _linear_case(
-    name: str, rows: int, num_out: int, num_in: int, gelu_from: int | None = None, has_fp8_weights: bool = False
+    name: str,
+    rows: int,
+    num_out: int,
+    num_in: int,
+    gelu_from: int | None = None,
+    has_fp8_weights: bool = False,
+    has_norm: bool = False,
 ) -> Case:
     def make(maker: Maker) -> tuple[Any, ...]:
         weight, scale = maker.numbers(num_out, num_in, scale=num_in**-0.5), None
         if has_fp8_weights:
             weight, scale = weights_to_fp8(weight)
         x, bias, residual = maker.numbers(rows, num_in), maker.numbers(num_out), maker.numbers(rows, num_out)
-        return x, weight, bias, residual, gelu_from, scale
+        norm = (maker.numbers(num_in), NORM_EPS) if has_norm else None
+        return x, weight, bias, residual, gelu_from, scale, None, norm
 
     weight_bytes = num_out * num_in * (FP8_BYTES if has_fp8_weights else HALF_BYTES)
     return op_case(
         "small_linear",
-        f"{name}, {rows}x{num_in} to {num_out}{', fp8 weights' * has_fp8_weights}",
+        f"{name}, {rows}x{num_in} to {num_out}{', fp8 weights' * has_fp8_weights}{', norm' * has_norm}",
         make,
         bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
+        tunings=small_linear_tunings(rows),
+    )
+
+
+def _gated_case(rows: int, inner_dim: int, num_in: int) -> Case:
+    def make(maker: Maker) -> tuple[Any, ...]:
+        weight = maker.numbers(2 * inner_dim, num_in, scale=num_in**-0.5)
+        return maker.numbers(rows, num_in), weight, None, (maker.numbers(num_in), NORM_EPS)
+
+    return op_case(
+        "gated_linear",
+        f"{rows}x{num_in} to {inner_dim}, norm",
+        make,
+        bytes_moved=2 * inner_dim * num_in * HALF_BYTES + rows * (num_in + inner_dim) * HALF_BYTES,
+        flop=4 * rows * inner_dim * num_in,
         tunings=small_linear_tunings(rows),
     )
 
