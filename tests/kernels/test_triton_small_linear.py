@@ -125,3 +125,14 @@ def test_gated_half_precision_is_no_further_from_the_truth_than_the_plain_versio
     exact = plain_gated(x.double(), weight.double(), norm=(norm.double(), 1e-5))
     got, usual = (run(x, weight, norm=(norm, 1e-5)) for run in (gated_linear, plain_gated))
     assert distance(got, exact) <= 1.05 * distance(usual, exact)
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("num_out", [64, 1536, 8192, 14336])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_blocks_of_half_precision_fit_the_shared_memory(num_out: int, is_gated: bool, has_room: bool) -> None:
+    tuning = Tuning.of(16, num_out, 4096, is_gated=is_gated, has_room=has_room)
+    # As the compiler reports it: products of narrow blocks go by an older way, which needs a buffer less.
+    buffers = tuning.num_stages - (tuning.block_out < 64)
+    taken = buffers * 2 * tuning.block_in * (tuning.block_out * (1 + is_gated) + 16)
+    assert taken <= (225 if has_room else 99) * 1024

@@ -48,20 +48,21 @@ class Tuning:
         has_room: bool = False,
     ) -> Tuning:
         """A gated layer reads two rows of weights for each output. `has_room`: blocks may take 160 KiB together."""
+        width = 1 + is_gated
         if num_rows <= SUMMED_ROWS:
-            if has_room and num_out % 4 == 0 and num_in % 1024 == 0:
-                return cls(block_out=4, block_in=1024, num_warps=2 if num_in < 4096 or is_gated else 4)
+            if has_room and num_out % 4 == 0 and num_in % 512 == 0 and num_in <= 4096:
+                return cls(block_out=2 if is_gated else 4, block_in=512, num_warps=2)
             if num_in > 4096:
                 return cls(block_out=1, block_in=1024)
             block_out = 2 if num_out % 2 == 0 and not is_gated else 1
             return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
         if has_room and bytes_per_number == 2 and num_in % 512 == 0:
-            return cls(64, 128, num_stages=5) if num_out >= MANY_OUTPUTS else cls(16, 512, num_stages=5)
-        block_out = next((size for size in (64, 32) if num_out * (1 + is_gated) >= 132 * size), 16)
-        block_out = max(16, block_out // (1 + is_gated))
+            return cls(64, 128, num_stages=5) if num_out >= MANY_OUTPUTS else cls(16, 512 // width, num_stages=5)
+        block_out = max(16, next((size for size in (64, 32) if num_out * width >= 132 * size), 16) // width)
+        row = max(16, triton.next_power_of_2(num_in))
         if bytes_per_number > 2:  # twice the bytes: fewer of them at a time, so that every GPU has room
-            return cls(block_out, min(4096 // block_out, max(16, triton.next_power_of_2(num_in))), num_stages=2)
-        return cls(block_out, min(8192 // block_out, max(16, triton.next_power_of_2(num_in))))
+            return cls(block_out, min(4096 // width // block_out, row), num_stages=2)
+        return cls(block_out, min(8192 // width // block_out, row))
 
 
 @triton.jit
@@ -107,9 +108,9 @@ def _silu_times(gate, up):
 
 @triton.jit
 def _weights(place, d, outs, num_out, num_in, EVEN: tl.constexpr):
-    """Those of one block; past the last there is nothing to read."""
+    """Those of one block."""
     if EVEN:
-        return tl.load(place + d, mask=d < num_in, other=0.0)
+        return tl.load(place + d)
     return tl.load(place + d, mask=(outs < num_out) & (d < num_in), other=0.0)
 
 
@@ -130,23 +131,34 @@ def _by_sums(
     x_place = x_ptr + rows[:, None, None] * x_stride
     w_place = w_ptr + outs.to(tl.int64)[None, :, None] * num_in
     up_place = w_place + num_out.to(tl.int64) * num_in
-    d = tl.arange(0, BLOCK_IN)[None, None, :]
-    # Weights are on their way while the kernel before ends, and then while the block before is multiplied.
-    next_w = _weights(w_place, d, outs[None, :, None], num_out, num_in, EVEN)
-    next_up = _weights(up_place, d, outs[None, :, None], num_out, num_in, EVEN) if GATED else next_w
-    wait_for_inputs(DEPENDENT)
-    for start in range(0, num_in, BLOCK_IN):
-        w, up, at = next_w, next_up, start + d
-        next_w = _weights(w_place, at + BLOCK_IN, outs[None, :, None], num_out, num_in, EVEN)
-        if GATED:
-            next_up = _weights(up_place, at + BLOCK_IN, outs[None, :, None], num_out, num_in, EVEN)
-        if EVEN:
-            x = tl.load(x_place + at).to(tl.float32)
-        else:
-            x = tl.load(x_place + at, mask=(rows < num_rows)[:, None, None] & (at < num_in), other=0.0).to(tl.float32)
+    first, all_outs = tl.arange(0, BLOCK_IN)[None, None, :], outs[None, :, None]
+    begin = 0
+    if EVEN:
+        # The first weights are on their way while the kernel before ends.
+        w = _weights(w_place, first, all_outs, num_out, num_in, EVEN)
+        up = _weights(up_place, first, all_outs, num_out, num_in, EVEN) if GATED else w
+        wait_for_inputs(DEPENDENT)
+        x = tl.load(x_place + first).to(tl.float32)
         if HAS_NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + at, mask=at < num_in, other=0.0).to(tl.float32)
+            x *= tl.load(norm_ptr + first).to(tl.float32)
+        total += x * w.to(tl.float32)
+        if GATED:
+            up_total += x * up.to(tl.float32)
+        begin = BLOCK_IN
+    else:
+        wait_for_inputs(DEPENDENT)
+    for start in range(begin, num_in, BLOCK_IN):
+        d = start + first
+        w = _weights(w_place, d, all_outs, num_out, num_in, EVEN)
+        up = _weights(up_place, d, all_outs, num_out, num_in, EVEN) if GATED else w
+        if EVEN:
+            x = tl.load(x_place + d).to(tl.float32)
+        else:
+            x = tl.load(x_place + d, mask=(rows < num_rows)[:, None, None] & (d < num_in), other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + d, mask=None if EVEN else d < num_in, other=None if EVEN else 0.0).to(tl.float32)
         total += x * w.to(tl.float32)
         if GATED:
             up_total += x * up.to(tl.float32)
