@@ -60,7 +60,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingFiles
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported: a full collection would look at it for half a second
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else modules that count their objects complain about them at the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
