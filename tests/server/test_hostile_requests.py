@@ -18,6 +18,7 @@ from PIL import Image
 
 from kestrel.server.config import ServerConfig
 from tests.exhaustive import sweep
+from tests.moondream.coarse import EMBEDDED, coarse_folder
 from tests.server.conftest import RunningServer, data_url, encoded, runtime_config, start_server
 from tests.server.leftovers import holdings, resident_bytes
 from tests.server.sockets import JSON, POST_QUERY, eventually
@@ -30,7 +31,7 @@ DEEP = 100_000
 @pytest.fixture(scope="module")
 def sturdy() -> Iterator[RunningServer]:
     config = ServerConfig(port=0, receive_timeout_s=1.5)
-    yield from start_server(config, runtime_config(max_image_pixels=4_000_000))
+    yield from start_server(config, runtime_config(model_path=coarse_folder(EMBEDDED), max_image_pixels=4_000_000))
 
 
 class Neighbour:
