@@ -19,12 +19,20 @@ LONG = (
 )
 """Begun first, since a file is one worker's: at the end the other one would wait for it."""
 TOGETHER = {
-    "tests/server/playground/": "a browser",
-    "tests/server/test_draining": "servers to fork",
-    "tests/server/test_server_process": "servers to fork",
-    "tests/llama/": "transformers",
+    "a browser": ("tests/server/playground/",),
+    "servers to fork": (
+        "tests/integrations/",
+        "tests/server/test_connections",
+        "tests/server/test_draining",
+        "tests/server/test_hostile_formats",
+        "tests/server/test_large_pictures",
+        "tests/server/test_server_memory",
+        "tests/server/test_server_process",
+    ),
+    "transformers": ("tests/layers/", "tests/llama/", "tests/models/gguf/"),
+    "golden models": ("tests/moondream/", "tests/runtime/"),
 }
-"""Files that one worker runs, by what it starts or imports for them."""
+"""Files that one worker runs, by what it starts, imports or computes once for them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,9 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class SharingFiles(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return next(
-            (group for start, group in TOGETHER.items() if nodeid.startswith(start)), super()._split_scope(nodeid)
-        )
+        groups = (group for group, starts in TOGETHER.items() if nodeid.startswith(starts))
+        return next(groups, super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingFiles:
@@ -60,7 +67,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingFiles
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported: a full collection would look at it for half a second
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else modules that count their objects complain about them at the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ def _built_once() -> SpriteAtlas:
 
 
 @cache
-def sprite_textures(device: str = "cpu") -> AtlasTensors:
+def sprite_textures(device: str) -> AtlasTensors:
     """Made once, which takes a second; nothing of them may be changed by a test."""
     return upload_atlas(sprite_atlas(), device)
 

@@ -22,9 +22,9 @@ from kestrel.config import RuntimeConfig
 from kestrel.families import registered_models
 from kestrel.server.config import ServerConfig
 from kestrel.skills import default_registry
+from tests.moondream.coarse import coarse_folder
 
 ROOT = Path(__file__).parents[1]
-GOLDENS = ROOT / "tests" / "goldens"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -136,14 +136,15 @@ def test_ci_runs_the_test_command_of_the_readme_and_what_it_leaves_out() -> None
 def test_every_python_block_of_the_readme_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In order, sharing names, in the checkout, with a golden model in place of the named one."""
+    """In order, sharing names, in the checkout, with a small model in place of the named one."""
     monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {}
     blocks = code_blocks("python")
+    small = f"model_path={str(coarse_folder('md3'))!r}, kv_cache_pages=600, max_seq_length=250"
     loop = asyncio.new_event_loop()
     try:
         for number, block in enumerate(blocks, start=1):
-            source = block.replace('model="moondream2"', f"model_path={str(GOLDENS / 'md3')!r}, kv_cache_pages=600")
+            source = block.replace('model="moondream2"', small)
             code = compile(source, f"README block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             outcome = eval(code, names)
             if inspect.iscoroutine(outcome):

@@ -14,6 +14,7 @@ from kestrel.cli.app import run
 from kestrel.moondream.random_models import write_tiny_random_folder
 from kestrel.server.records import LOGGERS
 from tests.moondream.coarse import coarse_folder
+from tests.moondream.seen_crops import engines_encode_once
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMALL = str(GOLDENS / "image_small.png")
@@ -38,6 +39,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _crops_encoded_once() -> Iterator[None]:
+    with engines_encode_once():
+        yield
 
 
 @pytest.fixture(scope="session")

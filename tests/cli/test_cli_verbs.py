@@ -193,13 +193,6 @@ def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: 
     assert saved.exists()
 
 
-def test_without_a_model_the_embedded_one_answers_and_says_so(kestrel: Kestrel) -> None:
-    outcome = kestrel("query", str(SCENE), "How many bees are there?", "--no-reasoning", "--temperature", "0")
-    assert outcome.code == 0
-    assert outcome.out.strip() == "3"
-    assert "demonstration model" in outcome.err
-
-
 def test_help_and_version_are_results(kestrel: Kestrel) -> None:
     assert kestrel("--version").out.startswith("kestrel ")
     for arguments in ((), ("--help",), ("-h",)):

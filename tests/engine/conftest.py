@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from tests.moondream.coarse import coarse_folder
+from tests.moondream.seen_crops import engines_encode_once
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MakeEngine = Callable[..., Awaitable[InferenceEngine]]
@@ -24,6 +25,12 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _crops_encoded_once() -> Iterator[None]:
+    with engines_encode_once():
+        yield
 
 
 def cases(family: str) -> dict[str, dict[str, Any]]:

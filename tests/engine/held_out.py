@@ -48,7 +48,7 @@ class Asked:
 def drawn_scenes() -> tuple[DrawnScene, ...]:
     atlas = sprite_atlas()
     batch = sample_batch(FIRST_SEED + np.arange(NUM_SCENES), *SIZE, HELD_OUT)
-    pictures, world = draw_batch(batch, sprite_textures()).numpy(), task_world(path_book(atlas))
+    pictures, world = draw_batch(batch, sprite_textures("cpu")).numpy(), task_world(path_book(atlas))
     return tuple(DrawnScene(SceneView(scene_at(batch, row), world), pictures[row]) for row in range(NUM_SCENES))
 
 

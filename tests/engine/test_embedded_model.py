@@ -54,7 +54,7 @@ async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str) -> None:
 
 
 async def test_thinking_points_at_what_it_counts() -> None:
-    async with await engine() as running:
+    async with await engine(dtype="bfloat16") as running:  # which has seen the picture above
         result = await running.query(SCENE, "How many bees are there?", reasoning=True, **GREEDY)
     assert result.output["answer"] == str(len(BEES))
     points = [p for ground in result.output["reasoning"]["grounding"] for p in ground["points"]]

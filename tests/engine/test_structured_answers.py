@@ -51,7 +51,7 @@ async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(make_
     engine = await make_coarse_engine("md3")
 
     async def ask(seed: int) -> str:
-        wanted = of_schema(SCHEMAS["nested"])
+        wanted = of_schema(SCHEMAS["person"])
         result = await engine.run(
             "query", **QUESTION, temperature=1.0, top_p=1.0, seed=seed, max_tokens=250, response_format=wanted
         )

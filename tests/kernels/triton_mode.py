@@ -46,6 +46,36 @@ def prepare_once() -> None:
         return np_dtypes[name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once_a_launch, np_dtype_once
+    describe_once()
+
+
+def describe_once() -> None:
+    """Every result has a type and a shape, each made of many small objects: a third of what is left. Those of one
+    element type and shape are alike, and nobody changes them."""
+    from triton.language import core, semantic  # noqa: PLC0415 - after the choice above
+
+    # Whether a sum of integers fits is worked out for each, and told only to who debugs a kernel.
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(side.value if isinstance(side, core.constexpr) else side for side in shape)
+        key = (element_ty.name, *sizes)
+        if (known := blocks.get(key)) is None:
+            make_block(self, element_ty, shape)
+            known = blocks[key] = dict(self.__dict__, sizes=sizes)
+        self.__dict__.update(known)
+
+    def tensor_once(self: Any, handle: Any, type: Any) -> None:
+        sizes = type.sizes if type.is_block() else ()
+        if (known := shapes.get(sizes)) is None:
+            make_tensor(self, handle, type)
+            known = shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype, (self.shape, self.numel) = handle, type, type.scalar, known
+
+    core.block_type.__init__, core.tensor.__init__ = block_once, tensor_once
 
 
 if not torch.cuda.is_available():

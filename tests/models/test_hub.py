@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -106,15 +104,9 @@ def test_every_refusal_names_the_file_and_the_remedy(
         fetch_file(FILE)
 
 
-def test_offline_with_an_empty_cache_fails_at_once_and_says_so(tmp_path: Path) -> None:
-    code = (
-        "from kestrel.models.hub import HubFile, fetch_file\n"
-        "from kestrel.errors import CheckpointError\n"
-        "try:\n    fetch_file(HubFile('someone/model', 'v1', 'model.safetensors'))\n"
-        "except CheckpointError as error:\n    print(error)\n"
-    )
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "HF_HUB_OFFLINE is set and the cache lacks the file" in result.stdout
+def test_offline_with_an_empty_cache_fails_at_once_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the library itself, in the state in which it is after a start with these variables."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set and the cache lacks the file"):
+        fetch_file(FILE)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from kestrel.kernels.ops import PLAIN
+from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES, golden
 from tests.runtime.paged import paged
 from tests.runtime.test_paged_equality import all_skills, dense
 
 
-@pytest.mark.parametrize(("family", "in_fixed_sizes"), [("md2", True), ("md3", False)])
+@sweep(("family", "in_fixed_sizes"), [("md2", True), ("md3", False), ("md3", True)], always=[("md3", True)])
 def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, in_fixed_sizes: bool) -> None:
     g = coarse(family)
     cases = all_skills(g, "a", "small") + all_skills(g, "b", "multi")

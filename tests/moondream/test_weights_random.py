@@ -11,6 +11,7 @@ from kestrel import families
 from kestrel.config import RuntimeConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.random_models import random_model, randomise_, write_random_folder
+from tests.exhaustive import sweep
 
 from .test_lora import own_values
 from .weight_sets import ROOT, golden_config
@@ -27,7 +28,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_every_naming_and_number_of_shards_gives_the_same_model(tmp_path: Path, family: str) -> None:
     config = golden_config(family).with_region_ln(family == "md3")
     write_random_folder(tmp_path / "one", config, 7, TOKENIZER)

@@ -59,7 +59,7 @@ def usual_steps(monkeypatch: pytest.MonkeyPatch) -> list[SlotAdapt]:
     return seen
 
 
-@sweep(("family", "num_slots"), [("md2", 5), ("md2", 2), ("md3", 5)], always=[("md2", 2), ("md3", 5)])
+@sweep(("family", "num_slots"), [("md2", 5), ("md2", 2), ("md3", 5), ("md3", 2)], always=[("md3", 2)])
 def test_a_mixed_crowd_is_told_what_each_is_told_alone(
     family: str, num_slots: int, usual_steps: list[SlotAdapt]
 ) -> None:

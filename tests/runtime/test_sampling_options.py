@@ -82,7 +82,7 @@ def test_greedy_tokens_equal_a_plain_loop(name: str) -> None:
     assert ours == naive(one, [logits_BV[0] for logits_BV in engine.decoder.logits_seen])
 
 
-@sweep(("steps_in_flight", "temperature"), [(0, 0.0), (1, 0.0), (0, 1.2), (1, 1.2)], always=[(0, 0.0), (1, 1.2)])
+@sweep(("steps_in_flight", "temperature"), [(0, 0.0), (1, 0.0), (0, 1.2), (1, 1.2)], always=[(1, 1.2)])
 def test_every_option_gives_the_same_alone_in_a_crowd_and_preempted(steps_in_flight: int, temperature: float) -> None:
     cases = [case(name, **options, temperature=temperature, seed=7) for name, options in OPTIONS.items()]
     plain = case("plain", temperature=temperature, seed=7)

@@ -20,7 +20,7 @@ from kestrel.runtime import bring_up
 from kestrel.runtime.bring_up import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
 from kestrel.runtime.memory import ROOM, WorkingMemory, measure_working_memory
 from tests.exhaustive import sweep
-from tests.moondream.goldens import golden
+from tests.moondream.coarse import POSITIONS, coarse
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -29,7 +29,7 @@ MEASURED = WorkingMemory(per_crop=10 * MIB, prefill=100 * MIB, is_captured=True)
 
 @sweep(("name", "is_fused"), [("md2", False), ("md3", True)], always=[("md3", True)])
 def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool) -> None:
-    decoder = MoondreamDecoder(copy.deepcopy(golden(name).model))
+    decoder = MoondreamDecoder(copy.deepcopy(coarse(name).model))
     if is_fused:
         decoder.fuse(PLAIN)
     results: list[Any] = []
@@ -48,7 +48,7 @@ def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool)
     assert found.per_crop == math.ceil(1000 / num_crops), "shared by the crops of one picture"
     assert found.prefill == 1000
     [embedded], hidden = results
-    assert embedded.shape == (729, decoder.shape.hidden_dim)
+    assert embedded.shape == (POSITIONS - 1, decoder.shape.hidden_dim)
     assert hidden.shape == (300, decoder.shape.hidden_dim)
     assert hidden.isfinite().all()
 
@@ -69,7 +69,7 @@ def test_crops_are_as_many_as_the_memory_left_to_steps_allows(monkeypatch: pytes
 
 
 def test_a_step_has_no_more_positions_than_all_rows_together() -> None:
-    shape = MoondreamDecoder(golden("md2").model).shape
+    shape = MoondreamDecoder(coarse("md2").model).shape
     assert prefill_budget(RuntimeConfig(max_batch_size=4), shape, CPU) == 2048
     for length, expected in ((None, 3 * shape.max_context), (500, 1500)):
         config = RuntimeConfig(max_batch_size=3, max_prefill_tokens=2**20, max_seq_length=length)

@@ -26,6 +26,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.lifecycle import bind, uvicorn_config
 from kestrel.server.state import RequestInfo, ServerState, app_state
+from tests.moondream.seen_crops import engines_encode_once
 from tests.scene import SCENE
 
 T = TypeVar("T")
@@ -116,6 +117,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _crops_encoded_once() -> Iterator[None]:
+    with engines_encode_once():
+        yield
 
 
 @pytest.fixture(scope="package")

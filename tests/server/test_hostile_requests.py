@@ -18,6 +18,7 @@ from PIL import Image
 
 from kestrel.server.config import ServerConfig
 from tests.exhaustive import sweep
+from tests.moondream.coarse import EMBEDDED, coarse_folder
 from tests.server.conftest import RunningServer, data_url, encoded, runtime_config, start_server
 from tests.server.leftovers import holdings, resident_bytes
 from tests.server.sockets import JSON, POST_QUERY, eventually
@@ -30,7 +31,7 @@ DEEP = 100_000
 @pytest.fixture(scope="module")
 def sturdy() -> Iterator[RunningServer]:
     config = ServerConfig(port=0, receive_timeout_s=1.5)
-    yield from start_server(config, runtime_config(max_image_pixels=4_000_000))
+    yield from start_server(config, runtime_config(model_path=coarse_folder(EMBEDDED), max_image_pixels=4_000_000))
 
 
 class Neighbour:
@@ -90,65 +91,70 @@ def asked(**fields: Any) -> bytes:
 
 
 WRONG_VALUES: tuple[Any, ...] = (True, 1.5, -1, 10**400, [], {}, "x", "\0", [[[]]], {"a": 1})
-BODIES: dict[str, bytes] = {
-    "empty": b"",
-    "blanks": b" \n ",
-    "a list": b"[]",
-    "a number": b"1",
-    "null": b"null",
-    "cut off": b'{"question": "Who',
-    "two objects": b"{}{}",
-    "not utf-8": b'{"question": "\xff\xfe"}',
-    "half a surrogate": b'{"question": "\\ud800"}',
-    "utf-16": '{"question": "Who?"}'.encode("utf-16"),
-    "a byte order mark": b"\xef\xbb\xbf{}",
-    "not a number": b'{"question": "Who?", "temperature": NaN}',
-    "infinity": b'{"question": "Who?", "temperature": Infinity}',
-    "beyond a double": b'{"question": "Who?", "temperature": 1e999}',
-    "a huge integer": b'{"question": "Who?", "seed": ' + b"9" * 5000 + b"}",
-    "deep lists": b'{"question": ' + b"[" * DEEP + b"]" * DEEP + b"}",
-    "deep objects": b'{"settings": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
-    "a key twice, wrong at last": b'{"question": "Who?", "question": 1}',
-    "many keys": json.dumps({f"k{i}": i for i in range(50_000)}).encode(),
-    "form data": b"question=Who&max_tokens=1",
-    "picture: a number": asked(image_url=5),
-    "picture: base64 cut off": asked(image_url=base64.b64encode(b"\x89PNG" * 1000).decode()[:-3]),
-    "picture: pixel bomb": asked(image_url=data_url(png_of_zeros(6000))),
-    "reference: wrong": asked(spatial_refs=[[0.5]], image_url=data_url(encoded(Image.new("RGB", (4, 4)), "PNG"))),
-    "schema: deep": asked(
-        response_format={"type": "json_schema", "json_schema": json.loads('{"a":' * 300 + "1" + "}" * 300)}
-    ),
-    "regex: catastrophic": asked(response_format={"type": "regex", "regex": "(" * 200}),
-    "long text": asked(question="bee " * 2_000_000),
-    "ids out of range": asked(settings={"allowed_ids": [2**31 - 1]}),
-    "nothing allowed": asked(settings={"allowed_ids": []}),
-    "a field of the engine": asked(tenant="other"),
-    "another field of the engine": asked(skill="caption"),
-    **{
-        f"{name}: {json.dumps(value)[:12]}": asked(**{name: value})
-        for name in ("question", "image_url", "settings", "stream", "reasoning", "spatial_refs", "response_format")
-        for value in WRONG_VALUES
-        if not (name == "question" and value in ("x", "\0"))
-        and not (name == "settings" and value == {})
-        and not (name == "spatial_refs" and value == [])
-        and not (name in ("stream", "reasoning") and value is True)
-    },
-}
+
+
+def wrong_bodies() -> dict[str, bytes]:
+    return {
+        "empty": b"",
+        "blanks": b" \n ",
+        "a list": b"[]",
+        "a number": b"1",
+        "null": b"null",
+        "cut off": b'{"question": "Who',
+        "two objects": b"{}{}",
+        "not utf-8": b'{"question": "\xff\xfe"}',
+        "half a surrogate": b'{"question": "\\ud800"}',
+        "utf-16": '{"question": "Who?"}'.encode("utf-16"),
+        "a byte order mark": b"\xef\xbb\xbf{}",
+        "not a number": b'{"question": "Who?", "temperature": NaN}',
+        "infinity": b'{"question": "Who?", "temperature": Infinity}',
+        "beyond a double": b'{"question": "Who?", "temperature": 1e999}',
+        "a huge integer": b'{"question": "Who?", "seed": ' + b"9" * 5000 + b"}",
+        "deep lists": b'{"question": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+        "deep objects": b'{"settings": ' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}",
+        "a key twice, wrong at last": b'{"question": "Who?", "question": 1}',
+        "many keys": json.dumps({f"k{i}": i for i in range(50_000)}).encode(),
+        "form data": b"question=Who&max_tokens=1",
+        "picture: a number": asked(image_url=5),
+        "picture: base64 cut off": asked(image_url=base64.b64encode(b"\x89PNG" * 1000).decode()[:-3]),
+        "picture: pixel bomb": asked(image_url=data_url(png_of_zeros(6000))),
+        "reference: wrong": asked(spatial_refs=[[0.5]], image_url=data_url(encoded(Image.new("RGB", (4, 4)), "PNG"))),
+        "schema: deep": asked(
+            response_format={"type": "json_schema", "json_schema": json.loads('{"a":' * 300 + "1" + "}" * 300)}
+        ),
+        "regex: catastrophic": asked(response_format={"type": "regex", "regex": "(" * 200}),
+        "long text": asked(question="bee " * 2_000_000),
+        "ids out of range": asked(settings={"allowed_ids": [2**31 - 1]}),
+        "nothing allowed": asked(settings={"allowed_ids": []}),
+        "a field of the engine": asked(tenant="other"),
+        "another field of the engine": asked(skill="caption"),
+        **{
+            f"{name}: {json.dumps(value)[:12]}": asked(**{name: value})
+            for name in ("question", "image_url", "settings", "stream", "reasoning", "spatial_refs", "response_format")
+            for value in WRONG_VALUES
+            if not (name == "question" and value in ("x", "\0"))
+            and not (name == "settings" and value == {})
+            and not (name == "spatial_refs" and value == [])
+            and not (name in ("stream", "reasoning") and value is True)
+        },
+    }
+
+
 ODD_PICTURES = {
-    "1x1": encoded(Image.new("RGB", (1, 1)), "PNG"),
-    "16 bit": encoded(Image.new("I;16", (40, 30)), "PNG"),
-    "CMYK": encoded(Image.new("CMYK", (40, 30)), "JPEG"),
-    "animated": encoded(
+    "1x1": lambda: encoded(Image.new("RGB", (1, 1)), "PNG"),
+    "16 bit": lambda: encoded(Image.new("I;16", (40, 30)), "PNG"),
+    "CMYK": lambda: encoded(Image.new("CMYK", (40, 30)), "JPEG"),
+    "animated": lambda: encoded(
         Image.new("RGB", (40, 30)), "GIF", save_all=True, append_images=[Image.new("RGB", (40, 30), "red")] * 200
     ),
-    "a bomb in a comment": zipped_text_bomb(),
+    "a bomb in a comment": zipped_text_bomb,
 }
 
 
 def test_every_wrong_body_is_a_refusal_in_the_one_shape(sturdy: RunningServer) -> None:
-    memory_before = resident_bytes()
+    bodies, memory_before = wrong_bodies(), resident_bytes()
     with sturdy.client() as client:
-        for name, body in BODIES.items():
+        for name, body in bodies.items():
             response = client.post("/v1/query", content=body, headers=JSON)
             assert response.status_code in (400, 413), (name, response.status_code, response.text[:200])
             error = response.json()["error"]
@@ -162,7 +168,7 @@ def test_every_wrong_body_is_a_refusal_in_the_one_shape(sturdy: RunningServer) -
 @pytest.mark.parametrize("name", ODD_PICTURES)
 def test_an_odd_picture_is_answered_or_refused(sturdy: RunningServer, name: str) -> None:
     with sturdy.client() as client:
-        response = client.post("/v1/query", json={**GOOD, "image_url": data_url(ODD_PICTURES[name])})
+        response = client.post("/v1/query", json={**GOOD, "image_url": data_url(ODD_PICTURES[name]())})
     assert response.status_code in ((200, 400) if name == "a bomb in a comment" else (200,)), response.text
 
 

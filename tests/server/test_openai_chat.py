@@ -112,7 +112,7 @@ def test_thinking_is_not_shown_unless_asked_for(client: httpx.Client, wish: dict
     assert (answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0) is thinks
 
 
-WARM = {"temperature": 2.0, "top_p": 1.0, "repetition_penalty": 2.0, "ignore_eos": True, "max_tokens": 40}
+WARM = {"temperature": 2.0, "top_p": 1.0, "repetition_penalty": 2.0, "ignore_eos": True, "max_tokens": 24}
 """Past the end of the sentence it was taught, so that chance has a say."""
 
 
@@ -199,7 +199,7 @@ def test_penalties_change_the_answer(client: httpx.Client, server: RunningServer
         "presence_penalty": 2.0,
         "frequency_penalty": 2.0,
         "repetition_penalty": 1.8,
-        "max_tokens": 40,
+        "max_tokens": 24,
         "ignore_eos": True,
     }
     direct = server.on_loop(
@@ -207,4 +207,4 @@ def test_penalties_change_the_answer(client: httpx.Client, server: RunningServer
     )
     answer = said(chat(client, WHO, **fields))
     assert answer == direct.text
-    assert answer != said(chat(client, WHO, max_tokens=40, ignore_eos=True))
+    assert answer != said(chat(client, WHO, max_tokens=24, ignore_eos=True))

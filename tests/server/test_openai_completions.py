@@ -50,7 +50,7 @@ def test_choices_of_several_prompts_stand_in_order_and_share_their_prompt(client
         "top_p": 1.0,
         "repetition_penalty": 2.0,
         "ignore_eos": True,
-        "max_tokens": 40,
+        "max_tokens": 12,
         "seed": 3,
     }
     both = complete(client, ["Who are you?", "a bee"], n=2, **warm)

@@ -85,7 +85,7 @@ def test_thinking_streams_apart_from_the_answer(client: httpx.Client) -> None:
 
 
 def test_several_choices_share_a_stream(client: httpx.Client) -> None:
-    warm = {"temperature": 2.0, "top_p": 1.0, "repetition_penalty": 2.0, "ignore_eos": True, "max_tokens": 40}
+    warm = {"temperature": 2.0, "top_p": 1.0, "repetition_penalty": 2.0, "ignore_eos": True, "max_tokens": 12}
     fields = {"messages": WHO, "n": 3, "seed": 11, **warm}
     whole = client.post("/v1/chat/completions", json=fields).json()
     *chunks, last = read(client, "/v1/chat/completions", **fields, stream_options=USAGE)

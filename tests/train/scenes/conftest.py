@@ -18,4 +18,4 @@ def atlas() -> SpriteAtlas:
 
 @pytest.fixture(scope="session")
 def textures(atlas: SpriteAtlas) -> AtlasTensors:
-    return sprite_textures()
+    return sprite_textures("cpu")
