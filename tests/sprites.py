@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import tempfile
 from functools import cache, lru_cache
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 import torch
 
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, build_atlas, missing_fonts
+from kestrel.train.scenes.atlas import (
+    DEFAULT_ATLAS_PATH,
+    EMOJI_FONT_FILE,
+    FONT_FOLDERS,
+    TEXT_FONT_FILES,
+    SpriteAtlas,
+    build_atlas,
+    missing_fonts,
+)
 from kestrel.train.scenes.textures import AtlasTensors, upload_atlas
 
 REPOSITORY = Path(__file__).parents[1]
@@ -31,16 +40,18 @@ def sprite_atlas() -> SpriteAtlas:
 
 
 def _built_once() -> SpriteAtlas:
-    """By the first worker of a run that needs it, for those that come later: it takes five seconds."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        return build_atlas()
-    shared = Path(tempfile.gettempdir()) / f"kestrel-sprites-{run}.npz"
+    """It takes six seconds: by the first who needs it, for all workers and runs that have the same code and fonts."""
+    made_of = [path for room in ("train/scenes", "images") for path in (REPOSITORY / "kestrel" / room).rglob("*.py")]
+    fonts = (EMOJI_FONT_FILE, *TEXT_FONT_FILES.values())
+    made_of += [path for folder in FONT_FOLDERS for name in fonts for path in folder.rglob(name)]
+    digest = blake2b(f"{np.__version__} {PIL.__version__}".encode(), digest_size=16)
+    for path in sorted(made_of):
+        digest.update(path.read_bytes())
+    shared = Path(tempfile.gettempdir()) / f"kestrel-sprites-{digest.hexdigest()}.npz"
     if not shared.exists():
         unfinished = shared.with_name(f"{os.getpid()}-{shared.name}")
         build_atlas().save(unfinished)
         unfinished.replace(shared)
-        atexit.register(shared.unlink, missing_ok=True)
     return SpriteAtlas.load(shared)
 
 

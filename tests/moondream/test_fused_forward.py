@@ -22,14 +22,14 @@ def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, in_fixed_si
     assert paged(g.model, is_fused=True, in_fixed_sizes=in_fixed_sizes).run(*cases) == dense(g, cases)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_chunks_and_odd_pages_change_nothing(family: str) -> None:
     g = coarse(family)
     cases = all_skills(g, "a", "small")
     assert paged(g.model, is_fused=True, page_size=7, max_prefill_tokens=40).run(*cases) == dense(g, cases)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_crops_are_encoded_as_by_the_plain_model(family: str) -> None:
     vision, fused = golden(family).model.vision, copy.deepcopy(golden(family).model.vision)
     fused.fuse(PLAIN)
@@ -39,7 +39,7 @@ def test_crops_are_encoded_as_by_the_plain_model(family: str) -> None:
     assert (found - plain).norm() <= 1e-5 * plain.norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_early_features_of_a_fused_tower_have_the_biases_that_its_stream_lacks(family: str) -> None:
     vision, fused = golden(family).model.vision, copy.deepcopy(golden(family).model.vision)
     fused.fuse(PLAIN)

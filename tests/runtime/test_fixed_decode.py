@@ -10,6 +10,7 @@ import pytest
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.sampler import Sampled
 from kestrel.settings import SamplingParams
+from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES
 from tests.moondream.grammars import text_grammar
@@ -42,7 +43,7 @@ def test_every_skill_in_one_batch_equals_the_dense_loop(
     assert any(rows < size for rows, size in sizes), "some batch was filled up"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_filling_up_a_batch_changes_nothing_for_a_row_alone(family: str, sizes: list[tuple[int, int]]) -> None:
     g = coarse(family)
     for case in all_skills(g, "a", "small"):

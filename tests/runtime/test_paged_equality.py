@@ -73,7 +73,7 @@ def test_every_skill_in_one_batch_equals_the_dense_loop(family: str, page_size: 
     assert engine.run(*cases) == dense(g, cases)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_alone_and_after_a_prefix_hit(family: str) -> None:
     g = golden(family)
     cases = all_skills(g, "a", "multi")
@@ -104,8 +104,7 @@ def test_chunked_prefill(family: str, budget: int) -> None:
     assert paged(g.model, max_prefill_tokens=budget).run(*cases) == dense(g, cases)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("steps_in_flight", [0, 1])
+@sweep(("family", "steps_in_flight"), [("md2", 0), ("md2", 1), ("md3", 0), ("md3", 1)], always=[("md2", 0), ("md3", 1)])
 def test_after_preemption_and_recompute(family: str, steps_in_flight: int) -> None:
     g = golden(family)
     cases = [case for case in all_skills(g, "a", "small") if case.images]
@@ -118,14 +117,14 @@ def test_after_preemption_and_recompute(family: str, steps_in_flight: int) -> No
     assert {name: u.output.fields["tokens"] for name, u in final.items() if u.output} == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_without_prefix_cache(family: str) -> None:
     g = coarse(family)
     cases = all_skills(g, "a", "small")
     assert paged(g.model, prefix_cache=False).run(*cases) == dense(g, cases)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_several_pictures_in_one_context(family: str) -> None:
     """Each picture is bidirectional in itself; text between them stays causal."""
     g = golden(family)
@@ -160,7 +159,7 @@ def test_logits_stay_within_the_golden_tolerance(family: str) -> None:
         torch.testing.assert_close(seen, dense_logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_seeded_sampling_is_the_same_in_any_company(family: str) -> None:
     g = coarse(family)
     base = all_skills(g, "s", "small")[0]

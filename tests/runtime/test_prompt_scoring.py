@@ -12,6 +12,7 @@ from kestrel.request import FinishReason, PromptOutputs, PromptReport, StreamUpd
 from kestrel.runtime import sampler
 from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, num_positions
+from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import FAMILIES, Golden
 from tests.moondream.grammars import text_grammar
@@ -53,7 +54,7 @@ def assert_dense(g: Golden, case: Case, update: StreamUpdate, tolerance: float =
     torch.testing.assert_close(torch.tensor(report.hidden_mean), hidden_TD.mean(0), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize(("family", "page_size"), [("md2", 1), ("md3", 16), ("md2", 64)])
+@sweep(("family", "page_size"), [("md2", 1), ("md3", 16), ("md2", 64)], always=[("md2", 1), ("md3", 16)])
 def test_in_a_crowd_of_strangers(family: str, page_size: int) -> None:
     g = coarse(family)
     cases, strangers = asking_cases(g), all_skills(g, "stranger", "multi")
@@ -82,8 +83,8 @@ def test_alone_and_on_a_warm_cache_that_is_not_read(family: str) -> None:
         assert (update.output.fields["tokens"], update.metrics.cached_tokens) == (tokens, 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, POSITIONS + 1])
+@sweep("family", FAMILIES, always=["md3"])
+@sweep("budget", [1, 7, POSITIONS + 1], always=[7, POSITIONS + 1])
 def test_chunked_prefill(family: str, budget: int) -> None:
     g = coarse(family)
     cases = asking_cases(g)
@@ -92,7 +93,7 @@ def test_chunked_prefill(family: str, budget: int) -> None:
         assert_dense(g, case, final[case.name])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES, always=["md3"])
 def test_preempted_in_the_middle_of_the_prompt(family: str) -> None:
     """A more urgent stream grows until the asking sequence, still in its prefill, has to give its pages up."""
     g = coarse(family)
