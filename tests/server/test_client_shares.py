@@ -43,8 +43,14 @@ class Answers:
         self.total += isinstance(outcome, EngineResult)
 
 
-async def ask(client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> httpx.Response:
-    return await client.post("/v1/query", json=body, headers={"X-Moondream-Auth": key})
+async def ask(
+    client: httpx.AsyncClient, key: str, body: dict[str, Any], connected: asyncio.Event | None = None
+) -> httpx.Response:
+    async def trace(event: str, _: object) -> None:
+        if connected is not None and event == "http11.send_request_headers.started":
+            connected.set()
+
+    return await client.post("/v1/query", json=body, headers={"X-Moondream-Auth": key}, extensions={"trace": trace})
 
 
 @asynccontextmanager
@@ -53,7 +59,8 @@ async def flood(server: RunningServer, key: str, number: int, priority: int = 0)
     body = long_query(end_id_of(server.engine), max_tokens=20, priority=priority)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-        tasks = [asyncio.create_task(ask(client, key, body)) for _ in range(number)]
+        connected = [asyncio.Event() for _ in range(number)]
+        tasks = [asyncio.create_task(ask(client, key, body, event)) for event in connected]
         for _ in range(1000):
             was_full = any(task.done() and task.result().status_code == 503 for task in tasks)
             if was_full or (number <= ROOM and server.engine.num_requests >= number - ROWS):
@@ -61,7 +68,8 @@ async def flood(server: RunningServer, key: str, number: int, priority: int = 0)
             await asyncio.sleep(0.01)
         assert was_full == (number > ROOM)
         yield client
-        for task in tasks:
+        for task, event in zip(tasks, connected, strict=True):
+            await asyncio.wait_for(event.wait(), 60)  # a task cancelled while it connects would leave its socket open
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
