@@ -30,7 +30,7 @@ from kestrel.moondream.random_models import RANDOM_NAMES
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.settings import SamplingParams
-from kestrel.tokens import text_tokens
+from kestrel.tokens import Text
 
 
 class Decoding:
@@ -50,7 +50,7 @@ class Decoding:
         for row in self._rows:
             pages = range(row * pages_per_row, (row + 1) * pages_per_row)
             start = RowStart(row, grammar, sampling, max_total_tokens=max_new_tokens)
-            chunk = PrefillChunk(row, 0, text_tokens(ids[row].tolist()), context, samples=True)
+            chunk = PrefillChunk(row, 0, Text(ids[row].tolist()), context, samples=True)
             self._launch(StepPlan(self._next_id(), [start], [PageWrite(row, 0, tuple(pages))], prefill=[chunk]))
         self.drain()
 

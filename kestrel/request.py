@@ -197,7 +197,7 @@ class GenerationRequest:
     """One sequence to generate, ready for the scheduler."""
 
     request_id: str
-    items: tuple[ContextItem, ...]
+    items: Sequence[ContextItem]
     grammar: Grammar
     sampling: SamplingParams
     consumer: TokenConsumer

@@ -3,16 +3,16 @@
 A context is a sequence of items. Text, coordinate and size tokens take one position each; an image span takes
 `num_positions` and is indivisible, because its positions attend to each other both ways.
 
-Prompts have thousands of tokens: what is done to each of them here is done without Python code per token.
+Prompts have thousands of tokens. Those of text alone are a `Text`, which holds ids and makes a token when it is asked
+for one; what is done to other contexts here is done without Python code per token where it can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +52,60 @@ Token: TypeAlias = TextToken | CoordToken | SizeToken
 ContextItem: TypeAlias = TextToken | CoordToken | SizeToken | ImageSpan
 
 
+class Text(Sequence[TextToken]):
+    """Text tokens by their ids."""
+
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.ids = list(ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TextToken: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Text: ...
+
+    def __getitem__(self, index: int | slice) -> TextToken | Text:
+        return Text(self.ids[index]) if isinstance(index, slice) else TextToken(self.ids[index])
+
+    def __iter__(self) -> Iterator[TextToken]:
+        return map(TextToken, self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Text):
+            return self.ids == other.ids
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Text({self.ids})"
+
+    def append(self, token: TextToken) -> None:
+        self.ids.append(token.id)
+
+
 def item_positions(item: ContextItem) -> int:
     return item.num_positions if isinstance(item, ImageSpan) else 1
 
 
-def has_pictures(items: Collection[object]) -> bool:
-    return ImageSpan in set(map(type, items))
+def has_pictures(items: Sequence[object]) -> bool:
+    return not isinstance(items, Text) and ImageSpan in set(map(type, items))
 
 
-def num_positions(items: Collection[ContextItem]) -> int:
+def num_positions(items: Sequence[ContextItem]) -> int:
     return sum(map(item_positions, items)) if has_pictures(items) else len(items)
 
 
-def ids_if_text(items: Collection[object]) -> list[int] | None:
+def ids_if_text(items: Sequence[object]) -> list[int] | None:
     """The ids of text tokens, None if there is anything else among the items."""
+    if isinstance(items, Text):
+        return items.ids
     return list(map(_id_of, items)) if set(map(type, items)) <= {TextToken} else None
 
 
-def text_tokens(ids: Sequence[int]) -> list[ContextItem]:
-    if ids and not 0 <= min(ids) <= max(ids) < MAX_KEPT_IDS:
-        return [TextToken(i) for i in ids]
-    return list(map(_text_token, ids))
-
-
 _id_of = attrgetter("id")
-_text_token = lru_cache(maxsize=None)(TextToken)
-"""One object per id, for good: making a new one takes five times as long."""
-MAX_KEPT_IDS = 1 << 18
-"""Larger than vocabularies are; callers may name any number."""

@@ -9,7 +9,7 @@ from kestrel.moondream.config import MoondreamConfig
 from kestrel.settings import text
 from kestrel.skills.base import ConstraintSource, Conversation, ModelProfile, RegionIds, Tokenizer, WrittenChat
 from kestrel.skills.builtin import block, opening, template_of
-from kestrel.tokens import ContextItem, ImageSpan, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text
 
 
 def moondream_profile(
@@ -73,7 +73,7 @@ class QueryBlocks:
         items: list[ContextItem] = []
         for message in messages:
             if message.role == "assistant":
-                items += text_tokens(profile.tokenizer.encode(message.text))
+                items += Text(profile.tokenizer.encode(message.text))
             elif message.role == "user":
                 own = _take(spans, len(message.images))
                 question = message.text if items else system + message.text

@@ -342,8 +342,10 @@ class Executor:
 
     def _adapt(self, rows: list[int]) -> SlotAdapt | None:
         """The deltas of a step's positions, None when all go through the base model alone."""
+        if self._adapters is None:
+            return None
         slots = [self._table.host[row].adapter_slot for row in rows]
-        if self._adapters is None or all(slot is None for slot in slots):
+        if all(slot is None for slot in slots):
             return None
         slot_T = upload([NO_SLOT if slot is None else slot for slot in slots], self._model.device)
         return SlotAdapt(self._adapters, slot_T, self._ops)

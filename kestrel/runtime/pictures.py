@@ -241,6 +241,6 @@ class PictureEncoder:
 
 def _pictures(prefill: list[PrefillChunk]) -> Iterator[tuple[PrefillChunk, str]]:
     for chunk in prefill:
-        for item in chunk.items:
-            if isinstance(item, ImageSpan):
-                yield chunk, item.digest
+        first = chunk.items[0]
+        if isinstance(first, ImageSpan):
+            yield chunk, first.digest

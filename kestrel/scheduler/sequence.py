@@ -8,12 +8,13 @@ Three position counts, always in this order: `committed ≤ launched ≤ known +
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from enum import Enum
 
 from kestrel.cache import PageLease
 from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, PromptReport, RequestMetrics, TokenConstraint
 from kestrel.runtime.contract import AdapterLoad
-from kestrel.tokens import ContextItem, ImageSpan, TextToken, Token, has_pictures, item_positions
+from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken, Token, has_pictures, item_positions
 
 
 class Stage(Enum):
@@ -28,7 +29,9 @@ class Sequence:
         self.request = request
         self.queue_key = queue_key
         self.max_total_tokens = max_total_tokens
-        self.items: list[ContextItem] = list(request.items)
+        self.items: Text | list[ContextItem] = (
+            Text(request.items.ids) if isinstance(request.items, Text) else list(request.items)
+        )
         self.num_known = request.num_prompt_positions
         self.stage = Stage.WAITING
         self.metrics = RequestMetrics(input_tokens=request.num_prompt_positions)
@@ -122,7 +125,9 @@ class Sequence:
             constraint.accept(token.id)
 
     def append(self, token: Token, grammar_state: int, phase_spent: int) -> None:
-        self.items.append(token)
+        if isinstance(self.items, Text) and not isinstance(token, TextToken):
+            self.items = list(self.items)
+        self.items.append(token)  # pyright: ignore[reportArgumentType]
         self.num_known += 1
         self.num_generated += 1
         self.grammar_state = grammar_state
@@ -146,7 +151,7 @@ class Sequence:
             self.metrics.token_intervals_s.append(now - self.last_token_s)
         self.last_token_s = now
 
-    def committed_items(self) -> list[ContextItem]:
+    def committed_items(self) -> Text | list[ContextItem]:
         """The items whose keys and values are complete."""
         return self.items[: self._item_at(self.num_committed)]
 
@@ -176,6 +181,8 @@ class Sequence:
         """Index of the item that begins at `position`."""
         if position >= self.request.num_prompt_positions:
             return len(self.request.items) + position - self.request.num_prompt_positions
+        if not has_pictures(self.request.items):
+            return position
         at = 0
         for index, item in enumerate(self.items):
             if at == position:
@@ -184,11 +191,11 @@ class Sequence:
         raise AssertionError(f"position {position} lies inside an item")
 
 
-def _leading_picture(items: tuple[ContextItem, ...]) -> tuple[ContextItem, ...] | None:
+def _leading_picture(items: Items[ContextItem]) -> tuple[ContextItem, ...] | None:
     """The context up to and with its first picture."""
     if not has_pictures(items):
         return None
-    return items[: next(index for index, item in enumerate(items) if isinstance(item, ImageSpan)) + 1]
+    return tuple(items[: next(index for index, item in enumerate(items) if isinstance(item, ImageSpan)) + 1])
 
 
 # ---------------------------------------------------------------------- adapter slots

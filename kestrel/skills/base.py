@@ -204,7 +204,7 @@ class ChatFormat(Protocol):
         """Raises RequestError for a conversation that cannot be written, naming the message where it can."""
         ...
 
-    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> list[ContextItem]:
+    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> Sequence[ContextItem]:
         """What was written, as a context. `images`: the pictures of all messages, in order."""
         ...
 
@@ -260,7 +260,7 @@ class ModelProfile:
 class Prompt:
     """A laid-out request."""
 
-    items: tuple[ContextItem, ...]
+    items: Sequence[ContextItem]
     grammar: Grammar
     sampling: SamplingParams
     outputs: PromptOutputs | None = None

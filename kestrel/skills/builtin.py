@@ -16,7 +16,7 @@ from kestrel.settings import SamplingParams, is_number
 from kestrel.skills.base import ModelProfile, Prompt, SkillRequest, SkillSpec, Template
 from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.fields import DrawSeed, FieldTable, Values, random_seed
-from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, text_tokens
+from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, Text, TextToken
 
 WITH_PICTURES = "moondream2"
 """A registered model, named to those who ask a text model about pictures."""
@@ -39,15 +39,16 @@ def block(
     profile: ModelProfile, prefix: Sequence[int], refs: Sequence[SpatialRef], text: str, suffix: Sequence[int]
 ) -> list[ContextItem]:
     """Template ids around spatial references and text."""
-    words = text_tokens(profile.tokenizer.encode(text))
-    return [*text_tokens(prefix), *_spatial_tokens(refs), *words, *text_tokens(suffix)]
+    words = Text(profile.tokenizer.encode(text))
+    return [*Text(prefix), *_spatial_tokens(refs), *words, *Text(suffix)]
 
 
 def laid_out(
     items: Sequence[ContextItem], grammar: Grammar, sampling: SamplingParams, constraint: Constraint | None = None
 ) -> Prompt:
     require_choices(grammar, sampling)
-    return Prompt(tuple(items), grammar, sampling, constraint=constraint)
+    fixed = items if isinstance(items, Text) else tuple(items)
+    return Prompt(fixed, grammar, sampling, constraint=constraint)
 
 
 def template_of(profile: ModelProfile, skill: str) -> Template:

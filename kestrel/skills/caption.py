@@ -21,7 +21,7 @@ from kestrel.skills.builtin import (
 from kestrel.skills.decode_rules import answer_rules
 from kestrel.skills.fields import FieldTable
 from kestrel.skills.states import TextState
-from kestrel.tokens import ImageSpan, text_tokens
+from kestrel.tokens import ImageSpan, Text
 
 _FIELDS = FieldTable("caption", {"length": text})
 
@@ -56,7 +56,7 @@ class CaptionSkill(BuiltinSkill[CaptionRequest]):
 
     def prompt(self, request: CaptionRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
         template = template_of(profile, f"caption.{request.length}")
-        items = [*opening(profile, images), *text_tokens(template.prefix), *text_tokens(template.suffix)]
+        items = [*opening(profile, images), *Text(template.prefix), *Text(template.suffix)]
         return laid_out(items, answer_rules(profile), request.sampling)
 
     def start(self, request: CaptionRequest, profile: ModelProfile) -> SkillState:

@@ -16,7 +16,7 @@ from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.logprobs import ShownTokens, prompt_logprobs
 from kestrel.skills.states import TextState
-from kestrel.tokens import ContextItem, ImageSpan, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text
 
 
 def _raw_prompt(name: str, value: Any) -> str | tuple[int, ...]:
@@ -138,5 +138,5 @@ def _prompt_ids(request: CompleteRequest, profile: ModelProfile) -> Sequence[int
 def _items(request: CompleteRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Sequence[ContextItem]:
     ids = _prompt_ids(request, profile)
     if not images:
-        return text_tokens(ids)
-    return [*opening(profile, images), *text_tokens(ids if profile.bos is None else ids[1:])]
+        return Text(ids)
+    return [*opening(profile, images), *Text(ids if profile.bos is None else ids[1:])]

@@ -14,7 +14,7 @@ from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import BuiltinSkill, SampledRequest, check_pictures, laid_out, opening
 from kestrel.skills.decode_rules import text_rules
 from kestrel.skills.fields import FieldTable, Values
-from kestrel.tokens import ImageSpan, Token, text_tokens
+from kestrel.tokens import ImageSpan, Text, Token
 
 _FIELDS = FieldTable("embed", {"text": text, "token_ids": some_token_ids})
 
@@ -57,7 +57,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
 
     def prompt(self, request: EmbedRequest, images: Sequence[ImageSpan], profile: ModelProfile) -> Prompt:
         ids = request.token_ids if request.text is None else profile.tokenizer.encode(request.text)
-        prompt = laid_out([*opening(profile, images), *text_tokens(ids)], text_rules(profile), request.sampling)
+        prompt = laid_out([*opening(profile, images), *Text(ids)], text_rules(profile), request.sampling)
         return replace(prompt, outputs=PromptOutputs(pool_from=0 if profile.bos is None else 1))
 
     def start(self, request: EmbedRequest, profile: ModelProfile) -> SkillState:

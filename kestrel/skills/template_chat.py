@@ -9,7 +9,7 @@ from kestrel.errors import RequestError
 from kestrel.skills.base import Conversation, Message, ModelProfile, ThinkingIds, ThinkingTags, WrittenChat
 from kestrel.skills.chat_template import RESERVED, ChatTemplate
 from kestrel.skills.tool_forms import told_in_messages, tool_form
-from kestrel.tokens import ContextItem, ImageSpan, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text
 
 THINKING_SWITCH = "enable_thinking"
 """The variable by which templates of the hub are told whether to think."""
@@ -66,9 +66,9 @@ class TemplateChat:
             raise RequestError("messages", "are written as nothing by the model's chat template")
         return WrittenChat(conversation, tuple(parts), self._is_thinking(parts))
 
-    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> list[ContextItem]:
+    def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> Sequence[ContextItem]:
         assert not images, "templates here are of text models"
-        return text_tokens(self._encoder.encode(written.parts))
+        return Text(self._encoder.encode(written.parts))
 
     def _message(self, message: Message) -> dict[str, Any]:
         """A developer is the system to templates that know none."""

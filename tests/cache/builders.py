@@ -7,13 +7,13 @@ from collections.abc import Hashable, Sequence
 from kestrel.cache import CacheManager, PageLease
 from kestrel.cache.radix import RadixNode, RadixPrefixCache, context_keys
 from kestrel.request import CacheNamespace
-from kestrel.tokens import ContextItem, ImageSpan, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text
 
 BASE = CacheNamespace()
 
 
 def text(*ids: int) -> list[ContextItem]:
-    return text_tokens(ids)
+    return [*Text(ids)]
 
 
 def image(digest: str, num_positions: int) -> list[ContextItem]:

@@ -18,7 +18,7 @@ from kestrel.engine import EngineResult, EngineStream, InferenceEngine
 from kestrel.errors import RequestError
 from kestrel.request import TokenLogprobs
 from kestrel.skills.logprobs import ShownTokens
-from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
 from tests.moondream.coarse import coarse
@@ -39,7 +39,7 @@ def scored_alone(fields: dict[str, Any]) -> list[float]:
 async def test_a_scored_prompt_as_evaluation_tools_ask_for_it(family: str, make_coarse_engine: MakeEngine) -> None:
     """Token ids, echo, logprobs 1, and one token or none: both give the same prompt, as a dense pass does."""
     engine = await make_coarse_engine(family)
-    logprobs_NV, ids = dense_logprobs(coarse(family).naive, text_tokens(IDS), {})
+    logprobs_NV, ids = dense_logprobs(coarse(family).naive, Text(IDS), {})
     expected = logprobs_NV[torch.arange(len(ids)), ids].tolist()
     asked: dict[str, Any] = {"echo": True, "logprobs": 1, "temperature": 0.0}
     for max_tokens in (1, 0):
@@ -111,7 +111,7 @@ def dense_embedding(naive: NaiveMoondream, pixels: np.ndarray | None, ids: list[
     if pixels is not None:
         digest = hashlib.sha256(pixels.tobytes()).hexdigest()
         items, images = [ImageSpan(digest, 1 + naive.config.vision.num_patches, bos)], {digest: pixels}
-    mean_D = dense_hidden(naive, [*items, *text_tokens(ids)], images)[1:].double().mean(0)
+    mean_D = dense_hidden(naive, [*items, *Text(ids)], images)[1:].double().mean(0)
     return (mean_D / mean_D.norm()).tolist()
 
 

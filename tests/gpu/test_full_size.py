@@ -11,7 +11,7 @@ import torch
 from kestrel.grammar import free_text
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MoondreamConfig
 from kestrel.moondream.random_models import random_model
-from kestrel.tokens import ImageSpan, TextToken, text_tokens
+from kestrel.tokens import ImageSpan, Text, TextToken
 from tests.moondream.naive_generator import NO_BLOCK, DenseAttention, NaiveGenerator
 from tests.runtime.paged import Case, paged
 
@@ -42,10 +42,7 @@ def test_cached_decoding_equals_one_uncached_pass(name: str, config: MoondreamCo
     pixels = np.random.default_rng(5).integers(0, 256, (557, 800, 3), dtype=np.uint8)
     span = ImageSpan("ab" * 16, 730, bos_id=0)
     grammar = free_text(NEVER_SAMPLED)
-    cases = [
-        Case(f"q{i}", [span, *text_tokens(question(i, 1))], grammar, NUM_TOKENS, {span.digest: pixels})
-        for i in range(4)
-    ]
+    cases = [Case(f"q{i}", [span, *Text(question(i, 1))], grammar, NUM_TOKENS, {span.digest: pixels}) for i in range(4)]
     alone = paged(model, page_size=16, num_pages=800, max_seq_length=2048, steps_in_flight=1)
     tokens = alone.run(cases[0])["q0"]
     cached = torch.cat(alone.decoder.logits_seen).float()[:NUM_TOKENS]

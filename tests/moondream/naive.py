@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, text_tokens
+from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, Text, TextToken
 
 from .naive_generator import Choose, NaiveGenerator, Run, forced, greedy, masked
 
@@ -34,12 +34,12 @@ class NaiveMoondream(NaiveGenerator):
     def query_items(self, question: str, refs: Sequence[Sequence[float]], reasoning: bool) -> list[ContextItem]:
         generation = self.config.generation
         opener = generation.query_reasoning_opener if reasoning else generation.query_answer_opener
-        prefix = text_tokens(self.config.tokenizer.templates["query"].prefix)
-        return [*prefix, *spatial_items(refs), *text_tokens(self.tokenizer.encode(question)), *text_tokens(opener)]
+        prefix = Text(self.config.tokenizer.templates["query"].prefix)
+        return [*prefix, *spatial_items(refs), *Text(self.tokenizer.encode(question)), *Text(opener)]
 
     def object_items(self, skill: str, name: str) -> list[ContextItem]:
         template = self.config.tokenizer.templates[skill]
-        return text_tokens([*template.prefix, *self.tokenizer.encode(" " + name), *template.suffix])
+        return Text([*template.prefix, *self.tokenizer.encode(" " + name), *template.suffix])
 
     @torch.inference_mode()
     def query(
@@ -64,7 +64,7 @@ class NaiveMoondream(NaiveGenerator):
     @torch.inference_mode()
     def caption(self, image: np.ndarray, length: str = "normal", *, max_tokens: int = 768) -> Run:
         template = self.config.tokenizer.templates[f"caption.{length}"]
-        run = self.prefill(*self.context(image, text_tokens(template.prefix)))
+        run = self.prefill(*self.context(image, Text(template.prefix)))
         run.output["caption"] = self._answer(run, max_tokens, greedy)
         return run
 

@@ -18,7 +18,7 @@ from kestrel.moondream.decoder import adapter_shape
 from kestrel.moondream.model import MoondreamModel, TextModel
 from kestrel.runtime.adapter_slots import NO_SLOT, AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import AdapterLoad
-from kestrel.tokens import text_tokens
+from kestrel.tokens import Text
 
 from .goldens import FAMILIES, golden, golden_adapter, pixels, tensors
 from .naive import NaiveMoondream
@@ -87,7 +87,7 @@ def test_a_whole_prompt_with_a_hosted_adapter_equals_the_reference() -> None:
     data, expected = golden("md3"), tensors("md3", "lora_expected")
     adapt = SingleAdapter(golden_adapter("md3"))
     naive = NaiveMoondream(data.model, data.config, data.tokenizer, data.naive.image_cache, adapt)
-    items, images = naive.context(pixels(data.onepass["image"]), text_tokens(data.onepass["prompt_tokens_after_image"]))
+    items, images = naive.context(pixels(data.onepass["image"]), Text(data.onepass["prompt_tokens_after_image"]))
     run = naive.prefill(items, images)
     torch.testing.assert_close(run.last.logits_V, expected["onepass_lora.logits_last"], rtol=0.0, atol=1e-4)
 

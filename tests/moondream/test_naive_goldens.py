@@ -14,7 +14,7 @@ from kestrel.grammar import Grammar
 from kestrel.layers.attention import Step
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.request import FinishReason
-from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken
 from tests.exhaustive import sweep
 
 from . import grammars
@@ -65,7 +65,7 @@ def case_prompt(case: dict[str, Any], name: str, naive: NaiveMoondream) -> tuple
         return items, grammar, settings.get("max_tokens", 768)
     if "length" in case:
         prefix = naive.config.tokenizer.templates[f"caption.{case['length']}"].prefix
-        return text_tokens(prefix), grammars.text_grammar(naive.config), settings["max_tokens"]
+        return Text(prefix), grammars.text_grammar(naive.config), settings["max_tokens"]
     skill = name.removeprefix("lora_").partition("_")[0]
     grammar = grammars.objects_grammar(naive.config, with_size=skill == "detect")
     tokens_per_object = 3 if skill == "detect" else 2
@@ -143,7 +143,7 @@ def test_an_end_id_stops_a_grammar_before_its_budget(name: str) -> None:
 def test_one_pass_over_the_whole_prompt_gives_the_stream_after_every_block(family: str) -> None:
     data, spec, expected = golden(family), golden(family).onepass, tensors(family, "text")
     image, naive, text = pixels(spec["image"]), golden(family).naive, golden(family).model.text
-    items, images = naive.context(image, text_tokens(spec["prompt_tokens_after_image"]))
+    items, images = naive.context(image, Text(spec["prompt_tokens_after_image"]))
     run = naive.prefill(items, images)
     assert len(run.attention.block_of) == spec["seq_len"]
     assert_close(run.last.logits_V, expected["onepass.logits_last"], LOGITS_TOLERANCE)
@@ -163,7 +163,7 @@ def test_one_pass_over_the_whole_prompt_gives_the_stream_after_every_block(famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefilling_in_two_parts_equals_one_pass(family: str) -> None:
     naive = golden(family).naive
-    items, images = naive.context(pixels("small"), text_tokens([1, 309, 2, 294, 3]))
+    items, images = naive.context(pixels("small"), Text([1, 309, 2, 294, 3]))
     whole = naive.prefill(items, images)
     parts = naive.prefill(items[:1], images)
     for item in items[1:]:

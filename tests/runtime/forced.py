@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel.grammar import Edge, Grammar, State
 from kestrel.moondream.model import MoondreamModel
-from kestrel.tokens import text_tokens
+from kestrel.tokens import Text
 from tests.moondream.goldens import Golden, pixels, tensors
 from tests.runtime.paged import Case, Paged, paged
 
@@ -33,7 +33,7 @@ def case_of(g: Golden, name: str) -> Case:
     ids = case["generated_tokens"]
     if "length" in case:
         template = g.config.tokenizer.templates[f"caption.{case['length']}"].prefix
-        parts = text_tokens(template)
+        parts = Text(template)
     else:
         parts = g.naive.query_items(case["question"], case.get("spatial_refs", ()), False)
     context, images = g.naive.context(None if case["image"] is None else pixels(case["image"]), parts)

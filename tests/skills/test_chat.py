@@ -7,7 +7,7 @@ import pytest
 from kestrel.errors import RequestError
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.chat import ChatSkill
-from kestrel.tokens import ContextItem, ImageSpan, TextToken, text_tokens
+from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken
 
 SKILL = ChatSkill()
 FIRST, SECOND, THIRD = "picture 1", "picture 2", "picture 3"
@@ -39,7 +39,7 @@ def items_of(profile: ModelProfile, messages: list[Any], **fields: Any) -> list[
 
 
 def question(profile: ModelProfile, text: str, opener: tuple[int, ...]) -> list[ContextItem]:
-    return text_tokens([*profile.templates["query"].prefix, *profile.tokenizer.encode(text), *opener])
+    return Text([*profile.templates["query"].prefix, *profile.tokenizer.encode(text), *opener])
 
 
 def test_one_turn_is_a_query(md2: ModelProfile) -> None:
@@ -50,7 +50,7 @@ def test_turns_are_query_blocks_after_one_beginning(md2: ModelProfile) -> None:
     assert items_of(md2, [user("what?"), said(" a dog"), user("where?")]) == [
         TextToken(0),
         *question(md2, "what?", (3, 3)),
-        *text_tokens(md2.tokenizer.encode(" a dog")),
+        *Text(md2.tokenizer.encode(" a dog")),
         *question(md2, "where?", (3, 3)),
     ]
 
@@ -59,7 +59,7 @@ def test_only_the_last_turn_opens_reasoning(md3: ModelProfile) -> None:
     assert items_of(md3, [user("what?"), said("dog"), user("why?")], reasoning=True) == [
         TextToken(0),
         *question(md3, "what?", (3,)),
-        *text_tokens(md3.tokenizer.encode("dog")),
+        *Text(md3.tokenizer.encode("dog")),
         *question(md3, "why?", (4,)),
     ]
 
@@ -80,7 +80,7 @@ def test_pictures_stand_before_their_turn(md2: ModelProfile) -> None:
         ImageSpan(FIRST, 730, bos_id=0),
         ImageSpan(SECOND, 729),
         *question(md2, "compare", (3, 3)),
-        *text_tokens(md2.tokenizer.encode("ok")),
+        *Text(md2.tokenizer.encode("ok")),
         ImageSpan(THIRD, 729),
         *question(md2, "this?", (3, 3)),
     ]

@@ -13,7 +13,7 @@ from kestrel.request import FinishReason, PromptOutputs, PromptReport, ScoredTok
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.query import QuerySkill
-from kestrel.tokens import ImageSpan, TextToken, text_tokens
+from kestrel.tokens import ImageSpan, Text, TextToken
 
 IMAGE = b"picture"
 SPAN = ImageSpan("digest", 729)
@@ -107,12 +107,12 @@ def test_an_echo_alone_has_the_ids_alone(md3: ModelProfile) -> None:
 def test_embed_lays_out_picture_and_text_and_counts_from_after_the_beginning(md3: ModelProfile) -> None:
     ids = md3.tokenizer.encode("once")
     layouts = [
-        ({"text": "once"}, [TextToken(0), *text_tokens(ids)]),
-        ({"token_ids": ids}, [TextToken(0), *text_tokens(ids)]),
-        ({"token_ids": [0, *ids]}, [TextToken(0), *text_tokens(ids)]),
+        ({"text": "once"}, [TextToken(0), *Text(ids)]),
+        ({"token_ids": ids}, [TextToken(0), *Text(ids)]),
+        ({"token_ids": [0, *ids]}, [TextToken(0), *Text(ids)]),
         ({"image": IMAGE}, [OPENED_SPAN]),
         ({"image": IMAGE, "token_ids": [0]}, [OPENED_SPAN]),
-        ({"image": IMAGE, "text": "once"}, [OPENED_SPAN, *text_tokens(ids)]),
+        ({"image": IMAGE, "text": "once"}, [OPENED_SPAN, *Text(ids)]),
     ]
     for fields, items in layouts:
         prompt, _ = begun("embed", md3, **fields)

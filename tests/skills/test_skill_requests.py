@@ -10,7 +10,7 @@ import pytest
 from kestrel.errors import RequestError
 from kestrel.skills import default_registry
 from kestrel.skills.base import ModelProfile, SkillSpec
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken, text_tokens
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Text, TextToken
 
 IMAGE = b"picture"
 SPAN = ImageSpan("digest", 729)
@@ -126,15 +126,15 @@ def test_spatial_references_follow_the_prefix(skill: str, md3: ModelProfile) -> 
     fields = {**MINIMAL[skill], "spatial_refs": [[0.0, 0.5, 0.5, 1.0]]}
     items = laid_out(skill, fields, md3).items
     prefix = md3.templates[skill].prefix
-    assert list(items[1 : 1 + len(prefix)]) == text_tokens(prefix)
+    assert list(items[1 : 1 + len(prefix)]) == Text(prefix)
     assert list(items[1 + len(prefix) :][:3]) == [CoordToken(0.25), CoordToken(0.75), SizeToken(0.5, 0.5)]
 
 
 def test_segment_encodes_the_object_without_a_blank(md3: ModelProfile) -> None:
     items = laid_out("segment", MINIMAL["segment"], md3).items
-    words = text_tokens(md3.tokenizer.encode("dog"))
-    assert list(items[1:]) == [*text_tokens((1, 313, 2)), *words, TextToken(3)]
-    assert words != text_tokens(md3.tokenizer.encode(" dog"))
+    words = Text(md3.tokenizer.encode("dog"))
+    assert list(items[1:]) == [*Text((1, 313, 2)), *words, TextToken(3)]
+    assert words != Text(md3.tokenizer.encode(" dog"))
 
 
 def test_segment_is_refused_by_a_model_without_it(md2: ModelProfile) -> None:
@@ -173,7 +173,7 @@ def test_reasoning_is_refused_by_a_model_that_cannot(skill: str, md3: ModelProfi
 
 def test_the_question_is_used_as_given(md2: ModelProfile) -> None:
     items = laid_out("query", {"question": "  what? "}, md2).items
-    assert list(items[4:-2]) == text_tokens(md2.tokenizer.encode("  what? "))
+    assert list(items[4:-2]) == Text(md2.tokenizer.encode("  what? "))
 
 
 def test_special_strings_in_a_question_stay_text(md2: ModelProfile) -> None:
@@ -202,15 +202,15 @@ def test_a_bad_raw_prompt_is_refused(prompt: Any, md2: ModelProfile) -> None:
 
 
 def test_a_raw_text_prompt_follows_the_beginning(md2: ModelProfile) -> None:
-    words = text_tokens(md2.tokenizer.encode("once"))
+    words = Text(md2.tokenizer.encode("once"))
     assert list(laid_out("complete", {"prompt": "once"}, md2).items) == [TextToken(0), *words]
     pictured = laid_out("complete", {"prompt": "once", "image": IMAGE}, md2).items
     assert list(pictured) == [replace(OPENED_SPAN, digest="0"), *words]
 
 
 def test_raw_ids_are_used_as_they_are(md2: ModelProfile) -> None:
-    assert list(laid_out("complete", {"prompt": [40, 0, 41]}, md2).items) == text_tokens([40, 0, 41])
+    assert list(laid_out("complete", {"prompt": [40, 0, 41]}, md2).items) == Text([40, 0, 41])
     pictured = replace(OPENED_SPAN, digest="0")
     for ids in ([0, 40, 41], [40, 41]):
         items = laid_out("complete", {"prompt": ids, "image": IMAGE}, md2).items
-        assert list(items) == [pictured, *text_tokens([40, 41])]
+        assert list(items) == [pictured, *Text([40, 41])]

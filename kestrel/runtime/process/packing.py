@@ -33,7 +33,7 @@ from kestrel.runtime.contract import (
     StepPlan,
 )
 from kestrel.settings import SamplingParams
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Text, TextToken
 
 Recipe = Callable[[Any], tuple[Any, ...]]
 
@@ -104,6 +104,7 @@ BY_FIELDS = (
 RECIPES: dict[type, Any] = {
     **copyreg.dispatch_table,
     **{kind: by_fields(kind) for kind in BY_FIELDS},
+    Text: lambda text: (Text, (text.ids,)),
     TextToken: lambda token: (TextToken, (token.id,)),  # the most numerous: the short way
     MappingProxyType: lambda mapping: (read_only, (dict(mapping),)),
     PrefillChunk: by_fields(PrefillChunk, images={}),

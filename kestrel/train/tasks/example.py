@@ -102,9 +102,9 @@ class TaskEncoder:
     def _prompt(self, name: str, fields: Mapping[str, Any], sees_image: bool) -> tuple[ContextItem, ...]:
         skill = self._registry.get(name)
         if not sees_image:
-            return skill.prompt(skill.parse(fields, self._profile), (), self._profile).items
+            return tuple(skill.prompt(skill.parse(fields, self._profile), (), self._profile).items)
         request = skill.parse({**fields, "image": _PICTURE}, self._profile)
-        return skill.prompt(request, (_SPAN,), self._profile).items[1:]
+        return tuple(skill.prompt(request, (_SPAN,), self._profile).items[1:])
 
     def _target(self, pieces: tuple[Piece, ...]) -> Iterator[Token]:
         for piece in pieces:

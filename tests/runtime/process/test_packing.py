@@ -32,7 +32,7 @@ from kestrel.runtime.contract import (
 from kestrel.runtime.process.messages import RefineOutline, RunStep, StepDone
 from kestrel.runtime.process.packing import RECIPES, pack, portable, unpack
 from kestrel.settings import SamplingParams
-from kestrel.tokens import CoordToken, ImageSpan, SizeToken, TextToken
+from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Text, TextToken
 from kestrel.train.adapter.samples import DataError
 
 IMAGE = RgbImage.from_pixels(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
@@ -50,6 +50,7 @@ PLAN = StepPlan(
     [PageCopy(3, 4)],
     [
         PrefillChunk(1, 0, (SPAN,), 731, False, {IMAGE.digest: IMAGE}),
+        PrefillChunk(2, 0, Text([4, 5]), 2, False),
         PrefillChunk(1, 731, WORDS, 3, True, {}, PromptOutputs(logprobs=1, pool_from=2), TextToken(3)),
     ],
     [DecodeRow(2, 17)],
