@@ -5,7 +5,7 @@ and objects named in words.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -56,9 +56,14 @@ def template_of(profile: ModelProfile, skill: str) -> Template:
     return profile.templates[skill]
 
 
-def not_supported(profile: ModelProfile, skill: str) -> RequestError:
-    skills = {key.split(".")[0] for key in profile.templates} | ({"chat"} if profile.chat is not None else set())
-    supported = ", ".join(sorted(skills | {"complete", "embed"}))
+def supported_skills(profile: ModelProfile) -> set[str]:
+    skills = {key.split(".")[0] for key in profile.templates} | {"complete", "embed"}
+    return skills if profile.chat is None else skills | {"chat"}
+
+
+def not_supported(profile: ModelProfile, skill: str, *, hidden: Collection[str] = ()) -> RequestError:
+    """`hidden`: skills that are not offered where this is said."""
+    supported = ", ".join(sorted(supported_skills(profile).difference(hidden)))
     remedy = ""
     if skill == "chat":
         remedy = ", or give the model a chat template with --chat-template FILE"
