@@ -36,13 +36,13 @@ class RuntimeConfig:
 
     model: str | None = setting(
         None,
-        "Registered model name, or a repository of the hub as org/name; fetched from the hub unless model_path is "
+        "A name of `kestrel models`, or a repository of the hub as org/name; fetched from the hub unless model_path is "
         "given.",
     )
     revision: str | None = setting(
         None,
         "Commit, tag or branch of the named model on the hub. Default: the commit that `kestrel models` shows; for "
-        "org/name, the branch main as it is now.",
+        "text models, the branch main as it is now.",
     )
     model_path: str | os.PathLike[str] | None = setting(
         None, "A model folder, a single weights file, or a .gguf file.", flags=("--model-path", "--weights")

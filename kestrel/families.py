@@ -17,7 +17,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
 from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
-from kestrel.models.family import LoadedModel, ModelSpec, Progress
+from kestrel.models.family import LoadedModel, ModelSpec, Progress, ShortName
 from kestrel.models.gguf.config import read_hub_config
 from kestrel.models.gguf.header import is_gguf
 from kestrel.models.hub import (
@@ -64,6 +64,11 @@ def registered_models() -> tuple[ModelSpec, ...]:
     return tuple(spec for family in FAMILIES for spec in family.models)
 
 
+def short_names() -> Mapping[str, ShortName]:
+    """Names that stand for repositories of the hub."""
+    return {short.name: short for family in FAMILIES for short in family.short_names}
+
+
 def embedded_model() -> ModelSpec:
     """What comes with the package; its dimensions are read from its folder."""
     config = read_config(default_model.FOLDER)
@@ -82,7 +87,7 @@ def embedded_model() -> ModelSpec:
 
 
 def known_models() -> tuple[ModelSpec, ...]:
-    """Everything that `model` may name, the default first."""
+    """Those whose dimensions are known here, the default first."""
     return (embedded_model(), *registered_models())
 
 
@@ -92,7 +97,7 @@ def find_model(name: str) -> ModelSpec:
     for spec in registered_models():
         if spec.name == name:
             return spec
-    known = [default_model.NAME, *(spec.name for spec in registered_models())]
+    known = [default_model.NAME, *(spec.name for spec in registered_models()), *short_names()]
     close = did_you_mean(name, known)
     raise ConfigError(
         "model",
@@ -107,7 +112,7 @@ def find_family(name: str) -> ModelFamily:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A model of the hub that has no registered name, as its config.json describes it at one commit."""
+    """A model of the hub as its config.json describes it at one commit."""
 
     name: str
     family: str
@@ -116,20 +121,22 @@ class Repository:
 
 
 def names_repository(name: str) -> bool:
-    """Whether `model` means a repository of the hub: registered names have no slash."""
-    return "/" in name
+    """Whether `model` means a repository of the hub: by a short name, or by its own, which has a slash."""
+    return "/" in name or name in short_names()
 
 
 def find_repository(name: str, revision: str | None = None) -> Repository:
     """Fetches config.json and nothing else, so that what cannot run is refused before its weights are fetched."""
-    if not is_repository(name):
+    short = short_names().get(name)
+    repo = name if short is None else short.repo
+    if not is_repository(repo):
         raise ConfigError(
             "model", f"{shown(name)} is no name of a repository (org/name); pass files of this machine as --model-path"
         )
-    known = [spec.name for spec in registered_models() if spec.source is not None and spec.source.weights.repo == name]
+    known = [spec.name for spec in registered_models() if spec.source is not None and spec.source.weights.repo == repo]
     if known:
         raise ConfigError("model", f"{name} has the registered name {' or '.join(known)}; give that name")
-    file = resolved(HubFile(name, revision or DEFAULT_BRANCH, CONFIG_NAME))
+    file = resolved(HubFile(repo, revision or DEFAULT_BRANCH, CONFIG_NAME))
     config = read_config(fetch_file(file).parent)
     if config is None:
         raise CheckpointError(

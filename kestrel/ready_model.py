@@ -17,7 +17,7 @@ from kestrel.errors import ConfigError
 from kestrel.images.picture import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
-from kestrel.models.family import LoadedModel, ModelSpec, Progress
+from kestrel.models.family import LoadedModel, ModelSpec, Progress, ShortName
 from kestrel.models.locate import LocatedModel
 from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.contract import Runtime
@@ -57,7 +57,9 @@ class ModelFamily(ABC):
     kinds: tuple[str, ...]
     """What its models call themselves, for refusals of others."""
     models: tuple[ModelSpec, ...] = ()
-    """The published ones that have a short name."""
+    """The published ones whose dimensions are known here."""
+    short_names: tuple[ShortName, ...] = ()
+    """Published ones that are known by name alone."""
     shape_sections: tuple[str, ...] = ()
     """Sections of config.json that tell `models` apart."""
     random_names: tuple[str, ...] = ()

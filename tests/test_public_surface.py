@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kestrel.config import RuntimeConfig
-from kestrel.families import registered_models
+from kestrel.families import registered_models, short_names
 from kestrel.server.config import ServerConfig
 from kestrel.skills import default_registry
 from tests.moondream.coarse import coarse_folder
@@ -163,11 +163,14 @@ def test_the_readme_lists_every_skill() -> None:
 def test_the_readme_lists_every_model_with_its_source_and_licence() -> None:
     table = README.split("\n## Models\n")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in table.splitlines() if row.startswith("| `")}
-    assert list(rows) == [spec.name for spec in registered_models()]
+    assert list(rows) == [*(spec.name for spec in registered_models()), *short_names()]
     for spec in registered_models():
         assert rows[spec.name].endswith(f"| {spec.licence} |")
         source = "not on the hub" if spec.source is None else f"[{spec.source.weights.repo}]"
         assert source in rows[spec.name]
+    for name, short in short_names().items():
+        assert f"[{short.repo}]" in rows[name]
+        assert rows[name].endswith(f"| {short.licence} |")
 
 
 def test_every_configuration_field_is_documented_with_its_default() -> None:

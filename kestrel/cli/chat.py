@@ -18,14 +18,14 @@ import typer
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, print_error, run_to_end, write
-from kestrel.cli.loading import note_default_model, open_engine
+from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import TextOutputOptions, TextSettings, check_settings, read_picture
 from kestrel.cli.printing import TextPrinter, note_limit, note_metrics
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, EngineStream, InferenceEngine
 from kestrel.errors import CapacityError, RequestCancelled, RequestError
 from kestrel.skills.base import ModelProfile
-from kestrel.skills.builtin import not_supported, reads_no_pictures
+from kestrel.skills.builtin import reads_no_pictures
 
 HELP = {
     "/clear": "forget the conversation",
@@ -78,8 +78,7 @@ async def _converse(
 
 def _require_chat(profile: ModelProfile, image: str | None) -> None:
     """Refuse at the start what every message would be refused for."""
-    if profile.chat is None:
-        raise not_supported(profile, "chat")
+    require_skill(profile, "chat")
     if image is not None and not profile.has_vision:
         raise reads_no_pictures("--image", profile)
 

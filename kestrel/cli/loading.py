@@ -14,12 +14,20 @@ from kestrel import default_model
 from kestrel.cli.console import note, stderr_console
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
+from kestrel.skills.base import ModelProfile
+from kestrel.skills.builtin import not_supported, supported_skills
 
 
 def note_default_model(config: RuntimeConfig) -> None:
     """Say what an answer comes from when nobody chose the model; for when there is an answer, not a refusal."""
     if config.model is None and config.weights is None:
         note(default_model.NOTICE)
+
+
+def require_skill(profile: ModelProfile, skill: str) -> None:
+    """The skill itself would refuse too, and name `embed`, which is no verb."""
+    if skill not in supported_skills(profile):
+        raise not_supported(profile, skill, hidden=("embed",))
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from rich import box
@@ -12,32 +13,59 @@ from rich.text import Text
 from kestrel import default_model
 from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.options import JsonOption
-from kestrel.families import known_models
-from kestrel.models.family import ModelSpec
+from kestrel.families import FAMILIES, known_models
+from kestrel.models.hub import DEFAULT_BRANCH
 
 
 def models(as_json: JsonOption = False) -> None:
     """List the models that --model knows."""
-    specs = known_models()
+    listed = list(_listed())
     if as_json:
-        write(json.dumps([_as_json(spec) for spec in specs], indent=2, ensure_ascii=False) + "\n")
+        write(json.dumps(listed, indent=2, ensure_ascii=False) + "\n")
     else:
-        stdout_console().print(_table(specs))
-        note("text models of the hub run by the name of their repository: --model org/name")
+        stdout_console().print(_table(listed))
+        note("other text models of the hub run by the name of their repository: --model org/name")
 
 
-def _table(specs: tuple[ModelSpec, ...]) -> Table:
+def _listed() -> Iterator[dict[str, Any]]:
+    for spec in known_models():
+        weights = None if spec.source is None else spec.source.weights
+        yield {
+            "name": spec.name,
+            "family": spec.family,
+            "is_default": spec.name == default_model.NAME,
+            "num_parameters": spec.num_parameters,
+            "licence": spec.licence,
+            "source": None if weights is None else {"repo": weights.repo, "revision": weights.revision},
+            "description": spec.description,
+            "note": spec.source_note,
+        }
+    for family in FAMILIES:
+        for short in family.short_names:
+            yield {
+                "name": short.name,
+                "family": family.name,
+                "is_default": False,
+                "num_parameters": short.num_parameters,
+                "licence": short.licence,
+                "source": {"repo": short.repo, "revision": DEFAULT_BRANCH},
+                "description": short.description,
+                "note": "",
+            }
+
+
+def _table(listed: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("description, licence, source, note")
-    for spec in specs:
-        about = Text(spec.description)
-        about.append(f"\n{spec.licence}", style="green")
-        about.append(f"\n{_source(spec)}", style="cyan")
-        if spec.source_note:
-            about.append(f"\n{spec.source_note}", style="dim")
-        table.add_row(spec.name, _short_count(spec.num_parameters), about)
+    for model in listed:
+        about = Text(model["description"])
+        about.append(f"\n{model['licence']}", style="green")
+        about.append(f"\n{_source(model)}", style="cyan")
+        if model["note"]:
+            about.append(f"\n{model['note']}", style="dim")
+        table.add_row(model["name"], _short_count(model["num_parameters"]), about)
     return table
 
 
@@ -45,24 +73,9 @@ def _short_count(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
 
 
-def _source(spec: ModelSpec) -> str:
-    if spec.name == default_model.NAME:
+def _source(model: dict[str, Any]) -> str:
+    if model["is_default"]:
         return "in the package; the default"
-    if spec.source is None:
+    if (source := model["source"]) is None:
         return "not fetched by name"
-    weights = spec.source.weights
-    return f"{weights.repo} at {weights.revision or '--revision COMMIT'}"
-
-
-def _as_json(spec: ModelSpec) -> dict[str, Any]:
-    weights = None if spec.source is None else spec.source.weights
-    return {
-        "name": spec.name,
-        "family": spec.family,
-        "is_default": spec.name == default_model.NAME,
-        "num_parameters": spec.num_parameters,
-        "licence": spec.licence,
-        "source": None if weights is None else {"repo": weights.repo, "revision": weights.revision},
-        "description": spec.description,
-        "note": spec.source_note,
-    }
+    return f"{source['repo']} at {source['revision'] or '--revision COMMIT'}"

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import exit_code_of, one_line, print_error, run_to_end, stderr_console, stdout_console, write
-from kestrel.cli.loading import note_default_model, open_engine
+from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import (
     OutputOptions,
     ReasoningOption,
@@ -78,6 +78,7 @@ async def _schedule(
         prompts, [{**fields, "question": p, "image": i} for p, i in zip(prompts, turns, strict=False)], output
     )
     async with open_engine(config) as engine:
+        require_skill(engine.profile, "query")
         began_s = time.monotonic()
         outcomes = await asyncio.gather(*(_ask(engine, batch, index) for index in range(len(prompts))))
         took_s = time.monotonic() - began_s

@@ -14,7 +14,7 @@ from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_so
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end
 from kestrel.cli.drawing import draw_result, save_picture
-from kestrel.cli.loading import note_default_model, open_engine
+from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import (
     STDIN,
     ImageArgument,
@@ -207,6 +207,7 @@ def _check_adapter(call: _SkillCall) -> None:
 async def _answer(call: _SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
     async with open_engine(call.config) as engine:
+        require_skill(engine.profile, call.skill)
         printer = printer_for(call.skill, engine.model_name, call.output.as_json, call.output.stream)
         fields = {"image": picture, "settings": call.settings.given(), "read_along": call.output.stream, **call.fields}
         stream: EngineStream = await engine.run(call.skill, stream=True, **fields)

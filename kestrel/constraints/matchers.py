@@ -87,7 +87,7 @@ def without_control_names(tokenizer_json: str) -> str:
     tokenizer: dict[str, Any] = json.loads(tokenizer_json)
     vocabulary = tokenizer["model"].get("vocab")
     if tokenizer["model"].get("type") != "BPE" or not isinstance(vocabulary, dict):
-        raise RequestError(FIELD, "needs a model with a byte-level BPE tokenizer; leave it out")
+        raise RequestError(FIELD, "needs a model with a BPE tokenizer; leave it out")
     names: dict[str, str] = {}
     for token in tokenizer["added_tokens"]:
         name = token["content"]

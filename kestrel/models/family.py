@@ -43,6 +43,17 @@ class ModelSpec:
     """What is not certain about the source."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShortName:
+    """Another name for a repository of the hub, which is fetched as by its own: main as it is now, or a revision."""
+
+    name: str
+    repo: str
+    num_parameters: int
+    licence: str
+    description: str
+
+
 ModelT = TypeVar("ModelT", bound=nn.Module, covariant=True)
 ConfigT = TypeVar("ConfigT", covariant=True)
 

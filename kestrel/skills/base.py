@@ -166,6 +166,8 @@ class ToolForm:
     """The template writes tools and calls; otherwise they are written as texts of messages."""
     has_args_mark: bool = False
     """Of Mistral's two forms the one with [ARGS]."""
+    has_blank: bool = False
+    """Of Mistral's other form: a blank behind [TOOL_CALLS], as models with sentence pieces learnt it."""
 
 
 class ChatFormat(Protocol):

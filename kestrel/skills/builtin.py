@@ -5,7 +5,7 @@ and objects named in words.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -57,9 +57,14 @@ def template_of(profile: ModelProfile, skill: str) -> Template:
     return profile.templates[skill]
 
 
-def not_supported(profile: ModelProfile, skill: str) -> RequestError:
-    skills = {key.split(".")[0] for key in profile.templates} | ({"chat"} if profile.chat is not None else set())
-    supported = ", ".join(sorted(skills | {"complete", "embed"}))
+def supported_skills(profile: ModelProfile) -> set[str]:
+    skills = {key.split(".")[0] for key in profile.templates} | {"complete", "embed"}
+    return skills if profile.chat is None else skills | {"chat"}
+
+
+def not_supported(profile: ModelProfile, skill: str, *, hidden: Collection[str] = ()) -> RequestError:
+    """`hidden`: skills that are not offered where this is said."""
+    supported = ", ".join(sorted(supported_skills(profile).difference(hidden)))
     remedy = ""
     if skill == "chat":
         remedy = ", or give the model a chat template with --chat-template FILE"
@@ -165,7 +170,7 @@ def answer_constraint(request: SampledRequest, grammar: Grammar, profile: ModelP
         raise RequestError(field, f"is not supported by {profile.name}; leave it out or use another model")
     if request.sampling.allowed_ids or request.sampling.suppressed_ids:
         remedy = "the two can leave no token at all; give one of them"
-        raise RequestError(field, f"does not go with allowed_ids or suppressed_ids: {remedy}")
+        raise RequestError(field, f"does not go with allowed_ids (allowed_token_ids) or suppressed_ids: {remedy}")
     answer_phase = max(state.phase for state in grammar.states)
     return Constraint(profile.constraints.start(request.response_format), answer_phase)
 

@@ -33,6 +33,7 @@ _FIELDS = FieldTable(
         "prompt": _raw_prompt,
         "response_format": response_format,
         "echo": boolean,
+        "add_special_tokens": boolean,
         "prompt_logprobs": SETTINGS["logprobs"].kind,
     },
     setting_checks={"max_tokens": tokens_or_none},
@@ -42,6 +43,7 @@ _FIELDS = FieldTable(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteRequest(SampledRequest):
     prompt: str | tuple[int, ...]
+    add_special_tokens: bool
     echo: bool
     prompt_logprobs: int | None
 
@@ -55,8 +57,8 @@ class CompleteSkill(BuiltinSkill[CompleteRequest]):
     rank and the k most likely ids in its place. `echo` with `logprobs` = k asks for the same. Then `max_tokens` may be
     0: the prompt is scored and nothing is generated. `text` never includes the prompt.
 
-    Text follows the beginning-of-text token. Ids are used as they are; with a picture, which follows that token too,
-    a beginning-of-text id at the front of the ids is the one before the picture.
+    Text follows the beginning-of-text token, unless `add_special_tokens` is false. Ids are used as they are; with a
+    picture, which follows that token too, a beginning-of-text id at the front of the ids is the one before the picture.
     """
 
     name = "complete"
@@ -69,6 +71,7 @@ class CompleteSkill(BuiltinSkill[CompleteRequest]):
         _require_purpose(values, num_scored)
         return CompleteRequest(
             prompt=values.required("prompt", "text or a list of token ids"),
+            add_special_tokens=_adds_start(values),
             echo=echo or num_scored is not None,
             prompt_logprobs=num_scored,
             sampling=self.text_sampling(values, profile),
@@ -126,10 +129,17 @@ def _require_purpose(values: Values, num_scored: int | None) -> None:
         )
 
 
+def _adds_start(values: Values) -> bool:
+    adds_start = values.own.get("add_special_tokens", True)
+    if values.images and not adds_start:
+        raise RequestError("add_special_tokens", "must be true: a picture follows the beginning of text; leave it out")
+    return adds_start
+
+
 def _prompt_ids(request: CompleteRequest, profile: ModelProfile) -> Sequence[int]:
     """The ids of all tokens, the beginning of text before a picture included."""
     bos, prompt = profile.bos, request.prompt
-    start = [] if bos is None else [bos]
+    start = [] if bos is None or not request.add_special_tokens else [bos]
     if isinstance(prompt, str):
         return [*start, *profile.tokenizer.encode(prompt)]
     return [*start, *prompt] if request.images and prompt[0] != bos else prompt

@@ -25,6 +25,7 @@ _ID = "a1b2c3d4e"
 _DEFINITION = {"name": _TOOL, "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = {"tools": [{"type": "function", "function": _DEFINITION}]}
 _QUESTION = {"role": "user", "content": "Where?"}
+_BLANK = "[TOOL_CALLS] ["
 
 
 def spelling_of(form: ToolForm, *, is_parallel: bool) -> CallSpelling:
@@ -42,7 +43,8 @@ def spelling_of(form: ToolForm, *, is_parallel: bool) -> CallSpelling:
     if form.has_args_mark:
         opens, between = (mark("[TOOL_CALLS]"),), (mark("[ARGS]"),)
         return CallSpelling(opens=opens, between=between, separates=() if is_parallel else None)
-    first, separates = (mark("[TOOL_CALLS]"), "["), (", ",) if is_parallel else None
+    first = (mark("[TOOL_CALLS]"), " [" if form.has_blank else "[")
+    separates = (", ",) if is_parallel else None
     return CallSpelling(first=first, opens=opens, between=between, closes=closes, separates=separates, last=("]",))
 
 
@@ -75,7 +77,7 @@ def _found(template: ChatTemplate, controls: Mapping[str, int]) -> ToolForm | No
         parser.push(said, is_end=True)
         calls = parser.result(keeps_unfinished=False)[1]
         if calls and json.loads(calls[0].arguments) == _ARGUMENTS:
-            return ToolForm(name, _ids(name, controls), has_args_mark=name == "mistral" and "[ARGS]" in said)
+            return ToolForm(name, _ids(name, controls), has_args_mark="[ARGS]" in said, has_blank=_BLANK in said)
     return None
 
 

@@ -72,7 +72,7 @@ def test_a_text_model_refuses_pictures_and_the_conversation_goes_on(
     text_model = ("--model-path", str(folder), *ON_CPU, *BRIEF)
     unwritten = kestrel("chat", *text_model)
     assert (unwritten.code, unwritten.out) == (2, "")
-    assert "chat is not supported by noise" in unwritten.err
+    assert "chat is not supported by noise; use one of: complete, or give" in unwritten.err
     assert "--chat-template FILE" in unwritten.err
     (folder / "chat_template.jinja").write_text(CHATML)
     say(monkeypatch, f"/image {SMALL}", "/help", "hello")
@@ -86,7 +86,7 @@ def test_a_text_model_refuses_pictures_and_the_conversation_goes_on(
     assert "--image: noise reads no pictures; leave the picture out, or use a model that does, such as" in given.err
     asked = kestrel("detect", SMALL, "cat", "--model-path", folder, *ON_CPU)
     assert (asked.code, asked.out) == (2, "")
-    assert "detect is not supported by noise" in asked.err
+    assert "detect is not supported by noise; use one of: chat, complete, or a model" in asked.err
     assert "or a model that reads pictures, such as moondream2" in asked.err
     missing = kestrel("chat", *text_model, "--chat-template", tmp_path / "none.jinja")
     assert missing.err.endswith("none.jinja cannot be read (No such file or directory); give a file with a template\n")

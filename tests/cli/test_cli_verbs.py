@@ -160,6 +160,8 @@ def test_models_lists_every_model_and_which_is_the_default(kestrel: Kestrel) -> 
     listed = json.loads(kestrel("models", "--json").out)
     assert [model["name"] for model in listed if model["is_default"]] == ["kestrel-tiny"]
     assert {"moondream2", "moondream-0.5b", "moondream3-preview", "moondream3.1-9B-A2B"} <= {m["name"] for m in listed}
+    sources = {model["name"]: model["source"] for model in listed}
+    assert sources["smollm2-135m"] == {"repo": "HuggingFaceTB/SmolLM2-135M-Instruct", "revision": "main"}
     table = kestrel("models").out
     for model in listed:
         assert model["name"] in table

@@ -127,8 +127,10 @@ def byte_level(extra: tuple[str, ...] = (), unmarked: tuple[str, ...] = UNMARKED
 @lru_cache
 def sentence_pieces(extra: tuple[str, ...] = ()) -> str:
     """One in which blanks are letters of their own, and a text begins with one."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdehimnorstuy"]
+    letters = '\u2581abcdehimnorstuy[{":'
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("a", "t"), ("\u2581", "\u2581"), ("s", "at")]
+    merges += [("\u2581", "["), ("\u2581[", "{"), ("[", "{"), ('"', ":")]
     vocabulary = {piece: at for at, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
     made.normalizer = normalizers.Sequence([])  # type: ignore[assignment]

@@ -62,6 +62,34 @@ def test_a_repository_becomes_a_folder_of_the_cache_at_the_commit_of_main(
     assert families.load(found, "cpu", torch.float32).name == REPO
 
 
+def test_a_short_name_is_its_repository_filled_in(
+    hub: Hub, files: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    short = families.short_names()["smollm2-135m"]
+    hub.published[short.repo] = files
+    with caplog.at_level(logging.INFO, "kestrel.models"):
+        found = families.resolve(RuntimeConfig(model=short.name, device="cpu"))
+    assert f"main of {short.repo} is commit {OLD}" in caplog.text
+    by_its_own_name = families.resolve(RuntimeConfig(model=short.repo, device="cpu"))
+    assert (found.name, found.weights) == (short.name, by_its_own_name.weights)
+    assert families.resolve(RuntimeConfig(model=short.name, revision="v2")).weights.parent.name == OTHER
+    assert families.find_repository(short.name).family == "llama"
+    with pytest.raises(ConfigError, match=r"^model: is a repository of the hub, and model_path names files"):
+        families.resolve(RuntimeConfig(model=short.name, model_path="/m"))
+    hub.errors[short.repo] = (403, "GatedRepo")
+    with pytest.raises(CheckpointError, match=rf"access is gated; request it at https://huggingface\.co/{short.repo},"):
+        families.resolve(RuntimeConfig(model=short.name, revision=NEW))
+
+
+def test_short_names_are_neither_repositories_nor_other_models() -> None:
+    names = [*families.short_names(), *(spec.name for spec in families.known_models())]
+    assert len(set(names)) == len(names)
+    assert len(families.short_names()) == sum(len(family.short_names) for family in families.FAMILIES)
+    assert not any("/" in name for name in names)
+    with pytest.raises(ConfigError, match=r"^model: 'smollm2-135' is not .*did you mean 'smollm2-135m'"):
+        families.resolve(RuntimeConfig(model="smollm2-135"))
+
+
 def test_a_second_start_asks_for_the_commit_alone_and_one_without_the_hub_takes_the_last(
     hub: Hub, files: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,6 +206,9 @@ def test_a_raw_text_prompt_follows_the_beginning(md2: ModelProfile) -> None:
     assert list(laid_out("complete", {"prompt": "once"}, md2).items) == [TextToken(0), *words]
     pictured = laid_out("complete", {"prompt": "once", "image": IMAGE}, md2).items
     assert list(pictured) == [replace(OPENED_SPAN, digest="0"), *words]
+    bare = {"prompt": "once", "add_special_tokens": False}
+    assert list(laid_out("complete", bare, md2).items) == words
+    assert refused("complete", {**bare, "image": IMAGE}, md2).field == "add_special_tokens"
 
 
 def test_raw_ids_are_used_as_they_are(md2: ModelProfile) -> None:

@@ -13,21 +13,24 @@ from kestrel.errors import RequestError
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.request import TokenConstraint
 from kestrel.skills.base import ToolForm
+from kestrel.skills.states import TextStream
 from kestrel.skills.tool_parsers import TOOL_PARSERS, Call, ToolParser
 from kestrel.skills.tool_state import NamingTokenizer
 from kestrel.skills.tools import ToolChoice, ToolUse, tools
 from tests.constraints.json_walks import SCHEMAS, allowed_ids, assert_valid
-from tests.llama.chat_shapes import byte_level, encoder, text_tokenizer
+from tests.llama.chat_shapes import byte_level, conversation, encoder, sentence_pieces, template_chat, text_tokenizer
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
 PARAMETERS = {"greet": SCHEMAS["person"], "meet-2": SCHEMAS["nested"], "choose": SCHEMAS["optional fields"]}
 HIDDEN, SHOWN, ABSENT = byte_level(MARKS), byte_level((), MARKS), byte_level()
+PIECES = sentence_pieces(MARKS)
 FORMS = [("hermes", False), ("llama3", False), ("mistral", False), ("mistral", True)]
-HOW = [(name, args, described) for name, args in FORMS for described in (HIDDEN, SHOWN, ABSENT)]
+KINDS = {"hidden": HIDDEN, "shown": SHOWN, "absent": ABSENT, "pieces": PIECES}
+HOW = [(name, args, described) for name, args in FORMS for described in KINDS.values()]
 EACH = pytest.mark.parametrize(
     ("name", "has_args_mark", "described"),
     HOW,
-    ids=[f"{name}{args or ''}-{d}" for name, args in FORMS for d in ("hidden", "shown", "absent")],
+    ids=[f"{name}{args or ''}-{d}" for name, args in FORMS for d in KINDS],
 )
 
 
@@ -39,29 +42,28 @@ def use(choice: ToolChoice, *, is_strict: bool = False, is_parallel: bool = True
     return ToolUse(tools("tools", given), choice, is_parallel)
 
 
+def form(name: str, has_args_mark: bool, described: str) -> ToolForm:
+    ids = {mark: token_id for mark, token_id in encoder(described).controls.items() if mark in MARKS}
+    return ToolForm(name, ids, has_args_mark=has_args_mark)
+
+
 class Drawing:
     """Tokens drawn at random from what a constraint allows, and what a parser finds in them."""
 
-    def __init__(self, name: str, has_args_mark: bool, described: str, wanted: ToolUse) -> None:
+    def __init__(self, form: ToolForm, described: str, wanted: ToolUse) -> None:
         self.described = described
         self.tokenizer: TextTokenizer = text_tokenizer(described)
-        ids = {mark: token_id for mark, token_id in encoder(described).controls.items() if mark in MARKS}
-        wanted_format = wanted.format(ToolForm(name, ids, has_args_mark=has_args_mark))
+        wanted_format = wanted.format(form)
         assert wanted_format is not None
         self.end_id = encoder(described).controls["</s>"]
         compiler = ConstraintCompiler(self.tokenizer.to_json, self.end_id, are_tried=False)
         self.constraint: TokenConstraint = compiler.start(wanted_format)
-        self.parser: ToolParser = TOOL_PARSERS[name](wanted.names, is_exact=True)
-        self._shown = NamingTokenizer(self.tokenizer, ids)
-        self._ids: list[int] = []
-        self._num_said = 0
+        self.parser: ToolParser = TOOL_PARSERS[form.name](wanted.names, is_exact=True)
+        self._said = TextStream(NamingTokenizer(self.tokenizer, form.ids), by_words=False)
 
     def take(self, token_id: int) -> None:
         self.constraint.accept(token_id)
-        self._ids.append(token_id)
-        text = self._shown.decode(self._ids).rstrip("\ufffd")
-        self.parser.push(text[self._num_said :])
-        self._num_said = len(text)
+        self.parser.push(self._said.push(token_id))
 
     def say(self, text: str) -> None:
         for token_id in encoder(self.described).encode([text]):
@@ -85,7 +87,7 @@ class Drawing:
 def test_whatever_is_drawn_is_calls_that_fit_their_schemas(name: str, has_args_mark: bool, described: str) -> None:
     numbers, named = set(), set()
     for seed in range(10):
-        text, calls = Drawing(name, has_args_mark, described, use(ToolChoice("required"))).draw(seed)
+        text, calls = Drawing(form(name, has_args_mark, described), described, use(ToolChoice("required"))).draw(seed)
         assert (text, bool(calls)) == ("", True)
         for call in calls:
             assert_valid(call.arguments, PARAMETERS[call.name])
@@ -95,12 +97,40 @@ def test_whatever_is_drawn_is_calls_that_fit_their_schemas(name: str, has_args_m
     assert (max(numbers) > 1) == (name != "llama3")
 
 
+LISTED = """\
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}
+{%- for message in messages if message.role != 'tool' %}
+    {%- if message.tool_calls %}{{ '[TOOL_CALLS] [' + message.tool_calls[0].function | tojson + ']' + eos_token }}
+    {%- else %}{{ '[INST]' + message.content + '[/INST]' }}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("described", [HIDDEN, PIECES], ids=["byte-level", "pieces"])
+@pytest.mark.parametrize("blank", [" ", ""])
+def test_a_call_may_have_the_ids_that_the_template_gives_it(described: str, blank: str) -> None:
+    """A vocabulary of sentence pieces has other ids for `[{` behind a blank, and the model knows only those."""
+    chat = template_chat(LISTED.replace("] [", f"]{blank}["), described)
+    assert chat.tools is not None
+    call = {"id": "x", "type": "function", "function": {"name": "choose", "arguments": {"a": True}}}
+    asked = {"role": "user", "content": "the cat"}
+    written = chat.write(conversation([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])).parts
+    ids = encoder(described).encode(written)
+    ids = ids[ids.index(encoder(described).controls["[TOOL_CALLS]"]) :]
+    for wanted in (use(ToolChoice("required")), use(ToolChoice(), is_strict=True)):
+        drawing = Drawing(chat.tools, described, wanted)
+        for token_id in ids[:-1]:
+            assert token_id in allowed_ids(drawing.constraint)
+            drawing.take(token_id)
+        assert drawing.end_id == ids[-1] in allowed_ids(drawing.constraint)
+        assert [found.arguments for found in drawing.parser.result(keeps_unfinished=False)[1]] == ['{"a": true}']
+
+
 @EACH
 def test_a_named_or_single_call_is_one(name: str, has_args_mark: bool, described: str) -> None:
     one = use(ToolChoice("required", "meet-2"))
     for wanted, choices in ((one, {"meet-2"}), (use(ToolChoice("required"), is_parallel=False), set(PARAMETERS))):
         for seed in range(3):
-            text, (call,) = Drawing(name, has_args_mark, described, wanted).draw(seed)
+            text, (call,) = Drawing(form(name, has_args_mark, described), described, wanted).draw(seed)
             assert (text, call.name in choices) == ("", True)
             assert_valid(call.arguments, PARAMETERS[call.name])
 
@@ -113,7 +143,7 @@ def test_a_strict_call_is_held_to_its_schema_once_it_has_begun(name: str, has_ar
         "mistral": "the mat[TOOL_CALLS]",
     }[name]
     for seed in range(6):
-        drawing = Drawing(name, has_args_mark, described, use(ToolChoice(), is_strict=True))
+        drawing = Drawing(form(name, has_args_mark, described), described, use(ToolChoice(), is_strict=True))
         drawing.may_be_text = True
         said, mark, _ = opening.partition(drawing.parser.marker)
         drawing.say(said)
@@ -127,7 +157,7 @@ def test_a_strict_call_is_held_to_its_schema_once_it_has_begun(name: str, has_ar
 
 @EACH
 def test_text_stays_free_beside_strict_tools(name: str, has_args_mark: bool, described: str) -> None:
-    drawing = Drawing(name, has_args_mark, described, use(ToolChoice(), is_strict=True))
+    drawing = Drawing(form(name, has_args_mark, described), described, use(ToolChoice(), is_strict=True))
     assert drawing.end_id in allowed_ids(drawing.constraint)
     text = 'the < cat [1] {"name": "Bob"}\n<tool_cal [TOOL é'
     drawing.say(text)

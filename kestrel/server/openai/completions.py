@@ -23,7 +23,6 @@ from kestrel.server.openai.generation import (
 )
 from kestrel.server.openai.logprobs import LARGE_LOGPROBS, Columns, add_prompt, require_few_logprobs
 from kestrel.server.openai.parameters import (
-    CHOICES,
     REFUSED_IN_COMPLETIONS,
     Body,
     EngineFields,
@@ -56,13 +55,11 @@ async def completion(request: Request) -> Response:
 def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
     options, num_choices, echoes = take_stream(body), take_choices(body), boolean("echo", body.get("echo", False))
-    if CHOICES("best_of", body.get("best_of", num_choices)) != num_choices:
-        raise RequestError(
-            "best_of", f"is not supported: set n ({num_choices}) to get as many choices, or leave it out"
-        )
     prompts = _take_prompts(body)
     _require_few(len(prompts), num_choices, options.stream)
     fields = sampling_fields(state, body, DEFAULT_MAX_TOKENS)
+    if "add_special_tokens" in body:
+        fields.values["add_special_tokens"] = body["add_special_tokens"]
     has_logprobs = _take_logprobs(body, fields, echoes)
     shown_prompts = prompts if echoes else [()] * len(prompts)
     num_logprobs = require_few_logprobs(state, "logprobs", fields.values, shown_prompts, num_choices)

@@ -24,6 +24,7 @@ from kestrel.errors import AdapterNotFound, RequestError
 from kestrel.server.calls import accept, engine_call, request_info, until_gone
 from kestrel.server.errors import ModelNotFound, error_body
 from kestrel.server.native import take_model
+from kestrel.server.openai.formats import take_format
 from kestrel.server.openai.parameters import Body, EngineFields, StreamOptions, derived_seed, take_settings
 from kestrel.server.records import client_of, request_id_of
 from kestrel.server.responses import EventStream, event, listed_response
@@ -92,8 +93,9 @@ async def generation_response(request: Request, asked: Generation) -> Response:
 
 
 def sampling_fields(state: ServerState, body: Body, default_max: int | None) -> EngineFields:
-    """The settings of a body, and the adapter that its model names."""
+    """The settings and the format of a body, and the adapter that its model names."""
     fields = take_settings(body)
+    take_format(body, fields)
     fields.values["model"] = body.get("model")
     take_model(state, fields.values)
     default_max = state.config.default_max_new_tokens or default_max

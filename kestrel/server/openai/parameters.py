@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, shown
-from kestrel.server.schemas import RESPONSE_FORMAT
 from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer
 
 CHOICES = integer(1, 128)
@@ -48,7 +47,7 @@ def parameter_schemas(max_tokens: Kind = SETTINGS["max_tokens"].kind) -> dict[st
     schemas = {name: setting.schema for name, setting in PARAMETERS.items()}
     for name in SETTINGS["max_tokens"].openai_names:
         schemas[name] |= max_tokens.schema
-    return {**schemas, "response_format": RESPONSE_FORMAT}
+    return schemas
 
 
 def derived_seed(seed: int, choice: int) -> int:
@@ -56,16 +55,58 @@ def derived_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) % (MAX_SEED + 1)
 
 
+_STOP_TEXT = Refusal("the text ends before the stop text; leave it out and add that yourself", (False,))
+_IDS = Refusal("ids are not shown; leave it out and ask POST /tokenize for those of a text", (False,))
+_PROCESSORS = Refusal("no code of a request is run; use logit_bias, allowed_token_ids or a response_format", ([],))
+_VECTORS = Refusal("prompts are text or token ids; leave it out")
+_REFUSED: Mapping[str, Refusal] = {
+    "use_beam_search": Refusal("there is no beam search; leave it out, and set n for several choices", (False,)),
+    "length_penalty": Refusal("there is no beam search; leave it out or send 1", (1,)),
+    "early_stopping": Refusal("there is no beam search; leave it out", (False,)),
+    "truncate_prompt_tokens": Refusal("prompts are never cut; shorten it, POST /tokenize counts its tokens"),
+    "prompt_logprobs": Refusal("leave it out, and set echo and logprobs in /v1/completions"),
+    "logprob_token_ids": Refusal("leave it out, and ask for more top_logprobs (chat) or logprobs (completions)"),
+    "include_stop_str_in_output": _STOP_TEXT,
+    "no_stop_trim": _STOP_TEXT,
+    "stop_regex": Refusal("use stop, or a response_format of type regex", ([], "")),
+    "skip_special_tokens": Refusal("special tokens have no text; leave it out, logprobs name them", (True,)),
+    "bad_words": Refusal("leave it out, and give their token ids -100 in logit_bias", ([],)),
+    "logits_processors": _PROCESSORS,
+    "custom_logit_processor": _PROCESSORS,
+    "repetition_detection": Refusal("leave it out, and set repetition_penalty or frequency_penalty"),
+    "thinking_token_budget": Refusal("leave it out, and set max_tokens", (-1,)),
+    "lora_path": Refusal("name the adapter behind the model: model/adapter"),
+    "prompt_embeds": _VECTORS,
+    "input_embeds": _VECTORS,
+    "return_tokens_as_token_ids": _IDS,
+    "return_token_ids": _IDS,
+    "return_hidden_states": Refusal("leave it out, and ask /v1/embeddings for vectors", (False,)),
+}
+"""What vLLM and SGLang take and would change an answer."""
 REFUSED_IN_CHAT: Mapping[str, Refusal] = {
+    **_REFUSED,
     "functions": Refusal("it has made way for tools; use these", ([],)),
     "function_call": Refusal("it has made way for tool_choice; use that", ("none", "auto")),
     "modalities": Refusal('answers are text; leave it out or send ["text"]', (["text"],)),
     "audio": Refusal("answers are text; leave it out"),
     "web_search_options": Refusal("nothing is looked up; leave it out"),
+    "echo": Refusal("an answer is what is new; leave it out", (False,)),
+    "add_special_tokens": Refusal("conversations have their own; leave it out", (False,)),
+    "chat_template": Refusal("the model's own is used; leave it out, or start with --chat-template FILE"),
+    "documents": Refusal("write them into a message", ([],)),
+    "mm_processor_kwargs": Refusal("pictures are read in one way; leave it out", ({},)),
+    "separate_reasoning": Refusal("thoughts are always in reasoning_content; leave it out", (True,)),
 }
+_IN_CHATS = Refusal("it belongs to conversations; use /v1/chat/completions", ([], {}, False, "none", "auto"))
 REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
+    **_REFUSED,
     "suffix": Refusal("text is continued, not filled in; leave it out", ("",)),
-}
+    **dict.fromkeys(
+        ("messages", "tools", "tool_choice", "chat_template", "chat_template_kwargs", "continue_final_message",
+         "reasoning", "reasoning_effort"),
+        _IN_CHATS,
+    ),
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------- reading a body
@@ -87,13 +128,15 @@ def take_settings(body: Body) -> EngineFields:
     for name, setting in PARAMETERS.items():
         if name in body:
             fields.add(setting.name, name, body[name])
-    if "response_format" in body:
-        fields.add("response_format", "response_format", body["response_format"])
     return fields
 
 
 def take_choices(body: Body) -> int:
-    return CHOICES("n", body.get("n", 1))
+    num_choices = CHOICES("n", body.get("n", 1))
+    if CHOICES("best_of", body.get("best_of", num_choices)) != num_choices:
+        remedy = f"set n ({num_choices}) to get as many choices, or leave it out"
+        raise RequestError("best_of", f"is not supported: {remedy}")
+    return num_choices
 
 
 @dataclass(frozen=True)

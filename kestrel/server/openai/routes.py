@@ -15,6 +15,7 @@ from kestrel.server.openai import chat, completions
 from kestrel.server.openai.chat import MAX_MESSAGES, chat_completion
 from kestrel.server.openai.completions import completion
 from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, embeddings
+from kestrel.server.openai.formats import SCHEMAS as FORMATS
 from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
 from kestrel.server.openai.parameters import CHOICES, parameter_schemas
 from kestrel.server.schemas import (
@@ -40,7 +41,7 @@ TOKEN_ID = integer(0, 2**31 - 1)
 
 
 def body(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
-    """A request: null means not given, and further fields are ignored."""
+    """A request: null means not given. Further fields are ignored, but for those that would change the answer."""
     properties = {**required, **{name: nullable(schema) for name, schema in optional.items()}}
     return {"type": "object", "properties": properties, "required": list(required)}
 
@@ -80,6 +81,8 @@ _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": 
 _COMMON: Mapping[str, Schema] = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
     "n": CHOICES.schema,
+    "best_of": {"type": "integer", "description": "Must equal `n`."},
+    **FORMATS,
     "stream": BOOLEAN,
     "stream_options": _STREAM_OPTIONS,
     "user": {"description": "Taken and not used."},
@@ -123,7 +126,9 @@ COMPLETION_REQUEST = body(
         **parameter_schemas(tokens_or_none),
         "echo": BOOLEAN,
         "logprobs": SETTINGS["logprobs"].schema,
-        "best_of": {"type": "integer", "description": "Must equal `n`."},
+        "add_special_tokens": described(
+            "Of a text: whether the beginning of text is put before it. Default: true.", BOOLEAN
+        ),
     },
 )
 EMBEDDING_REQUEST = body(

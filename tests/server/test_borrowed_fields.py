@@ -1,0 +1,168 @@
+"""Fields of vLLM and SGLang that would change an answer: each is honoured, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import RunningServer
+from tests.server.test_openai_completions import complete, encode
+from tests.server.test_server_errors import refusal
+
+PATHS = {
+    "/v1/completions": {"prompt": "Who are you?"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Who are you?"}]},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_beam_search", True),
+        ("length_penalty", 0.8),
+        ("early_stopping", True),
+        ("best_of", 2),
+        ("truncate_prompt_tokens", 5),
+        ("prompt_logprobs", 0),
+        ("logprob_token_ids", [5]),
+        ("include_stop_str_in_output", True),
+        ("no_stop_trim", True),
+        ("stop_regex", "a+"),
+        ("skip_special_tokens", False),
+        ("bad_words", ["bee"]),
+        ("logits_processors", ["numpy.sum"]),
+        ("custom_logit_processor", "x"),
+        ("repetition_detection", {"max_pattern_size": 3}),
+        ("thinking_token_budget", 5),
+        ("lora_path", "a"),
+        ("prompt_embeds", "x"),
+        ("return_token_ids", True),
+        ("return_tokens_as_token_ids", True),
+        ("return_hidden_states", True),
+        ("guided_grammar", "root ::= 'a'"),
+        ("ebnf", "root ::= 'a'"),
+        ("structural_tag", "{}"),
+        ("guided_whitespace_pattern", " "),
+        ("allowed_token_ids", []),
+        ("min_tokens", -1),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused_by_name(client: httpx.Client, name: str, value: Any) -> None:
+    for path, body in PATHS.items():
+        error = refusal(client.post(path, json={**body, name: value}), 400)
+        assert (error["param"], error["message"].partition(":")[0]) == (name, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("/v1/completions", "tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("/v1/completions", "tool_choice", "required"),
+        ("/v1/completions", "messages", [{"role": "user", "content": "x"}]),
+        ("/v1/completions", "reasoning_effort", "high"),
+        ("/v1/completions", "add_special_tokens", "yes"),
+        ("/v1/chat/completions", "echo", True),
+        ("/v1/chat/completions", "add_special_tokens", True),
+        ("/v1/chat/completions", "add_generation_prompt", False),
+        ("/v1/chat/completions", "continue_final_message", True),
+        ("/v1/chat/completions", "chat_template", "{{ messages }}"),
+        ("/v1/chat/completions", "documents", [{"text": "x"}]),
+        ("/v1/chat/completions", "separate_reasoning", False),
+    ],
+)
+def test_a_wish_for_the_other_route_is_refused_by_name(client: httpx.Client, path: str, name: str, value: Any) -> None:
+    assert refusal(client.post(path, json={**PATHS[path], name: value}), 400)["param"] == name
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_defaults_of_other_servers_may_be_sent(client: httpx.Client, path: str) -> None:
+    defaults = {
+        "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1,
+        "truncate_prompt_tokens": None, "prompt_logprobs": None, "include_stop_str_in_output": False,
+        "no_stop_trim": False, "skip_special_tokens": True, "spaces_between_special_tokens": False, "bad_words": [],
+        "logits_processors": None, "allowed_token_ids": None, "min_tokens": 0, "ignore_eos": False,
+        "return_token_ids": False, "guided_json": None, "guided_decoding_backend": "auto", "structured_outputs": None,
+        "add_special_tokens": path == "/v1/completions", "echo": False, "continue_final_message": False,
+        "tools": [] if path == "/v1/completions" else None, "user": "me", "metadata": {}, "cache_salt": "x",
+    }  # fmt: skip
+    plain = {**PATHS[path], "max_tokens": 2, "temperature": 0}
+    answers = [client.post(path, json=body) for body in (plain, {**plain, **defaults})]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
+FORMATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"guided_json": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ({"guided_regex": "[0-9]{3}"}, {"type": "regex", "regex": "[0-9]{3}"}),
+    ({"regex": "[0-9]{3}"}, {"type": "regex", "regex": "[0-9]{3}"}),
+    ({"structured_outputs": {"regex": "[0-9]{3}", "json": None}}, {"type": "regex", "regex": "[0-9]{3}"}),
+    ({"guided_choice": ["a.b", "c|d"]}, {"type": "choice", "choices": ["a.b", "c|d"]}),
+    ({"structured_outputs": {"choice": ["a.b", "c|d"]}}, {"type": "choice", "choices": ["a.b", "c|d"]}),
+    ({"structured_outputs": {"json_object": True}}, {"type": "json_object"}),
+    ({"structured_outputs": {"json_object": False}}, {"type": "text"}),
+]
+
+
+@pytest.mark.parametrize(("borrowed", "own"), FORMATS)
+def test_a_format_by_another_name_is_the_same_format(
+    client: httpx.Client, borrowed: dict[str, Any], own: dict[str, Any]
+) -> None:
+    for path, body in PATHS.items():
+        asked = {**body, "temperature": 0, "max_tokens": 8}
+        answers = [client.post(path, json=asked | one) for one in (borrowed, {"response_format": own})]
+        assert answers[0].status_code == 200, answers[0].text
+        assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[" * 70_000}, "guided_json"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_json": {"type": "nonsense"}}, "guided_json"),
+        ({"guided_json": {"multipleOf": 0}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"regex": "(a{200}){200}"}, "regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": 5}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+         "structured_outputs.disable_any_whitespace"),
+        ({"guided_regex": "a", "allowed_token_ids": [5]}, "guided_regex"),
+    ],
+)  # fmt: skip
+def test_a_fault_in_a_format_is_told_by_the_name_that_the_client_used(
+    client: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    error = refusal(client.post("/v1/completions", json={"prompt": "a", **fields}), 400)
+    assert (error["param"], error["message"].partition(":")[0]) == (param, param)
+
+
+def test_only_allowed_ids_are_drawn(client: httpx.Client, server: RunningServer) -> None:
+    ids = encode(server, " red blue")
+    answer = complete(client, "Who are you?", allowed_token_ids=ids, max_tokens=6, logprobs=0)
+    names = {server.engine.profile.tokenizer.decode([token_id]) for token_id in ids}
+    assert set(answer["choices"][0]["logprobs"]["tokens"]) <= names
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_without_special_tokens_a_text_is_its_ids_alone(client: httpx.Client, server: RunningServer) -> None:
+    ids = encode(server, "Who are you?")
+    bare = complete(client, "Who are you?", add_special_tokens=False, max_tokens=5, echo=True, logprobs=0)
+    by_ids = complete(client, ids, max_tokens=5, echo=True, logprobs=0)
+    assert (bare["choices"], bare["usage"]["prompt_tokens"]) == (by_ids["choices"], len(ids))
