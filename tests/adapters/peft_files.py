@@ -38,7 +38,7 @@ def peft_tensors(modules: Sequence[str], rank: int = 4, seed: int = 0, **ranks: 
     for layer in range(LLAMA.num_layers):
         for end in modules:
             matrix, module = NAMES[end]
-            own, size = f"base_model.model.model.layers.{layer}.{module}", LLAMA.matrices[matrix]
+            own, size = f"base_model.model.model.layers.{layer}.{module}", LLAMA.layers[0][matrix]
             found[f"{own}.lora_A.weight"] = torch.randn(ranks.get(end, rank), size.columns, generator=dice) * 0.3
             found[f"{own}.lora_B.weight"] = torch.randn(size.rows, ranks.get(end, rank), generator=dice) * 0.3
     return found
