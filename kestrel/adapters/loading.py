@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,6 +26,7 @@ from kestrel.adapters.formats import (
     TensorRole,
     format_of,
     hosted_roles,
+    in_own_form,
     own_roles,
     parse_header,
     read_adapter_file,
@@ -48,11 +50,15 @@ def fitted_adapter(file: AdapterFile, shape: AdapterShape) -> Adapter:
     """The adapter that a file holds, checked against a base model."""
     load = {
         OWN_FORMAT: _load_own,
-        PEFT_FORMAT: _load_own,
+        PEFT_FORMAT: _load_peft,
         "torch-variant": _load_variant,
         "hosted-finetune": _load_hosted,
     }
     return load[format_of(file)](file, shape)
+
+
+def _load_peft(file: AdapterFile, shape: AdapterShape) -> Adapter:
+    return replace(_load_own(in_own_form(file, shape), shape), format=PEFT_FORMAT)
 
 
 def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
@@ -70,7 +76,7 @@ def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
     _require_norm(file.path, header.proj_input, shape)
     pairs = _checked_pairs(file.path, file.tensors, own_roles(header.targets), shape, header.rank)
     return Adapter(
-        format=format_of(file),
+        format=OWN_FORMAT,
         rank=header.rank,
         targets=pairs,
         alpha=header.alpha,
