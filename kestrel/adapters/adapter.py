@@ -1,13 +1,13 @@
 """A low-rank adapter, its id and its shape: for each adapted matrix W a pair (a, b), so that y = W·x + scale · b·(a·x).
 
-In a layer of experts the feed-forward pairs have a leading expert dimension. A token visits `experts_per_token` of
-them, so each expert holds that fraction of the rank and the token sees the whole rank.
+In a layer of experts the feed-forward pairs have a leading expert dimension. Each expert holds the whole rank, or the
+experts that a token visits share it (`ExpertShape`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -35,9 +35,9 @@ class LowRankPair:
     """The two factors of one delta; with experts both have a leading expert dimension."""
 
     a: Tensor
-    """[rank, in] or [experts, rank / experts_per_token, in]"""
+    """[rank, in] or [experts, `ExpertShape.rank`, in]"""
     b: Tensor
-    """[out, rank] or [experts, out, rank / experts_per_token]"""
+    """[out, rank] or [experts, out, `ExpertShape.rank`]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,21 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Of a matrix that each expert of a layer has."""
+
+    num_experts: int
+    sharing: int = 1
+    """How many experts share the rank of an adapter: those of a token, or 1 where each holds all of it."""
+    joined: int = 1
+    """How many matrices lie one above the other in this one, each with a rank of its own."""
+
+    def rank(self, rank: int) -> int:
+        """What each expert holds of an adapter's rank."""
+        return -(-rank * self.joined // self.sharing)
+
+
+@dataclass(frozen=True)
 class AdaptedMatrix:
     """A matrix that adapters may name."""
 
@@ -70,65 +85,70 @@ class AdaptedMatrix:
     place: str
     """The matrix of the model's layers that it is, or is a part of: parts lie one above the other."""
     first_row: int = 0
+    experts: ExpertShape | None = None
+    """None of a single matrix; an expert's has no parts."""
 
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """The layers of experts of a base model: all from `start_layer` on."""
-
-    start_layer: int
-    num_experts: int
-    experts_per_token: int
-    matrices: Mapping[str, AdaptedMatrix]
-    """Those that each expert has, by name."""
+    def rank(self, rank: int) -> int:
+        return rank if self.experts is None else self.experts.rank(rank)
 
 
 @dataclass(frozen=True)
 class AdapterShape:
     """The sizes of a base model's text layers, as far as an adapter must fit them."""
 
-    num_layers: int
-    matrices: Mapping[str, AdaptedMatrix]
-    """Of a dense layer, by name."""
-    moe: ExpertShape | None = None
+    layers: tuple[Mapping[str, AdaptedMatrix], ...]
+    """The matrices of each layer, by name."""
     is_parallel: bool = False
     """Attention and MLP read the same norm, so that a delta of `proj` may read it too (`Adapter.proj_input`)."""
 
     @property
-    def places(self) -> Mapping[str, tuple[str, ...]]:
-        """The matrices of the model's layers, and by which names adapters know them or their parts."""
-        names: dict[str, tuple[str, ...]] = {}
-        for name, matrix in self.matrices.items():
-            names[matrix.place] = (*names.get(matrix.place, ()), name)
-        return names
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def targets(self) -> list[AdapterTarget]:
+        return [AdapterTarget(layer, name) for layer, matrices in enumerate(self.layers) for name in matrices]
 
     @property
     def num_dense_layers(self) -> int:
-        return self.num_layers if self.moe is None else min(self.moe.start_layer, self.num_layers)
+        """Before the first layer of experts."""
+        return min((target.layer for target in self.targets if self.experts_of(target)), default=self.num_layers)
+
+    @property
+    def num_experts(self) -> int | None:
+        """Of its layers of experts."""
+        return next((experts.num_experts for target in self.targets if (experts := self.experts_of(target))), None)
+
+    def places(self, layer: int) -> Mapping[str, tuple[str, ...]]:
+        """The matrices of a layer of the model, and by which names adapters know them or their parts."""
+        names: dict[str, tuple[str, ...]] = {}
+        for name, matrix in self.layers[layer].items():
+            names[matrix.place] = (*names.get(matrix.place, ()), name)
+        return names
 
     def experts_of(self, target: AdapterTarget) -> ExpertShape | None:
         """The experts behind a target, None where it is a single matrix."""
-        is_sparse = self.moe is not None and target.layer >= self.num_dense_layers
-        return self.moe if is_sparse and self.moe is not None and target.matrix in self.moe.matrices else None
+        return self.layers[target.layer][target.matrix].experts
+
+    def rank_step(self, targets: Iterable[AdapterTarget]) -> int:
+        """What the rank of an adapter of these must be a multiple of."""
+        return max((experts.sharing for target in targets if (experts := self.experts_of(target))), default=1)
 
     def tensor_shape(self, target: AdapterTarget, side: Side, rank: int) -> tuple[int, ...]:
         """What one factor must measure at a rank (the rank of the whole adapter, not of one expert)."""
-        experts = self.experts_of(target)
-        matrix = (self if experts is None else experts).matrices[target.matrix]
-        rows, columns = matrix.rows, matrix.columns
-        own_rank = rank if experts is None else rank // experts.experts_per_token
-        factor = (own_rank, columns) if side == "a" else (rows, own_rank)
-        return factor if experts is None else (experts.num_experts, *factor)
+        matrix = self.layers[target.layer][target.matrix]
+        factor = (matrix.rank(rank), matrix.columns) if side == "a" else (matrix.rows, matrix.rank(rank))
+        return factor if matrix.experts is None else (matrix.experts.num_experts, *factor)
 
     def place_shape(self, layer: int, place: str, side: Side, rank: int) -> tuple[int, ...]:
         """The same for one of the model's own matrices, which holds the factors of its parts at this rank each."""
-        names = self.places[place]
-        first = AdapterTarget(layer, names[0])
-        if self.experts_of(first) is not None:
-            return self.tensor_shape(first, side, rank)
+        names = self.places(layer)[place]
+        if len(names) == 1:
+            return self.tensor_shape(AdapterTarget(layer, names[0]), side, rank)
+        parts = [self.layers[layer][name] for name in names]
         if side == "a":
-            return rank * len(names), self.matrices[names[0]].columns
-        return sum(self.matrices[name].rows for name in names), rank * len(names)
+            return rank * len(parts), parts[0].columns
+        return sum(part.rows for part in parts), rank * len(parts)
 
 
 MAX_NAME_LENGTH = 64

@@ -6,7 +6,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from kestrel.adapters.adapter import (
     ProjInput,
     Side,
 )
-from kestrel.adapters.peft import NAME_PREFIX, PEFT_CONFIG, PEFT_WEIGHTS, peft_adapter, read_config
+from kestrel.adapters.peft import NAME_PREFIX, PEFT_CONFIG, PEFT_WEIGHTS, PeftConfig, peft_adapter, read_config
 from kestrel.errors import CheckpointError
 
 HOSTED_STATE_KEY = "lora_state_dict"
@@ -38,10 +38,12 @@ class AdapterFile:
     tensors: Mapping[str, Tensor]
     texts: Mapping[str, str]
     """Header of a safetensors file, or the plain values that stand beside a hosted fine-tune's tensors."""
+    peft: PeftConfig | None = None
+    """Of a folder of peft's."""
 
 
 def read_adapter_file(path: Path) -> AdapterFile:
-    """Reads a .safetensors, .pt or .pth file, or a folder of peft's; what that holds is given in our own form."""
+    """Reads a .safetensors, .pt or .pth file, or a folder of peft's."""
     if path.is_dir() and (path / PEFT_CONFIG).is_file() and not (path / PEFT_WEIGHTS).is_file():
         raise CheckpointError(
             f"{path} has no {PEFT_WEIGHTS}; save the adapter as safetensors with peft (save_pretrained)"
@@ -60,7 +62,7 @@ def read_adapter_file(path: Path) -> AdapterFile:
         raise CheckpointError(f"{path} is not an adapter file; supported suffixes: .safetensors, .pt, .pth")
     if not file.tensors:
         raise CheckpointError(f"{path} holds no tensors; download or save the adapter again")
-    return _in_own_form(file) if _is_peft(file) else file
+    return _with_config(file) if _is_peft(file) else file
 
 
 def _read_safetensors(path: Path) -> AdapterFile:
@@ -144,9 +146,10 @@ Roles = dict[str, TensorRole]
 
 def format_of(file: AdapterFile) -> AdapterFormat:
     """Raises CheckpointError for a file in no known format."""
-    for kind in (OWN_FORMAT, PEFT_FORMAT):
-        if file.texts.get("format") == kind:
-            return kind
+    if file.peft is not None:
+        return PEFT_FORMAT
+    if file.texts.get("format") == OWN_FORMAT:
+        return OWN_FORMAT
     if any(_VARIANT_MARK in name for name in file.tensors):
         return "torch-variant"
     if any(_HOSTED_NAME.fullmatch(without_hosted_prefix(name)) for name in file.tensors):
@@ -164,18 +167,25 @@ def _is_peft(file: AdapterFile) -> bool:
     return has_config or any(name.startswith(NAME_PREFIX) for name in file.tensors)
 
 
-def _in_own_form(file: AdapterFile) -> AdapterFile:
+def _with_config(file: AdapterFile) -> AdapterFile:
     if file.path.name != PEFT_WEIGHTS:
         raise CheckpointError(
             f"{file.path} is one of the two files of a peft adapter; keep it as {PEFT_WEIGHTS} in a folder of its own, "
             f"with its {PEFT_CONFIG}"
         )
-    adapter = peft_adapter(file.path, file.tensors, read_config(file.path.with_name(PEFT_CONFIG)))
+    return replace(file, peft=read_config(file.path.with_name(PEFT_CONFIG)))
+
+
+def in_own_form(file: AdapterFile, shape: AdapterShape | None = None) -> AdapterFile:
+    """What a folder of peft's holds, as our own form would; with the shape of its base model, all of it is checked."""
+    if file.peft is None:
+        return file
+    adapter = peft_adapter(file.path, file.tensors, file.peft, shape)
     tensors = {
         name: adapter.targets[target].a if side == "a" else adapter.targets[target].b
         for name, (target, side) in own_roles(adapter.targets).items()
     }
-    return AdapterFile(file.path, tensors, {**write_header(adapter), "format": PEFT_FORMAT})
+    return AdapterFile(file.path, tensors, write_header(adapter))
 
 
 def variant_roles(shape: AdapterShape) -> Roles:

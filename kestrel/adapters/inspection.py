@@ -16,6 +16,7 @@ from kestrel.adapters.formats import (
     PEFT_FORMAT,
     AdapterFile,
     format_of,
+    in_own_form,
     parse_header,
     without_hosted_prefix,
 )
@@ -60,7 +61,7 @@ class AdapterSummary:
 
 def summarise(file: AdapterFile) -> AdapterSummary:
     """Raises CheckpointError for a file in no known format."""
-    kind = format_of(file)
+    kind, file = format_of(file), in_own_form(file)
     try:
         header = parse_header(file.texts) if kind in (OWN_FORMAT, PEFT_FORMAT) else None
     except ValueError as error:

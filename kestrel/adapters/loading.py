@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,15 +19,14 @@ from torch import Tensor
 
 from kestrel.adapters.adapter import Adapter, AdapterShape, AdapterTarget, LowRankPair, ProjInput
 from kestrel.adapters.formats import (
-    HOSTED_MATRICES,
     OWN_FORMAT,
     PEFT_FORMAT,
-    VARIANT_MATRICES,
     AdapterFile,
     Roles,
     TensorRole,
     format_of,
     hosted_roles,
+    in_own_form,
     own_roles,
     parse_header,
     read_adapter_file,
@@ -50,11 +50,15 @@ def fitted_adapter(file: AdapterFile, shape: AdapterShape) -> Adapter:
     """The adapter that a file holds, checked against a base model."""
     load = {
         OWN_FORMAT: _load_own,
-        PEFT_FORMAT: _load_own,
+        PEFT_FORMAT: _load_peft,
         "torch-variant": _load_variant,
         "hosted-finetune": _load_hosted,
     }
     return load[format_of(file)](file, shape)
+
+
+def _load_peft(file: AdapterFile, shape: AdapterShape) -> Adapter:
+    return replace(_load_own(in_own_form(file, shape), shape), format=PEFT_FORMAT)
 
 
 def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
@@ -68,11 +72,11 @@ def _load_own(file: AdapterFile, shape: AdapterShape) -> Adapter:
             f"{file.path} adapts layers {outside}, but the base model has {shape.num_layers} layers; "
             f"use the adapter with the model it was made for ({header.base_model or 'not named in the file'})"
         )
-    _require_matrices(file.path, {target.matrix for target in header.targets}, shape)
+    _require_matrices(file.path, header.targets, shape)
     _require_norm(file.path, header.proj_input, shape)
     pairs = _checked_pairs(file.path, file.tensors, own_roles(header.targets), shape, header.rank)
     return Adapter(
-        format=format_of(file),
+        format=OWN_FORMAT,
         rank=header.rank,
         targets=pairs,
         alpha=header.alpha,
@@ -88,9 +92,9 @@ def _load_variant(file: AdapterFile, shape: AdapterShape) -> Adapter:
             f"{file.path} is a torch variant, which adapts dense layers only, but the base model has layers of experts "
             f"from layer {shape.num_dense_layers} on; use it with the model it was made for"
         )
-    _require_matrices(file.path, VARIANT_MATRICES, shape)
-    _require_norm(file.path, "block_norm", shape)
     roles = variant_roles(shape)
+    _require_matrices(file.path, (target for target, _ in roles.values()), shape)
+    _require_norm(file.path, "block_norm", shape)
     rank = _common_rank(file.path, file.tensors, roles, shape)
     pairs = _checked_pairs(file.path, file.tensors, roles, shape, rank)
     return Adapter("torch-variant", rank, pairs, proj_input="block_norm", metadata=file.texts)
@@ -104,18 +108,19 @@ def _load_hosted(file: AdapterFile, shape: AdapterShape) -> Adapter:
         twin = tensors.setdefault(bare_name, tensor)
         if twin is not tensor and not _same_values(twin, tensor):
             raise CheckpointError(f"{file.path} holds {bare_name} under two prefixes, but not the same finite values")
-    _require_matrices(file.path, HOSTED_MATRICES, shape)
     roles = hosted_roles(shape)
+    _require_matrices(file.path, (target for target, _ in roles.values()), shape)
     rank = _common_rank(file.path, tensors, roles, shape)
     return Adapter("hosted-finetune", rank, _checked_pairs(file.path, tensors, roles, shape, rank), metadata=file.texts)
 
 
-def _require_matrices(path: Path, names: Collection[str], shape: AdapterShape) -> None:
-    unknown = sorted(set(names) - shape.matrices.keys())
+def _require_matrices(path: Path, targets: Iterable[AdapterTarget], shape: AdapterShape) -> None:
+    unknown = [target for target in targets if target.matrix not in shape.layers[target.layer]]
     if unknown:
+        layer, names = unknown[0].layer, dict.fromkeys(target.matrix for target in unknown)
         raise CheckpointError(
-            f"{path} adapts the matrices {', '.join(unknown)}, which the base model does not have (it has "
-            f"{', '.join(shape.matrices)}); use the adapter with the model it was made for"
+            f"{path} adapts the matrices {', '.join(names)}, which the base model does not have (layer {layer} has "
+            f"{', '.join(shape.layers[layer])}); use the adapter with the model it was made for"
         )
 
 
@@ -145,7 +150,7 @@ def _common_rank(path: Path, tensors: Mapping[str, Tensor], roles: Roles, shape:
         if experts is None:
             dense[own_rank] += 1
         else:
-            sparse[own_rank * experts.experts_per_token] += 1
+            sparse[own_rank * experts.sharing // experts.joined] += 1
     votes = dense or sparse
     if not votes:
         raise CheckpointError(
@@ -195,10 +200,8 @@ def value_flaw(tensor: Tensor) -> str | None:
 def _rank_problem(roles: Roles, shape: AdapterShape, rank: int) -> list[str]:
     if rank < 1:
         return [f"rank {rank} is below 1"]
-    if shape.moe is None or all(shape.experts_of(target) is None for target, _ in roles.values()):
-        return []
-    share = shape.moe.experts_per_token
-    return [f"rank {rank} is not a multiple of the {share} experts per token"] if rank % share else []
+    step = shape.rank_step(target for target, _ in roles.values())
+    return [f"rank {rank} is not a multiple of the {step} experts per token"] if rank % step else []
 
 
 def _listing(title: str, entries: Sequence[str]) -> list[str]:
@@ -243,9 +246,10 @@ def _in_order(file: bytes) -> bytes:
 
 
 def _rank_flaw(pair: LowRankPair, rank: int) -> str | None:
-    """An expert's share of the rank depends on the base model, so here it must only divide the rank."""
+    """What an expert holds depends on the base model: here a part of the rank, or some times the rank."""
     if pair.a.ndim != pair.b.ndim or pair.a.ndim not in (2, 3):
         return f"belongs to a pair of {pair.a.ndim} and {pair.b.ndim} dimensions, expected 2 or, with experts, 3"
     ranks = {pair.a.shape[-2], pair.b.shape[-1]}
-    fits = ranks == {rank} if pair.a.ndim == 2 else len(ranks) == 1 and 0 not in ranks and rank % max(ranks) == 0
+    own = max(ranks)
+    fits = ranks == {rank} if pair.a.ndim == 2 else ranks == {own} and own > 0 and 0 in (rank % own, own % rank)
     return None if fits else f"belongs to a pair of rank {sorted(ranks)}, expected {rank}"

@@ -1,8 +1,12 @@
 """Adapters as the peft library saves them: a folder with adapter_config.json and adapter_model.safetensors.
 
-LoRA is read, for the matrices of attention and MLP. What would change the answers and is not done is refused by the
-name of its field. Pairs of smaller rank are filled up with zeros to the largest, and a scale that differs from the
-others' is multiplied into its `b`.
+LoRA is read, for the matrices of attention and MLP, experts and router. What would change the answers and is not done
+is refused by the name of its field. Pairs of smaller rank are filled up with zeros to the largest, and a scale that
+differs from the others' is multiplied into its `b`.
+
+Experts come in two forms. Each matrix of each expert is a module with a pair of its own; those of gate and up become
+one, [a_gate; a_up] and [[b_gate, 0], [0, b_up]]. Or (target_parameters) a layer's experts are two parameters [experts,
+out, in]: then a pair [rank · experts, in], expert by expert, and [out, rank · experts], rank by rank, serves them all.
 """
 
 from __future__ import annotations
@@ -14,12 +18,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kestrel.adapters.adapter import SIDES, Adapter, AdapterTarget, LowRankPair, Side
+from kestrel.adapters.adapter import SIDES, Adapter, AdapterShape, AdapterTarget, ExpertShape, LowRankPair, Side
 from kestrel.errors import CheckpointError, shown
 
 PEFT_CONFIG = "adapter_config.json"
@@ -34,19 +38,28 @@ MODULES: Mapping[str, str] = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "mlp.gate": "router",
+    "mlp.gate.weight": "router",
 }
-"""Our own name of each matrix of a layer."""
+"""Our own name of each single matrix of a layer."""
+_EXPERT_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""Our own name of each matrix of experts, and the modules of an expert that it is made of."""
+_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
+_WRAPPERS: tuple[str, ...] = ("mlp.experts", "mlp.experts.base_layer")
+"""Around the module of the first two, from outside; their tensors are named by these."""
+_ORDER = (*dict.fromkeys(MODULES.values()), "gate_up")
 
 _MAX_CONFIG_BYTES = 2**20
 _MAX_LISTED = 8
 _TENSOR = re.compile(
-    r"base_model\.model\.((?:model\.)?layers\.(0|[1-9][0-9]{0,3})\.((?:self_attn|mlp)\.\w+))\.lora_([AB])\.weight"
+    r"base_model\.model\.((?:model\.)?layers\.(0|[1-9][0-9]{0,3})\.)((?:self_attn|mlp)\.[\w.]+)\.lora_([AB])\.weight"
 )
+_EXPERT_MODULE = re.compile(r"mlp\.experts\.(0|[1-9][0-9]{0,3})\.(\w+)")
 _PLAIN_PATTERN = re.compile(r"\w+(?:\.\w+)*", re.ASCII)
 
 _READ = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "bias"}
-    | {"init_lora_weights"}
+    | {"init_lora_weights", "target_parameters"}
 )
 _WITHOUT_EFFECT = frozenset(
     {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version"}
@@ -57,10 +70,11 @@ _WITHOUT_EFFECT = frozenset(
 """On answers: they name the origin, steer training, or choose matrices, which the tensors show anyway."""
 _NOT_BUILT = frozenset(
     {"use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out", "trainable_token_indices", "layer_replication"}
-    | {"target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "megatron_config"}
+    | {"use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "megatron_config"}
 )
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model as it is."""
+_FIRST_UPRIGHT = (0, 19, 1)
 _ORIGIN = ("base_model_name_or_path", "revision", "peft_version")
 
 
@@ -83,6 +97,8 @@ class PeftConfig:
     alphas: Mapping[str, float]
     targets: tuple[str, ...] | None
     """Ends of the names of adapted modules. None where only the tensors tell."""
+    parameters: tuple[str, ...]
+    """Ends of the names of adapted parameters."""
     metadata: Mapping[str, str]
 
     def rank_of(self, module: str) -> int:
@@ -91,6 +107,11 @@ class PeftConfig:
     def scale_of(self, module: str) -> float:
         alpha = next((alpha for end, alpha in self.alphas.items() if _ends_with(module, end)), self.alpha)
         return alpha / self._divisor(self.rank_of(module))
+
+    def names(self, module: str) -> bool:
+        """Whether the config names a module, or parameter, of the model: `model.layers.0.` and so on."""
+        ends = self.parameters if module.endswith(_PARAMETERS) else self.targets or ()
+        return any(_ends_with(module, end) for end in ends)
 
     @property
     def scale(self) -> float:
@@ -118,6 +139,7 @@ def read_config(path: Path) -> PeftConfig:
         ranks={end: fields.rank(f"rank_pattern.{end}", value) for end, value in fields.pattern("rank_pattern")},
         alphas={end: fields.alpha(f"alpha_pattern.{end}", value) for end, value in fields.pattern("alpha_pattern")},
         targets=None if chooses_layers else targets,
+        parameters=fields.target_parameters(),
         metadata={name: raw[name] for name in _ORIGIN if isinstance(raw.get(name), str)},
     )
 
@@ -186,10 +208,11 @@ class _Fields:
 
     def pattern(self, name: str) -> list[tuple[str, object]]:
         found = self.raw.get(name) or {}
-        if not isinstance(found, dict) or not all(_PLAIN_PATTERN.fullmatch(end) for end in found):
+        # peft itself writes .*\.gate_up_proj, which is an end too.
+        if not isinstance(found, dict) or not all(_PLAIN_PATTERN.fullmatch(_end(key)) for key in found):
             problem = "expected an object whose keys are ends of module names, such as layers.0.mlp.up_proj"
             raise self.refusal(name, found, problem)
-        return list(found.items())
+        return [(_end(key), value) for key, value in found.items()]
 
     def target_modules(self) -> tuple[str, ...] | None:
         found = self.raw.get("target_modules")
@@ -197,11 +220,28 @@ class _Fields:
             return None
         if not isinstance(found, list) or not all(isinstance(end, str) for end in found):
             raise self.refusal("target_modules", found, "expected a list of names")
-        known = [module.rpartition(".")[2] for module in MODULES]
+        known = [module.rpartition(".")[2] for module in MODULES if module not in _PARAMETERS]
         unknown = sorted({end for end in found if end.rpartition(".")[2] not in known})
         if unknown:
             raise self.refusal("target_modules", unknown, f"adapters of {', '.join(known)} alone are supported")
         return tuple(found)
+
+    def target_parameters(self) -> tuple[str, ...]:
+        found, version = self.raw.get("target_parameters") or [], str(self.raw.get("peft_version"))
+        if not isinstance(found, list) or not all(isinstance(end, str) for end in found):
+            raise self.refusal("target_parameters", found, "expected a list of names")
+        if any(not any(_ends_with(end, one) or _ends_with(one, end) for one in _PARAMETERS) for end in found):
+            problem = f"adapters of {', '.join(_PARAMETERS)} alone are supported"
+            raise self.refusal("target_parameters", found, problem)
+        numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+        if found and (numbers is None or tuple(map(int, numbers.groups())) < _FIRST_UPRIGHT):
+            problem = f"in files of peft {version} they may lie crosswise; train the adapter with 0.19.1 or newer"
+            raise self.refusal("target_parameters", found, problem)
+        return tuple(found)
+
+
+def _end(pattern: str) -> str:
+    return pattern.removeprefix(".*\\.")
 
 
 def _ends_with(module: str, end: str) -> bool:
@@ -211,87 +251,191 @@ def _ends_with(module: str, end: str) -> bool:
 # ---------------------------------------------------------------------- the tensors
 
 
-def peft_adapter(path: Path, tensors: Mapping[str, Tensor], config: PeftConfig) -> Adapter:
-    """What the tensors are as an adapter. Whether it fits a base model is not known here."""
-    sides = _by_target(path, tensors)
-    _require_whole(path, sides, config)
-    modules = {target: module for target, (module, _) in sides.items()}
-    rank = max(config.rank_of(module) for module in modules.values())
-    pairs: dict[AdapterTarget, LowRankPair] = {}
-    for target in sorted(sides, key=_place):
-        module, factors = sides[target]
-        _require_rank(path, module, factors, config.rank_of(module))
-        scale = config.scale_of(module)
-        b = factors["b"] if scale == config.scale else factors["b"].float() * (scale / config.scale)
-        pairs[target] = LowRankPair(_filled_up(factors["a"], rank, 0), _filled_up(b, rank, 1))
+_ALL = -1
+
+
+class _Place(NamedTuple):
+    """What a module, or parameter, of peft's is here."""
+
+    target: AdapterTarget
+    expert: int | None = None
+    """None: it is a single matrix. -1: it is that of all experts."""
+    part: int = 0
+    """Of the modules of an expert that are one matrix here."""
+
+
+class _Module(NamedTuple):
+    name: str
+    factors: dict[Side, Tensor]
+
+
+_Modules = dict[_Place, _Module]
+
+
+def peft_adapter(
+    path: Path, tensors: Mapping[str, Tensor], config: PeftConfig, shape: AdapterShape | None = None
+) -> Adapter:
+    """What the tensors are as an adapter. `shape`: of the base model; without it, what may be missing is not known."""
+    modules = _modules(path, tensors, config)
+    _require_whole(path, modules, config, shape)
+    num_experts = _num_experts(path, modules, shape)
+    rank = max(-(-config.rank_of(module.name) // _joined(place)) for place, module in modules.items())
+    parts: dict[AdapterTarget, dict[_Place, LowRankPair]] = {}
+    for place, module in modules.items():
+        pair = _upright(path, place, module, config, num_experts)
+        parts.setdefault(place.target, {})[place] = _filled_up(pair, rank * _joined(place))
+    pairs = {target: _whole(path, target, parts[target], num_experts) for target in sorted(parts, key=_order)}
     return Adapter("peft", rank, pairs, alpha=config.alpha_at(rank), metadata=config.metadata)
 
 
-_Sides = dict[AdapterTarget, tuple[str, dict[Side, Tensor]]]
-
-
-def _by_target(path: Path, tensors: Mapping[str, Tensor]) -> _Sides:
-    """The module behind each adapted matrix, and its factors."""
-    found: _Sides = {}
+def _modules(path: Path, tensors: Mapping[str, Tensor], config: PeftConfig) -> _Modules:
+    found: _Modules = {}
     strange: list[str] = []
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
-        if match is None or match[3] not in MODULES:
+        own = "" if match is None else _own_name(match[1], match[3], config)
+        place = None if match is None else _place(int(match[2]), own)
+        if match is None or place is None:
             strange.append(name)
             continue
-        module, factors = found.setdefault(AdapterTarget(int(match[2]), MODULES[match[3]]), (match[1], {}))
+        module = found.setdefault(place, _Module(match[1] + own, {}))
         side: Side = "a" if match[4] == "A" else "b"
-        if module != match[1] or side in factors:
-            raise CheckpointError(f"{path} holds {module} and {match[1]}, which are the same matrix; save it again")
-        factors[side] = tensor
+        if module.name != match[1] + own or side in module.factors:
+            raise _twice(path, module.name, match[1] + own)
+        module.factors[side] = tensor
     if strange:
+        names = ", ".join(module for module in MODULES if module not in _PARAMETERS)
         raise CheckpointError(
-            f"{path} holds tensors that are no LoRA factors of {', '.join(MODULES)} of a layer: {_listed(strange)}; "
-            "train the adapter on these matrices alone (target_modules)"
+            f"{path} holds tensors that are no LoRA factors of {names} or experts of a layer: {_listed(strange)}; "
+            "train the adapter on these matrices alone (target_modules, target_parameters)"
         )
     return found
 
 
-def _require_whole(path: Path, sides: _Sides, config: PeftConfig) -> None:
-    """Both factors of each matrix, and the same matrices in each layer where the config says so."""
+def _twice(path: Path, one: str, other: str) -> CheckpointError:
+    return CheckpointError(f"{path} holds {one} and {other}, which are the same matrix; save it again")
+
+
+def _own_name(layer: str, module: str, config: PeftConfig) -> str:
+    """What the config calls it: tensors of a parameter name its module, and which of its wrappers they belong to."""
+    if module == "mlp.gate" and config.names(f"{layer}mlp.gate.weight"):
+        return "mlp.gate.weight"
+    if module not in _WRAPPERS:
+        return module
+    # Wrapped in the order in which the model has them: the last one is outside.
+    adapted = [parameter for parameter in reversed(_PARAMETERS[:2]) if config.names(layer + parameter)]
+    return dict(zip(_WRAPPERS, adapted, strict=False)).get(module, module)
+
+
+def _place(layer: int, module: str) -> _Place | None:
+    if module in MODULES:
+        return _Place(AdapterTarget(layer, MODULES[module]))
+    of_expert = _EXPERT_MODULE.fullmatch(module)
+    for matrix, parts in _EXPERT_PARTS.items():
+        if module == f"mlp.experts.{matrix}_proj":
+            return _Place(AdapterTarget(layer, matrix), _ALL)
+        if of_expert is not None and of_expert[2] in parts:
+            return _Place(AdapterTarget(layer, matrix), int(of_expert[1]), parts.index(of_expert[2]))
+    return None
+
+
+def _require_whole(path: Path, modules: _Modules, config: PeftConfig, shape: AdapterShape | None) -> None:
+    """Both factors of each matrix, and every matrix of the model that the config names."""
     missing = [
-        f"base_model.model.{module}.lora_{side.upper()}.weight"
-        for module, factors in sides.values()
+        f"base_model.model.{module.name}.lora_{side.upper()}.weight"
+        for module in modules.values()
         for side in SIDES
-        if side not in factors
+        if side not in module.factors
     ]
-    num_layers = 1 + max(target.layer for target in sides)
-    for layer in range(num_layers if config.targets is not None else 0):
-        for module, matrix in MODULES.items():
+    targets = [] if shape is None else [(target, shape.experts_of(target)) for target in shape.targets]
+    for (layer, matrix), experts in targets:
+        for module in _names(matrix, experts):
             full = f"model.layers.{layer}.{module}"
-            is_named = any(_ends_with(full, end) for end in config.targets or ())
-            if is_named and AdapterTarget(layer, matrix) not in sides:
+            if config.names(full) and _place(layer, module) not in modules:
                 missing.append(f"base_model.model.{full}.lora_A.weight")
     if missing:
         raise CheckpointError(
-            f"{path} lacks tensors of matrices that target_modules names: {_listed(missing)}; copy the adapter again"
+            f"{path} lacks tensors of matrices that target_modules or target_parameters name: {_listed(missing)}; copy "
+            "the adapter again, or use it with the model it was made for"
         )
 
 
-def _require_rank(path: Path, module: str, factors: Mapping[Side, Tensor], rank: int) -> None:
-    a, b = factors["a"], factors["b"]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
+def _names(matrix: str, experts: ExpertShape | None) -> list[str]:
+    """All that peft may have for a matrix of a layer, or for its parts."""
+    if experts is None:
+        return [module for module, own in MODULES.items() if own == matrix]
+    parts = _EXPERT_PARTS.get(matrix, ())
+    each = [f"mlp.experts.{expert}.{part}" for expert in range(experts.num_experts) for part in parts]
+    return [f"mlp.experts.{matrix}_proj", *each]
+
+
+def _joined(place: _Place) -> int:
+    """How many matrices lie one above the other in it, as `ExpertShape` has it."""
+    return len(_EXPERT_PARTS[place.target.matrix]) if place.expert == _ALL else 1
+
+
+def _num_experts(path: Path, modules: _Modules, shape: AdapterShape | None) -> int | None:
+    """Of the base model, or as many as are seen; None where that is to be found out from a pair of all experts."""
+    seen = max((place.expert for place in modules if place.expert is not None), default=_ALL)
+    known = None if shape is None else shape.num_experts
+    if known is not None and seen >= known:
         raise CheckpointError(
-            f"{path}: the factors of {module} are {list(a.shape)} and {list(b.shape)}, and the config gives it the "
-            f"rank {rank} (r, rank_pattern); copy {PEFT_CONFIG} and {PEFT_WEIGHTS} of the same adapter"
+            f"{path} adapts an expert {seen}, but the base model has {known} experts, numbered from 0; use the "
+            "adapter with the model it was made for"
         )
+    return known or (None if seen == _ALL else seen + 1)
 
 
-def _filled_up(factor: Tensor, rank: int, dim: int) -> Tensor:
-    lacking = rank - factor.shape[dim]
+def _upright(path: Path, place: _Place, module: _Module, config: PeftConfig, num_experts: int | None) -> LowRankPair:
+    """A module's factors, [experts, rank, in] and [experts, out, rank] of all experts, scaled as the others."""
+    a, b, rank = module.factors["a"], module.factors["b"], config.rank_of(module.name)
+    count = 1 if place.expert != _ALL else num_experts or max(1, len(a) // rank if a.ndim else 0)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank * count or b.shape[1] != rank * count:
+        experts = f" for each of {count} experts" if place.expert == _ALL else ""
+        raise CheckpointError(
+            f"{path}: the factors of {module.name} are {list(a.shape)} and {list(b.shape)}, and the config gives it "
+            f"the rank {rank} (r, rank_pattern){experts}; copy {PEFT_CONFIG} and {PEFT_WEIGHTS} of the same adapter"
+        )
+    scale = config.scale_of(module.name)
+    b = b if scale == config.scale else b.float() * (scale / config.scale)
+    if place.expert != _ALL:
+        return LowRankPair(a, b)
+    return LowRankPair(a.view(count, rank, -1), b.view(len(b), rank, count).permute(2, 0, 1))
+
+
+def _filled_up(pair: LowRankPair, rank: int) -> LowRankPair:
+    lacking = rank - pair.a.shape[-2]
     if lacking == 0:
-        return factor
-    shape = (lacking, factor.shape[1]) if dim == 0 else (factor.shape[0], lacking)
-    return torch.cat([factor, factor.new_zeros(shape)], dim=dim)
+        return pair
+    return LowRankPair(functional.pad(pair.a, (0, 0, 0, lacking)), functional.pad(pair.b, (0, lacking)))
 
 
-def _place(target: AdapterTarget) -> tuple[int, int]:
-    return target.layer, tuple(MODULES.values()).index(target.matrix)
+def _whole(
+    path: Path, target: AdapterTarget, parts: Mapping[_Place, LowRankPair], num_experts: int | None
+) -> LowRankPair:
+    """The pair of a target; an expert, or a part of it, that the adapter leaves as it is has zeros."""
+    first = next(iter(parts.values()))
+    if any(place.expert in (None, _ALL) for place in parts):
+        if len(parts) > 1:
+            raise _twice(path, f"the whole {target.matrix} of layer {target.layer}", "parts of it")
+        return first
+    if len({(pair.a.shape, pair.a.dtype, pair.b.shape) for pair in parts.values()}) > 1:
+        raise CheckpointError(
+            f"{path}: the factors of the experts of layer {target.layer} ({', '.join(_EXPERT_PARTS[target.matrix])}) "
+            "differ in size or number format; use the adapter with the model it was made for"
+        )
+    assert num_experts is not None
+    (rank, num_in), num_out, joined = first.a.shape, len(first.b), len(_EXPERT_PARTS[target.matrix])
+    widest = max((pair.b.dtype for pair in parts.values()), key=lambda dtype: dtype.itemsize)
+    a = first.a.new_zeros(num_experts, joined, rank, num_in)
+    b = first.b.new_zeros(num_experts, joined, num_out, joined, rank, dtype=widest)
+    for (_, expert, part), pair in parts.items():
+        a[expert, part], b[expert, part, :, part] = pair.a, pair.b
+    return LowRankPair(a.flatten(1, 2), b.flatten(3, 4).flatten(1, 2))
+
+
+def _order(target: AdapterTarget) -> tuple[int, int]:
+    return target.layer, _ORDER.index(target.matrix)
 
 
 def _listed(names: list[str]) -> str:

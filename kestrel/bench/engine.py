@@ -309,8 +309,7 @@ def random_adapter(shape: AdapterShape, rank: int, seed: int) -> Adapter:
             0, SPREAD, generator=dice
         )
 
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in shape.matrices]
-    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
+    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in shape.targets}
     return Adapter("kestrel-adapter", rank, pairs)
 
 

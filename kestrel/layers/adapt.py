@@ -22,11 +22,8 @@ class Adapt:
     is_base_T: Tensor | None = None
     """Which positions use the base model alone; given by an `Adapt` that works on joined matrices."""
 
-    def has(self, matrix: str) -> bool:
-        """Whether adapters of this model may change that matrix of its layers."""
-        return True
-
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+        """A matrix that no adapter of the model may change keeps its y."""
         raise NotImplementedError
 
     def expert(self, layer: int, matrix: str, expert: int, positions_N: Tensor, x_ND: Tensor, y_NF: Tensor) -> Tensor:
@@ -62,7 +59,7 @@ class Adapt:
         fc2: ExpertMatrices,
         gate: Gate,
     ) -> Tensor:
-        """The router is the base model's own; what an expert makes of a position is adapted."""
+        """The mixture of what the experts of each position make of it, adapted."""
 
         def run_expert(expert: int, positions_N: Tensor, x_ND: Tensor) -> Tensor:
             z_NF = functional.linear(x_ND, fc1.matrix(expert, x_ND.dtype))

@@ -159,8 +159,6 @@ class SequentialBlock(nn.Module):
         mixed_TD = self.attn.mix(adapt.linear(self.layer, "qkv", y, self.attn.qkv(y)), self.layer, step)
         x_TD, y = self.ln2.of_sum(x_TD, (adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD)),))
         assert not isinstance(y, Fp8Rows)
-        if not adapt.has(self.mlp.matrices[0]):
-            return x_TD, (self.mlp(y),)
         return x_TD, (self.mlp.adapted(y, self.layer, adapt),)
 
     @property

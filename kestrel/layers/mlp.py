@@ -91,7 +91,7 @@ class Moe(nn.Module):
         self.fc2 = ExpertMatrices(num_experts, dim, inner_dim)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weights_TK, ids_TK = self._route(x_TD)
+        weights_TK, ids_TK = self._route(self.router(x_TD))
         is_fp8 = self.fc1.scale_EF is not None
         run = self.ops.moe_mlp_fp8 if is_fp8 and x_TD.shape[0] > MAX_EXACT_ROWS else self.ops.moe_mlp
         return run(
@@ -100,11 +100,12 @@ class Moe(nn.Module):
         )  # fmt: skip
 
     def adapted(self, x_TD: Tensor, layer: int, adapt: Adapt) -> Tensor:
-        return adapt.experts(layer, x_TD, *self._route(x_TD), self.fc1, self.fc2, self.gate)
+        routed = self._route(adapt.linear(layer, "router", x_TD, self.router(x_TD)))
+        return adapt.experts(layer, x_TD, *routed, self.fc1, self.fc2, self.gate)
 
     def to_fp8(self) -> None:
         self.fc1.to_fp8()
         self.fc2.to_fp8()
 
-    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.route_top_k(self.router(x_TD), self.experts_per_token, over_all=self.weights_over_all)
+    def _route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ops.route_top_k(logits_TE, self.experts_per_token, over_all=self.weights_over_all)

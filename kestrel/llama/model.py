@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kestrel.adapters import AdaptedMatrix, AdapterShape
+from kestrel.adapters import AdaptedMatrix, AdapterShape, ExpertShape
 from kestrel.layers.attention import Attention, Rope
 from kestrel.layers.decoder import SequentialBlock, TextDecoder
 from kestrel.layers.mlp import GatedMlp, Moe
@@ -89,7 +89,6 @@ def decoder_shape(config: LlamaConfig) -> DecoderShape:
 
 
 def adapter_shape(config: LlamaConfig) -> AdapterShape:
-    """With experts attention alone: adapters of such models hold a whole rank for each expert, which has no slots."""
     dim, q_dim, kv_dim, ff_dim = config.dim, config.q_dim, config.kv_dim, config.ff_dim
     attention = {
         "q": AdaptedMatrix(q_dim, dim, "qkv"),
@@ -97,12 +96,21 @@ def adapter_shape(config: LlamaConfig) -> AdapterShape:
         "v": AdaptedMatrix(kv_dim, dim, "qkv", first_row=q_dim + kv_dim),
         "o": AdaptedMatrix(dim, q_dim, "proj"),
     }
-    feed_forward = {
+    dense = attention | {
         "gate": AdaptedMatrix(ff_dim, dim, "gate_up"),
         "up": AdaptedMatrix(ff_dim, dim, "gate_up", first_row=ff_dim),
         "down": AdaptedMatrix(dim, ff_dim, "down"),
     }
-    return AdapterShape(config.n_layers, attention if config.experts is not None else {**attention, **feed_forward})
+    experts = config.experts
+    if experts is None:
+        return AdapterShape((dense,) * config.n_layers)
+    count, inner_dim = experts.num_experts, experts.inner_dim
+    sparse = attention | {
+        "router": AdaptedMatrix(count, dim, "router"),
+        "gate_up": AdaptedMatrix(2 * inner_dim, dim, "fc1", experts=ExpertShape(count, joined=2)),
+        "down": AdaptedMatrix(dim, inner_dim, "fc2", experts=ExpertShape(count)),
+    }
+    return AdapterShape(tuple(sparse if layer in experts.layers else dense for layer in range(config.n_layers)))
 
 
 # ---------------------------------------------------------------------- weights

@@ -10,25 +10,16 @@ from kestrel.kernels.low_rank import low_rank
 from kestrel.layers.adapt import Adapt
 
 
-def target_of(adapter: Adapter, layer: int, matrix: str) -> AdapterTarget | None:
-    """The adapter's target behind a matrix of the model; None where it adds nothing there."""
-    own = "proj" if matrix == "proj_of_norm" else matrix
-    reads_norm = own == "proj" and adapter.proj_input == "block_norm"
-    target = AdapterTarget(layer, own)
-    return target if reads_norm == (matrix == "proj_of_norm") and target in adapter.targets else None
-
-
 class SingleAdapter(Adapt):
     """`Adapt` with the same adapter for all positions. Gradients flow through it."""
 
     def __init__(
         self,
         adapter: Adapter,
+        shape: AdapterShape,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        shape: AdapterShape | None = None,
     ) -> None:
-        """`shape`: needed where adapters name parts of the model's matrices."""
         self._adapter = adapter
         self._shape = shape
         self._pairs = {
@@ -36,30 +27,23 @@ class SingleAdapter(Adapt):
             for target, pair in adapter.targets.items()
         }
 
-    def has(self, matrix: str) -> bool:
-        return self._shape is None or matrix in self._shape.places
-
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
-        parts = () if self._shape is None else self._shape.places.get(matrix, ())
-        if self._shape is None or len(parts) < 2:
-            return self._whole(layer, parts[0] if parts else matrix, x_TD, y_TF)
-        sizes = [self._shape.matrices[part].rows for part in parts]
-        each = zip(parts, y_TF.split(sizes, dim=1), strict=True)
-        return torch.cat([self._whole(layer, part, x_TD, own_TF) for part, own_TF in each], dim=1)
-
-    def _whole(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
-        target = target_of(self._adapter, layer, matrix)
-        if target is None:
+        place = "proj" if matrix == "proj_of_norm" else matrix
+        reads_norm = place == "proj" and self._adapter.proj_input == "block_norm"
+        names = self._shape.places(layer).get(place, ())
+        if not names or reads_norm != (matrix == "proj_of_norm"):
             return y_TF
-        pair = self._pairs[target]
-        return y_TF + self._adapter.scale * low_rank(x_TD, pair.a, pair.b)
+        each = zip(names, y_TF.split([self._shape.layers[layer][name].rows for name in names], dim=1), strict=True)
+        parts = [self._of_part(AdapterTarget(layer, name), x_TD, own_TF) for name, own_TF in each]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _of_part(self, target: AdapterTarget, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+        pair = self._pairs.get(target)
+        return y_TF if pair is None else y_TF + self._adapter.scale * low_rank(x_TD, pair.a, pair.b)
 
     def expert(self, layer: int, matrix: str, expert: int, positions_N: Tensor, x_ND: Tensor, y_NF: Tensor) -> Tensor:
-        target = target_of(self._adapter, layer, matrix)
-        if target is None:
-            return y_NF
-        pair = self._pairs[target]
-        return y_NF + self._adapter.scale * low_rank(x_ND, pair.a[expert], pair.b[expert])
+        pair = self._pairs.get(AdapterTarget(layer, self._shape.places(layer)[matrix][0]))
+        return y_NF if pair is None else y_NF + self._adapter.scale * low_rank(x_ND, pair.a[expert], pair.b[expert])
 
 
 def merged_delta(adapter: Adapter, target: AdapterTarget) -> Tensor:

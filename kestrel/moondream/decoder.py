@@ -30,22 +30,20 @@ from kestrel.runtime.bring_up import NO_SCALES, ModelRuntime
 
 
 def adapter_shape(text: TextConfig) -> AdapterShape:
-    moe, experts = text.moe, None
-    if moe is not None:
-        matrices = _matrices(fc1=(2 * moe.expert_inner_dim, text.dim), fc2=(text.dim, moe.expert_inner_dim))
-        experts = ExpertShape(moe.start_layer, moe.num_experts, moe.experts_per_token, matrices)
-    matrices = _matrices(
-        qkv=(text.qkv_dim, text.dim),
-        proj=(text.dim, text.dim),
-        fc1=(text.ff_dim, text.dim),
-        fc2=(text.dim, text.ff_dim),
-    )
-    return AdapterShape(text.n_layers, matrices, experts, is_parallel=True)
-
-
-def _matrices(**sizes: tuple[int, int]) -> dict[str, AdaptedMatrix]:
     """An expert's fc1 makes its gate as well."""
-    return {name: AdaptedMatrix(*size, place=name) for name, size in sizes.items()}
+    sizes = {"qkv": (text.qkv_dim, text.dim), "proj": (text.dim, text.dim)}
+    sizes |= {"fc1": (text.ff_dim, text.dim), "fc2": (text.dim, text.ff_dim)}
+    dense = {name: AdaptedMatrix(*size, place=name) for name, size in sizes.items()}
+    moe = text.moe
+    if moe is None:
+        return AdapterShape((dense,) * text.n_layers, is_parallel=True)
+    experts, inner_dim = ExpertShape(moe.num_experts, sharing=moe.experts_per_token), moe.expert_inner_dim
+    sparse = dense | {
+        "fc1": AdaptedMatrix(2 * inner_dim, text.dim, "fc1", experts=experts),
+        "fc2": AdaptedMatrix(text.dim, inner_dim, "fc2", experts=experts),
+    }
+    layers = (sparse if layer >= moe.start_layer else dense for layer in range(text.n_layers))
+    return AdapterShape(tuple(layers), is_parallel=True)
 
 
 class MoondreamVision:

@@ -5,13 +5,14 @@ A slot is overwritten by a launch's `AdapterLoad`; whoever plans the launch make
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
-from kestrel.adapters.adapter import SIDES
+from kestrel.adapters.adapter import Side
 from kestrel.kernels.low_rank import SlotFactors, stored_rank
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, Gate
 from kestrel.kernels.ops import Ops
@@ -31,29 +32,27 @@ class SlotBuffers(NamedTuple):
     """[slots, (experts,) rank, in]"""
     b: Tensor
     """[slots, (experts,) out, rank], the adapter's scale built in"""
+    rank_S: Tensor
+    """One longer: the base model counts as the last slot, of rank 0."""
 
 
 class AdapterSlots:
     def __init__(
         self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        rank = stored_rank(max_rank)
-        self.places = tuple(shape.places)
+        rank, places = stored_rank(max_rank), [shape.places(layer) for layer in range(shape.num_layers)]
+        self._names = {(layer, place): names for layer, own in enumerate(places) for place, names in own.items()}
+        self._rank_PS = torch.zeros(len(self._names), num_slots + 1, dtype=torch.int32, device=device)
+
+        def zeros(key: tuple[int, str], side: Side) -> Tensor:
+            return torch.zeros(num_slots, *shape.place_shape(*key, side, rank), dtype=dtype, device=device)
+
         self._buffers = {
-            (layer, place): SlotBuffers(
-                *(
-                    torch.zeros(num_slots, *shape.place_shape(layer, place, side, rank), dtype=dtype, device=device)
-                    for side in SIDES
-                )
-            )
-            for layer in range(shape.num_layers)
-            for place in self.places
+            key: SlotBuffers(zeros(key, "a"), zeros(key, "b"), rank_S)
+            for key, rank_S in zip(self._names, self._rank_PS, strict=True)
         }
         self.num_slots = num_slots
         self._shape = shape
-        # One slot more for the base model, whose rank stays 0.
-        sizes = (shape.num_layers, len(self.places), num_slots + 1)
-        self._rank_LMS = torch.zeros(sizes, dtype=torch.int32, device=device)
         self.reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
 
@@ -61,13 +60,15 @@ class AdapterSlots:
         """Copies an adapter into a slot; targets that it lacks count as rank 0."""
         adapter = load.weights
         assert isinstance(adapter, Adapter)
-        self._load_ranks(load.slot, adapter)
-        for (layer, place), buffers in self._buffers.items():
-            self._load_place(load.slot, adapter, layer, place, buffers)
+        ranks = [self._rank(adapter, layer, names) for (layer, _), names in self._names.items()]
+        self._rank_PS[:, load.slot] = upload(ranks, self._rank_PS.device, torch.int32)
+        self.reads_norm_S[load.slot] = int(adapter.proj_input == "block_norm")
+        for key in self._names:
+            self._load_place(load.slot, adapter, *key)
 
-    def _load_place(self, slot: int, adapter: Adapter, layer: int, place: str, buffers: SlotBuffers) -> None:
+    def _load_place(self, slot: int, adapter: Adapter, layer: int, place: str) -> None:
         """Factors of parts stand side by side: each delta adds to the rows of its own part."""
-        names, end = self._shape.places[place], 0
+        buffers, names, end = self._buffers[layer, place], self._names[layer, place], 0
         for target in (AdapterTarget(layer, name) for name in names):
             pair = adapter.targets.get(target)
             if pair is None:
@@ -77,7 +78,7 @@ class AdapterSlots:
             scaled = pair.b if adapter.scale == 1.0 else pair.b.float() * adapter.scale
             rows = slice(None)
             if len(names) > 1:
-                matrix = self._shape.matrices[target.matrix]
+                matrix = self._shape.layers[layer][target.matrix]
                 rows = slice(matrix.first_row, matrix.first_row + matrix.rows)
                 buffers.b[slot, ..., start:end] = 0.0
             buffers.b[slot, ..., rows, start:end].copy_(scaled, non_blocking=True)
@@ -85,27 +86,21 @@ class AdapterSlots:
             buffers.a[slot, ..., end : stored_rank(end), :] = 0.0
             buffers.b[slot, ..., end : stored_rank(end)] = 0.0
 
-    def _load_ranks(self, slot: int, adapter: Adapter) -> None:
-        ranks = [[self._rank(adapter, layer, place) for place in self.places] for layer in range(len(self._rank_LMS))]
-        self._rank_LMS[:, :, slot] = upload(ranks, self._rank_LMS.device, torch.int32)
-        self.reads_norm_S[slot] = int(adapter.proj_input == "block_norm")
-
-    def _rank(self, adapter: Adapter, layer: int, place: str) -> int:
-        """Of all parts, as kernels read it: filled up with zeros, except for experts, whose ranks are small."""
-        targets = [AdapterTarget(layer, name) for name in self._shape.places[place]]
+    def _rank(self, adapter: Adapter, layer: int, names: Sequence[str]) -> int:
+        """Of all parts, as kernels read it: filled up with zeros, except for experts, which may have any rank."""
+        targets = [AdapterTarget(layer, name) for name in names]
         rank = sum(adapter.targets[target].a.shape[-2] for target in targets if target in adapter.targets)
-        return rank if rank == 0 or self._shape.experts_of(targets[0]) is not None else stored_rank(rank)
+        return rank if self._shape.experts_of(targets[0]) is not None else stored_rank(rank)
+
+    def has(self, layer: int, matrix: str) -> bool:
+        return (layer, matrix) in self._buffers
 
     def factors(self, layer: int, matrix: str) -> SlotFactors:
         """Of a single matrix."""
-        return SlotFactors(*self._at(layer, matrix))
+        return SlotFactors(*self._buffers[layer, matrix])
 
     def expert_factors(self, layer: int, matrix: str) -> ExpertFactors:
-        return ExpertFactors(*self._at(layer, matrix))
-
-    def _at(self, layer: int, matrix: str) -> tuple[Tensor, Tensor, Tensor]:
-        a, b = self._buffers[layer, matrix]
-        return a, b, self._rank_LMS[layer, self.places.index(matrix)]
+        return ExpertFactors(*self._buffers[layer, matrix])
 
 
 class SlotAdapt(Adapt):
@@ -124,11 +119,9 @@ class SlotAdapt(Adapt):
         self._ops = ops
         self._tiles = ops.tile_slots(slot_T, slots.num_slots)
 
-    def has(self, matrix: str) -> bool:
-        return matrix in self._slots.places
-
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
-        self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix))
+        if self._slots.has(layer, matrix):
+            self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix))
         return y_TF
 
     def proj(self, layer: int, mixed_TD: Tensor, y_TD: Tensor, out_TD: Tensor) -> Tensor:

@@ -102,10 +102,8 @@ class ModelRuntime(Executor):
 
 
 def _adapter_slots(decoder: DecoderModel, config: RuntimeConfig) -> AdapterSlots:
-    experts = decoder.adapter_shape.moe
-    share = 1 if experts is None else experts.experts_per_token
-    max_rank = -(-config.max_adapter_rank // share) * share
-    return AdapterSlots(decoder.adapter_shape, config.max_adapters, max_rank, decoder.device, decoder.dtype)
+    shape, max_rank = decoder.adapter_shape, config.max_adapter_rank
+    return AdapterSlots(shape, config.max_adapters, max_rank, decoder.device, decoder.dtype)
 
 
 def put_on_path(decoder: DecoderModel, path: FastPath, ops: Ops) -> None:

@@ -202,8 +202,9 @@ def naming_memory_knobs() -> Iterator[None]:
         raise ConfigError(
             "device",
             f"its memory does not hold the model and its buffers ({str(error).splitlines()[0]}); lower "
-            "kv_cache_memory_fraction, max_batch_size, max_prefill_tokens, vision_batch_crops or max_adapters, set "
-            "quantization or kv_cache_dtype to fp8 or enable_cuda_graphs to false, or free memory",
+            "kv_cache_memory_fraction, max_batch_size, max_prefill_tokens, vision_batch_crops, max_adapters or "
+            "max_adapter_rank, set quantization or kv_cache_dtype to fp8 or enable_cuda_graphs to false, or free "
+            "memory",
         ) from error
 
 

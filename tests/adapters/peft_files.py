@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kestrel.adapters import AdapterShape
 from kestrel.llama.config import LlamaConfig
 from kestrel.llama.model import adapter_shape
-from tests.llama.tiny_folders import COMMON, KINDS, MODULES
+from tests.llama.tiny_folders import COMMON, KINDS, LAYERS, MODULES, layer_modules
 
 CONFIG: dict[str, Any] = {
     "alpha_pattern": {}, "auto_mapping": None, "base_model_name_or_path": "someone/tiny", "bias": "none",
@@ -26,21 +25,37 @@ CONFIG: dict[str, Any] = {
     "target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_dora": False,
     "use_qalora": False, "use_rslora": False,
 }  # fmt: skip
-LLAMA: AdapterShape = adapter_shape(LlamaConfig.from_dict({**COMMON, **KINDS["llama"]}))
+LLAMA, MOE = (adapter_shape(LlamaConfig.from_dict({**COMMON, **KINDS[kind]})) for kind in ("llama", "qwen3_moe"))
 NAMES = {module.rpartition(".")[2]: (matrix, module) for matrix, module in MODULES.items()}
 """Our name and the whole name in a layer, by the end of it."""
 
 
-def peft_tensors(modules: Sequence[str], rank: int = 4, seed: int = 0, **ranks: int) -> dict[str, Tensor]:
-    """`ranks` of single modules, by the end of their names."""
+def peft_tensors(
+    modules: Sequence[str], rank: int = 4, seed: int = 0, kind: str = "llama", **ranks: int
+) -> dict[str, Tensor]:
+    """Of modules whose names end so, in every layer; `ranks` of some, by the end of their names."""
     dice = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
-    for layer in range(LLAMA.num_layers):
-        for end in modules:
-            matrix, module = NAMES[end]
-            own, size = f"base_model.model.model.layers.{layer}.{module}", LLAMA.matrices[matrix]
-            found[f"{own}.lora_A.weight"] = torch.randn(ranks.get(end, rank), size.columns, generator=dice) * 0.3
-            found[f"{own}.lora_B.weight"] = torch.randn(size.rows, ranks.get(end, rank), generator=dice) * 0.3
+    for layer in range(LAYERS):
+        for module, (rows, columns) in layer_modules({**COMMON, **KINDS[kind]}, layer).items():
+            own, end = f"base_model.model.model.layers.{layer}.{module}", module.rpartition(".")[2]
+            if end in modules:
+                found[f"{own}.lora_A.weight"] = torch.randn(ranks.get(end, rank), columns, generator=dice) * 0.3
+                found[f"{own}.lora_B.weight"] = torch.randn(rows, ranks.get(end, rank), generator=dice) * 0.3
+    return found
+
+
+def fused_tensors(rank: int, seed: int = 0) -> dict[str, Tensor]:
+    """Of the experts as parameters, `gate_up_proj` with twice the rank."""
+    dice = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for layer, matrices in enumerate(MOE.layers):
+        for matrix, wrappers in (("gate_up", "experts.base_layer"), ("down", "experts")):
+            if (experts := matrices[matrix].experts if matrix in matrices else None) is not None:
+                total, own = experts.num_experts * experts.rank(rank), f"base_model.model.model.layers.{layer}.mlp"
+                a, b = torch.randn(total, matrices[matrix].columns), torch.randn(matrices[matrix].rows, total)
+                found[f"{own}.{wrappers}.lora_A.weight"] = a.normal_(0, 0.3, generator=dice)
+                found[f"{own}.{wrappers}.lora_B.weight"] = b.normal_(0, 0.3, generator=dice)
     return found
 
 

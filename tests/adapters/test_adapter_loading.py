@@ -88,7 +88,7 @@ def test_a_fine_tune_may_repeat_itself_under_both_prefixes(tmp_path: Path) -> No
 
 
 def test_a_fine_tune_of_a_dense_model_has_dense_layers_only(tmp_path: Path) -> None:
-    shape = replace(MD3, num_layers=1, moe=None)
+    shape = replace(MD3, layers=MD3.layers[:1])
     torch.save({k: v for k, v in hosted_tensors().items() if "dense" in k}, tmp_path / "dense.pt")
     assert len(load_adapter(tmp_path / "dense.pt", shape).targets) == 2
 

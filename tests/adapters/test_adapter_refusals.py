@@ -96,12 +96,12 @@ def test_rank_zero_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_model_is_refused() -> None:
-    assert "wrong shapes at rank 4" in refusal(
-        VARIANT, replace(MD2, matrices=MD2.matrices | {"fc1": replace(MD2.matrices["fc1"], columns=7)})
-    )
-    assert "missing tensors (8)" in refusal(VARIANT, replace(MD2, num_layers=4))
-    assert "unexpected tensors (8)" in refusal(VARIANT, replace(MD2, num_layers=2))
-    assert "unexpected tensors (8)" in refusal(HOSTED, replace(MD2, num_layers=1))
+    [layer, *_] = MD2.layers
+    narrow = {**layer, "fc1": replace(layer["fc1"], columns=7)}
+    assert "wrong shapes at rank 4" in refusal(VARIANT, replace(MD2, layers=(narrow,) * 3))
+    assert "missing tensors (8)" in refusal(VARIANT, replace(MD2, layers=(layer,) * 4))
+    assert "unexpected tensors (8)" in refusal(VARIANT, replace(MD2, layers=(layer,) * 2))
+    assert "unexpected tensors (8)" in refusal(HOSTED, replace(MD2, layers=(layer,)))
     assert "adapts dense layers only" in refusal(VARIANT, MD3)
 
 
@@ -209,7 +209,7 @@ def test_other_suffixes_and_folders_are_refused(tmp_path: Path) -> None:
         (
             "targets",
             "0.wte",
-            "adapts the matrices wte, which the base model does not have (it has qkv, proj, fc1, fc2)",
+            "adapts the matrices wte, which the base model does not have (layer 0 has qkv, proj, fc1, fc2)",
         ),
         ("targets", "0.qkv", "unexpected tensors (22)"),
         ("targets", "3.qkv", "adapts layers [3], but the base model has 3 layers"),

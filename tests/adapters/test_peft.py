@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kestrel.adapters import Adapter, AdapterId, AdapterTarget, load_adapter, save_adapter
+from kestrel.adapters import Adapter, AdapterId, AdapterShape, AdapterTarget, load_adapter, save_adapter
 from kestrel.adapters.sources import FolderSource
 from kestrel.errors import AdapterNotFound, AdapterUnusable, CheckpointError
 from tests.adapters.adapter_files import MD2
-from tests.adapters.peft_files import CONFIG, LLAMA, NAMES, peft_tensors, write_peft
+from tests.adapters.peft_files import CONFIG, LLAMA, MOE, NAMES, fused_tensors, peft_tensors, write_peft
 
 
 def delta(adapter: Adapter, layer: int, matrix: str) -> torch.Tensor:
@@ -23,9 +23,9 @@ def delta(adapter: Adapter, layer: int, matrix: str) -> torch.Tensor:
     return adapter.scale * pair.b @ pair.a
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder: Path, shape: AdapterShape = LLAMA) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load_adapter(folder, LLAMA)
+        load_adapter(folder, shape)
     return str(caught.value)
 
 
@@ -107,7 +107,8 @@ def test_a_choice_of_layers_is_what_the_tensors_say(tmp_path: Path) -> None:
         ("init_lora_weights", "pissa_niter_4"),
         ("layer_replication", [[0, 2]]),
         ("trainable_token_indices", [1]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),  # of peft 0.17
+        ("target_parameters", ["lm_head.weight"]),
         ("target_modules", ["q_proj", "lm_head"]),
         ("rank_pattern", {"(a+)+q_proj": 8}),
         ("alpha_pattern", [1]),
@@ -129,7 +130,7 @@ def test_what_is_not_done_is_refused_by_the_name_of_its_field(tmp_path: Path, fi
             "add base_model.model.lm_head.lora_A.weight",
             "no LoRA factors of .*: base_model.model.lm_head.lora_A.weight;",
         ),
-        ("add base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", "no LoRA factors of .*experts"),
+        ("add base_model.model.model.layers.0.mlp.experts.lora_A.weight", "no LoRA factors of .*experts"),
         ("add base_model.model.layers.0.self_attn.q_proj.lora_A.weight", "are the same matrix"),
     ],
 )
@@ -153,6 +154,51 @@ def test_sizes_that_contradict_the_config_or_the_model_are_named(tmp_path: Path)
     assert "adapts layers [9], but the base model has 3 layers" in told
     with pytest.raises(CheckpointError, match="adapts the matrices q, v, which the base model does not have"):
         load_adapter(write_peft(tmp_path / "c"), MD2)
+
+
+def test_experts_that_do_not_make_an_adapter_are_named(tmp_path: Path) -> None:
+    names, own = ["gate_proj", "up_proj", "down_proj"], "base_model.model.model.layers.0.mlp"
+    whole, fused = peft_tensors(names, kind="qwen3_moe"), fused_tensors(4)
+
+    def pair(module: str, num_in: int, num_out: int) -> dict[str, torch.Tensor]:
+        factors = {"A": torch.ones(4, num_in), "B": torch.ones(num_out, 4)}
+        return {f"{own}.{module}.lora_{side}.weight": factor for side, factor in factors.items()}
+
+    def told(tensors: dict[str, torch.Tensor], **changes: Any) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return refusal(write_peft(folder, tensors, **{"target_modules": names, **changes}), MOE)
+
+    lacking = {name: tensor for name, tensor in whole.items() if ".layers.2.mlp.experts.5.up_proj." not in name}
+    assert re.search(r"lacks tensors .*layers\.2\.mlp\.experts\.5\.up_proj\.lora_A", told(lacking))
+    assert "adapts an expert 6, but the base model has 6 experts" in told(whole | pair("experts.6.up_proj", 64, 24))
+    assert "layer 0 (gate_proj, up_proj) differ in size" in told(whole | pair("experts.5.up_proj", 64, 25))
+    assert "the whole down of layer 0 and parts of it, which are the same" in told(whole | pair("down_proj", 24, 64))
+    assert "adapts the matrices up, which" in told(pair("up_proj", 64, 24), target_modules=".*layers.0.mlp.up_proj")
+    changes = {"target_modules": [], "target_parameters": names[2:], "peft_version": "0.21.2"}
+    assert "no LoRA factors of" in told(fused, **changes), "two wrappers, of which the config names one"
+    outer = {name: tensor for name, tensor in fused.items() if "base_layer" not in name}
+    assert "the rank 3 (r, rank_pattern) for each of 6 experts" in told(outer, r=3, **changes)
+    del outer[f"{own}.experts.lora_A.weight"], outer[f"{own}.experts.lora_B.weight"]
+    assert re.search(r"lacks tensors .*layers\.0\.mlp\.experts\.down_proj\.lora_A", told(outer, **changes))
+
+
+def test_experts_are_stacked_and_those_without_a_delta_are_zeros(tmp_path: Path) -> None:
+    names = (".experts.2.up_proj.", ".experts.4.gate_proj.")
+    found = peft_tensors(["gate_proj", "up_proj"], kind="qwen3_moe")
+    tensors = {name: tensor for name, tensor in found.items() if any(own in name for own in names)}
+    adapter = load_adapter(write_peft(tmp_path / "a", tensors, target_modules=".*experts.*"), MOE)
+    assert list(adapter.targets) == [AdapterTarget(0, "gate_up"), AdapterTarget(2, "gate_up")], "layer 1 is dense"
+    delta_EFD, name = delta(adapter, 2, "gate_up"), "base_model.model.model.layers.2.mlp.experts"
+    assert delta_EFD.shape == (6, 48, 64)
+    expected_EFD = torch.zeros_like(delta_EFD)
+    for own, expert, rows in (("2.up_proj", 2, slice(24, 48)), ("4.gate_proj", 4, slice(24))):
+        expected_EFD[expert, rows] = (
+            2.0 * tensors[f"{name}.{own}.lora_B.weight"] @ tensors[f"{name}.{own}.lora_A.weight"]
+        )
+    torch.testing.assert_close(delta_EFD, expected_EFD)
+    save_adapter(adapter, tmp_path / "own.safetensors")
+    again = load_adapter(tmp_path / "own.safetensors", MOE)
+    torch.testing.assert_close(delta(again, 2, "gate_up"), delta_EFD, rtol=0, atol=0)
 
 
 def test_half_a_folder_says_which_half_is_missing(tmp_path: Path) -> None:

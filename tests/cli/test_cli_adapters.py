@@ -174,9 +174,9 @@ def test_adapters_of_the_folder_and_of_the_cache_are_listed(
 
 def test_every_known_model_can_say_what_an_adapter_must_fit() -> None:
     shapes = {spec.name: families.adapter_shape(spec) for spec in families.known_models()}
-    assert shapes["moondream2"].moe is None
-    assert shapes["moondream3-preview"].moe is not None
-    assert (shapes["moondream2"].num_layers, shapes["moondream2"].matrices["qkv"].rows) == (24, 6144)
+    assert shapes["moondream2"].num_experts is None
+    assert shapes["moondream3-preview"].num_experts == 64
+    assert (shapes["moondream2"].num_layers, shapes["moondream2"].layers[0]["qkv"].rows) == (24, 6144)
 
 
 def test_a_folder_of_peft_is_described_and_converted(

@@ -23,8 +23,7 @@ def random_adapter(family: str, rank: int, seed: int, size: float = 0.15) -> Ada
     def factor(target: AdapterTarget, side: Side) -> Tensor:
         return torch.randn(shape.tensor_shape(target, side, rank), generator=dice) * size
 
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in shape.matrices]
-    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
+    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in shape.targets}
     return Adapter("kestrel-adapter", rank, pairs)
 
 

@@ -7,9 +7,17 @@ from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: sk
 import torch
 from torch import Tensor
 
+from kestrel.adapters import AdaptedMatrix, AdapterShape, ExpertShape
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, expert_mlp, moe_mlp_adapted, route_top_k
+from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.triton.moe_grouped import moe_grouped
+from kestrel.kernels.triton.ops import TRITON
+from kestrel.layers.linear import use_ops
+from kestrel.layers.mlp import Moe
+from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
+from kestrel.runtime.contract import AdapterLoad
 from tests.exhaustive import sweep
+from tests.llama.tiny_folders import random_adapter
 
 DIM, INNER, EXPERTS, TOP_K, SLOTS = 40, 24, 5, 2, 3
 RANKS = [4, 0, 1]
@@ -89,3 +97,27 @@ def test_in_half_precision_they_are_as_exact_as_the_plain_version(device: str) -
     exact = moe_mlp_adapted(*wide, None, None, wide_deltas)
     rounded = moe_mlp_adapted(*inputs, None, None, deltas)
     assert distance(moe_grouped(*inputs, deltas=deltas), exact) <= 1.1 * distance(rounded, exact)
+
+
+@devices
+@torch.inference_mode()
+def test_router_and_gated_experts_get_the_deltas_of_the_plain_version(device: str) -> None:
+    draw = Draw(device)
+    matrices = {
+        "router": AdaptedMatrix(EXPERTS, DIM, "router"),
+        "gate_up": AdaptedMatrix(2 * INNER, DIM, "fc1", experts=ExpertShape(EXPERTS, joined=2)),
+        "down": AdaptedMatrix(DIM, INNER, "fc2", experts=ExpertShape(EXPERTS)),
+    }
+    shape, layer = AdapterShape((matrices,)), Moe(DIM, INNER, EXPERTS, TOP_K, gate="silu", router_bias=False).to(device)
+    for parameter in layer.parameters():
+        parameter.copy_(draw(*parameter.shape, scale=0.3))
+    slots = AdapterSlots(shape, 2, 24, torch.device(device), torch.float32)
+    for slot, rank in enumerate((5, 20)):
+        slots.load(AdapterLoad(slot, str(slot), random_adapter(shape, rank, seed=slot)))
+    x, owners = draw(7, DIM), torch.arange(7, device=device) % 3 - 1
+    expected = layer.adapted(x, 0, SlotAdapt(slots, owners, PLAIN))
+    use_ops(layer, TRITON)
+    torch.testing.assert_close(layer.adapted(x, 0, SlotAdapt(slots, owners, TRITON)), expected, rtol=1e-4, atol=1e-4)
+    is_base, base = owners < 0, layer(x)
+    assert torch.equal(layer.adapted(x, 0, SlotAdapt(slots, owners, TRITON))[is_base], base[is_base])
+    assert not torch.isclose(expected[~is_base], base[~is_base], atol=1e-3).all(dim=1).any()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kestrel.adapters import Adapter
@@ -31,14 +35,34 @@ def of_gguf(path: Path) -> Any:
     return model.eval()
 
 
-@torch.no_grad()
 def merged(folder: Path, adapter: Adapter) -> Any:
     """With an adapter built in."""
-    model = reference(folder)
-    for target, pair in adapter.targets.items():
-        module = model.model.layers[target.layer].get_submodule(MODULES[target.matrix])
-        module.weight += adapter.scale * pair.b @ pair.a
-    return model
+    deltas: dict[str, Tensor] = {}
+    for (layer, matrix), pair in adapter.targets.items():
+        delta, own = adapter.scale * pair.b @ pair.a, f"model.layers.{layer}"
+        if delta.ndim == 3:
+            deltas |= expert_deltas(f"{own}.mlp.experts", matrix, delta)
+        else:
+            deltas[f"{own}.{'mlp.gate' if matrix == 'router' else MODULES[matrix]}.weight"] = delta
+    return with_deltas(folder, deltas)
+
+
+def expert_deltas(experts: str, matrix: str, delta: Tensor) -> dict[str, Tensor]:
+    """Of all experts' `gate_up` or `down`, by the names of the checkpoint."""
+    parts = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}[matrix]
+    each = {part: delta.chunk(len(parts), dim=1)[number] for number, part in enumerate(parts)}
+    return {f"{experts}.{e}.{part}.weight": own[e] for part, own in each.items() for e in range(len(delta))}
+
+
+def with_deltas(folder: Path, deltas: Mapping[str, Tensor]) -> Any:
+    """What `transformers` makes of the folder's tensors with these added, by name."""
+    tensors = load_file(folder / "model.safetensors")
+    with tempfile.TemporaryDirectory() as changed:
+        shutil.copy(folder / "config.json", changed)
+        added = {name: tensor + deltas[name] for name, tensor in tensors.items() if name in deltas}
+        assert added.keys() == deltas.keys()
+        save_file(tensors | added, Path(changed) / "model.safetensors", metadata={"format": "pt"})
+        return reference(Path(changed))
 
 
 @torch.inference_mode()

@@ -113,8 +113,8 @@ async def test_adapters_give_what_their_deltas_give_when_built_in(
 ) -> None:
     shape = adapter_shape(resolve(RuntimeConfig(model_path=folders[kind], device="cpu")))
     adapters = {
-        "all": random_adapter(shape, tuple(shape.matrices), 6, seed=1),
-        "some": random_adapter(shape, tuple({"q", "v", "up"} & shape.matrices.keys()), 16, seed=2),
+        "all": random_adapter(shape, 6, seed=1),
+        "some": random_adapter(shape, 16, seed=2, matrices=("q", "v", "up", "gate_up")),
     }
     for name, adapter in adapters.items():
         save_adapter(adapter, tmp_path / f"{name}.safetensors")
@@ -127,15 +127,16 @@ async def test_adapters_give_what_their_deltas_give_when_built_in(
     assert found == expected
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 @torch.inference_mode()
-def test_the_plain_way_to_apply_an_adapter_knows_parts_of_matrices(folders: dict[str, Path]) -> None:
-    located = resolve(RuntimeConfig(model_path=folders["llama"], device="cpu"))
+def test_the_plain_way_to_apply_an_adapter_knows_parts_of_matrices(kind: str, folders: dict[str, Path]) -> None:
+    located = resolve(RuntimeConfig(model_path=folders[kind], device="cpu"))
     shape, loaded = adapter_shape(located), load(located, "cpu", torch.float32)
-    adapter = random_adapter(shape, ("q", "v", "o", "up"), 6, seed=4)
+    adapter = random_adapter(shape, 6, seed=4, matrices=("q", "v", "o", "up", "gate_up", "router"))
     model: Any = loaded.model
     ids = torch.tensor(LONG)
-    hidden = model(model.embed(ids), torch.arange(len(LONG)), causal, SingleAdapter(adapter, shape=shape))
-    expected = logprobs(merged(folders["llama"], adapter), LONG)
+    hidden = model(model.embed(ids), torch.arange(len(LONG)), causal, SingleAdapter(adapter, shape))
+    expected = logprobs(merged(folders[kind], adapter), LONG)
     torch.testing.assert_close(model.logits(hidden).log_softmax(-1), expected, rtol=0, atol=1e-4)
 
 
@@ -143,7 +144,7 @@ async def test_an_adapter_of_another_family_is_refused_by_its_matrices(
     make_engine: MakeEngine, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     shape = adapter_shape(resolve(RuntimeConfig(model_path=folders["llama"], device="cpu")))
-    foreign = random_adapter(shape, ("q",), 4, seed=1)
+    foreign = random_adapter(shape, 4, seed=1, matrices="q")
     renamed = {target._replace(matrix="qkv"): pair for target, pair in foreign.targets.items()}
     save_adapter(type(foreign)("kestrel-adapter", 4, renamed), tmp_path / "foreign.safetensors")
     engine = await make_engine("llama", adapter_dir=tmp_path)
@@ -151,15 +152,14 @@ async def test_an_adapter_of_another_family_is_refused_by_its_matrices(
         await tokens(engine, PROMPTS[0], settings={"adapter": "foreign"})
 
 
-async def test_an_adapter_of_experts_is_refused_by_its_matrices(
+async def test_an_adapter_of_dense_layers_is_refused_where_there_are_experts(
     make_engine: MakeEngine, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     dense = adapter_shape(resolve(RuntimeConfig(model_path=folders["llama"], device="cpu")))
-    save_adapter(random_adapter(dense, ("q", "up"), 4, seed=1), tmp_path / "dense.safetensors")
+    save_adapter(random_adapter(dense, 4, seed=1, matrices=("q", "up")), tmp_path / "dense.safetensors")
     engine = await make_engine("qwen3_moe", adapter_dir=tmp_path)
-    with pytest.raises(
-        Exception, match=r"adapts the matrices up, which the base model does not have \(it has q, k, v, o"
-    ):
+    told = r"adapts the matrices up, which the base model does not have \(layer 0 has q, k, v, o, router, gate_up, down"
+    with pytest.raises(Exception, match=told):
         await tokens(engine, PROMPTS[0], settings={"adapter": "dense"})
 
 
@@ -167,7 +167,7 @@ async def test_an_adapter_whose_delta_reads_a_norm_that_is_not_there_is_refused(
     make_engine: MakeEngine, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     shape = adapter_shape(resolve(RuntimeConfig(model_path=folders["llama"], device="cpu")))
-    adapter = replace(random_adapter(shape, ("o",), 4, seed=1), proj_input="block_norm")
+    adapter = replace(random_adapter(shape, 4, seed=1, matrices="o"), proj_input="block_norm")
     save_adapter(adapter, tmp_path / "norm.safetensors")
     engine = await make_engine("llama", adapter_dir=tmp_path)
     with pytest.raises(Exception, match="proj_input block_norm"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _sizes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def _modules(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int]]:
+def layer_modules(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int]]:
     """The matrices of a layer and their sizes."""
     sizes, inner, dim = _sizes(config), config.get("moe_intermediate_size"), config["hidden_size"]
     is_sparse = "num_experts" in config and (layer + 1) % config["decoder_sparse_step"] == 0
@@ -120,7 +121,7 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
         found["lm_head.weight"] = matrix(VOCAB, dim)
     for layer in range(LAYERS):
         own = f"model.layers.{layer}"
-        for module, size in _modules(config, layer).items():
+        for module, size in layer_modules(config, layer).items():
             found[f"{own}.{module}.weight"] = matrix(*size)
             if module in with_bias:
                 found[f"{own}.{module}.bias"] = vector(size[0], 0.0)
@@ -144,9 +145,10 @@ def tokenizer(opens: bool) -> Tokenizer:
     return found
 
 
-def random_adapter(shape: AdapterShape, matrices: tuple[str, ...], rank: int, seed: int) -> Adapter:
+def random_adapter(shape: AdapterShape, rank: int, seed: int, matrices: Collection[str] | None = None) -> Adapter:
+    """Of all matrices, or of those named."""
     dice = torch.Generator().manual_seed(seed)
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in matrices]
+    targets = [target for target in shape.targets if matrices is None or target.matrix in matrices]
 
     def factor(target: AdapterTarget, side: Side) -> Tensor:
         return torch.randn(shape.tensor_shape(target, side, rank), generator=dice) * 0.2

@@ -88,7 +88,7 @@ def case_naive(family: str, case: dict[str, Any]) -> NaiveMoondream:
     """The model a case was made with: region LayerNorm, overridden ids and adapter included."""
     base = golden(family, case.get("region_layernorm", False))
     if "lora" in case:
-        adapt = SingleAdapter(golden_adapter(family))
+        adapt = single_adapter(family, golden_adapter(family))
         return NaiveMoondream(base.model, base.config, base.tokenizer, base.naive.image_cache, adapt)
     overrides = case.get("tokenizer_overrides")
     if overrides is None:
@@ -102,6 +102,10 @@ def case_naive(family: str, case: dict[str, Any]) -> NaiveMoondream:
 def golden_adapter(family: str) -> Adapter:
     name = {"md2": "lora_variant", "md3": "lora_adapter"}[family]
     return load_adapter(ROOT / family / f"{name}.safetensors", adapter_shape(golden(family).config.text))
+
+
+def single_adapter(family: str, adapter: Adapter) -> SingleAdapter:
+    return SingleAdapter(adapter, adapter_shape(golden(family).config.text))
 
 
 def case_names(family: str, with_adapters: bool = False) -> list[str]:

@@ -18,7 +18,6 @@ from kestrel.errors import ConfigError
 from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.ops import PLAIN
 from kestrel.layers.mlp import Moe
-from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import KvScale
 from kestrel.moondream.config import MOONDREAM2, MOONDREAM3, MOONDREAM_0_5B
 from kestrel.moondream.decoder import MoondreamDecoder, adapter_shape
@@ -29,7 +28,7 @@ from kestrel.runtime.bring_up import cache_scales
 from kestrel.runtime.contract import AdapterLoad, PageCopy
 from tests.exhaustive import sweep
 from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, fake_fp8_weights, rounded
-from tests.moondream.goldens import FAMILIES, golden, golden_adapter
+from tests.moondream.goldens import FAMILIES, golden, golden_adapter, single_adapter
 from tests.moondream.test_lora import own_values, random_adapter
 from tests.runtime.forced import closeness, compare_engine, logits_of, text_cases
 from tests.runtime.paged import Paged, paged
@@ -200,7 +199,7 @@ def test_adapters_are_added_to_a_float8_base(family: str, num_positions: int) ->
         slots.load(AdapterLoad(slot, str(slot), adapter))
     x_TD, positions_T = drawn(num_positions, model.config.text.dim), torch.arange(num_positions)
     rounded_weights = fake_fp8_weights(model).text
-    alone = [rounded_weights(x_TD, positions_T, own_values, SingleAdapter(adapter)) for adapter in chosen]
+    alone = [rounded_weights(x_TD, positions_T, own_values, single_adapter(family, adapter)) for adapter in chosen]
     exact = rounded_weights(x_TD, positions_T, own_values)
     quantised(model)
     found = model.text(x_TD, positions_T, own_values, SlotAdapt(slots, owners, PLAIN))

@@ -13,14 +13,14 @@ from torch import Tensor
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair
 from kestrel.kernels.ops import PLAIN
 from kestrel.layers.attention import Heads
-from kestrel.models.adapting import SingleAdapter, merged_delta
+from kestrel.models.adapting import merged_delta
 from kestrel.moondream.decoder import adapter_shape
 from kestrel.moondream.model import MoondreamModel, TextModel
 from kestrel.runtime.adapter_slots import NO_SLOT, AdapterSlots, SlotAdapt
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.tokens import Text
 
-from .goldens import FAMILIES, golden, golden_adapter, pixels, tensors
+from .goldens import FAMILIES, golden, golden_adapter, pixels, single_adapter, tensors
 from .naive import NaiveMoondream
 from .naive_generator import NO_BLOCK, DenseAttention
 
@@ -47,8 +47,7 @@ def random_adapter(family: str, rank: int, seed: int, alpha: float | None = None
     def factor(target: AdapterTarget, side: str) -> Tensor:
         return torch.randn(shape.tensor_shape(target, side, rank), generator=dice) * 0.1  # type: ignore[arg-type]
 
-    targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in shape.matrices]
-    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in targets}
+    pairs = {target: LowRankPair(factor(target, "a"), factor(target, "b")) for target in shape.targets}
     return Adapter("kestrel-adapter", rank, pairs, alpha=alpha)
 
 
@@ -69,7 +68,7 @@ def merged(family: str, adapter: Adapter) -> TextModel:
 @torch.inference_mode()
 def test_a_dense_layer_with_a_hosted_adapter_equals_the_reference() -> None:
     mlp, expected = golden("md3").model.text.blocks[0].mlp, tensors("md3", "lora_expected")
-    out = mlp.adapted(tensors("md3", "units")["moe_in"][0], 0, SingleAdapter(golden_adapter("md3")))
+    out = mlp.adapted(tensors("md3", "units")["moe_in"][0], 0, single_adapter("md3", golden_adapter("md3")))
     torch.testing.assert_close(out, expected["dense_layer0_out"][0], rtol=0.0, atol=2e-5)
 
 
@@ -77,7 +76,7 @@ def test_a_dense_layer_with_a_hosted_adapter_equals_the_reference() -> None:
 def test_a_layer_of_experts_with_a_hosted_adapter_equals_the_reference() -> None:
     mlp, expected = golden("md3").model.text.blocks[1].mlp, tensors("md3", "lora_expected")
     x_TD = tensors("md3", "units")["moe_in"][0]
-    out = mlp.adapted(x_TD, 1, SingleAdapter(golden_adapter("md3")))
+    out = mlp.adapted(x_TD, 1, single_adapter("md3", golden_adapter("md3")))
     torch.testing.assert_close(out, expected["moe_layer1_out"][0], rtol=0.0, atol=2e-5)
     assert not torch.allclose(mlp(x_TD), out, atol=1e-3)
 
@@ -85,7 +84,7 @@ def test_a_layer_of_experts_with_a_hosted_adapter_equals_the_reference() -> None
 @torch.inference_mode()
 def test_a_whole_prompt_with_a_hosted_adapter_equals_the_reference() -> None:
     data, expected = golden("md3"), tensors("md3", "lora_expected")
-    adapt = SingleAdapter(golden_adapter("md3"))
+    adapt = single_adapter("md3", golden_adapter("md3"))
     naive = NaiveMoondream(data.model, data.config, data.tokenizer, data.naive.image_cache, adapt)
     items, images = naive.context(pixels(data.onepass["image"]), Text(data.onepass["prompt_tokens_after_image"]))
     run = naive.prefill(items, images)
@@ -99,7 +98,7 @@ def test_a_merged_adapter_equals_one_that_is_applied(family: str, rank: int, alp
     adapter = random_adapter(family, rank, seed=rank, alpha=alpha)
     text = golden(family).model.text
     x_TD, positions = text.embed(torch.arange(20, 29)), torch.arange(9)
-    applied = text(x_TD, positions, causal(9), SingleAdapter(adapter))
+    applied = text(x_TD, positions, causal(9), single_adapter(family, adapter))
     built_in = merged(family, adapter)(x_TD, positions, causal(9))
     scale = built_in.abs().max()
     torch.testing.assert_close(applied / scale, built_in / scale, rtol=0.0, atol=1e-5)
@@ -132,7 +131,7 @@ def test_adapters_of_several_ranks_in_one_batch_equal_each_alone_and_leave_the_b
     base = text(x_TD, positions, own_values)
     for slot, adapter in enumerate(adapters):
         at = [t for t, owner in enumerate(owners) if owner == slot]
-        alone = text(x_TD, positions, own_values, SingleAdapter(adapter))
+        alone = text(x_TD, positions, own_values, single_adapter(family, adapter))
         torch.testing.assert_close(together[at], alone[at], rtol=1e-5, atol=1e-4)
         assert not torch.allclose(together[at], base[at], atol=1e-3)
     none = [t for t, owner in enumerate(owners) if owner is None]
@@ -147,5 +146,5 @@ def test_a_slot_taken_over_shows_nothing_of_the_adapter_before() -> None:
     slots.load(AdapterLoad(0, "narrow", golden_adapter("md3")))
     x_TD, positions = text.embed(torch.arange(20, 27)), torch.arange(7)
     reused = text(x_TD, positions, causal(7), SlotAdapt(slots, torch.zeros(7, dtype=torch.int64), PLAIN))
-    alone = text(x_TD, positions, causal(7), SingleAdapter(golden_adapter("md3")))
+    alone = text(x_TD, positions, causal(7), single_adapter("md3", golden_adapter("md3")))
     torch.testing.assert_close(reused, alone, rtol=1e-5, atol=1e-5)

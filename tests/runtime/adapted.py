@@ -14,7 +14,6 @@ from kestrel.cache import CacheManager
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.attention import Heads
 from kestrel.layers.decoder import TextDecoder
-from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.decoder import adapter_shape
 from kestrel.request import AdapterUse
 from kestrel.runtime.adapter_slots import AdapterSlots
@@ -23,6 +22,7 @@ from kestrel.runtime.executor import Executor, MakeFastSteps
 from kestrel.scheduler import GenerationScheduler
 from kestrel.tokens import Token
 from tests.moondream.coarse import coarse
+from tests.moondream.goldens import single_adapter
 from tests.moondream.naive import NaiveMoondream
 from tests.moondream.test_lora import random_adapter
 from tests.runtime.paged import Case, Paged, RecordingDecoder
@@ -66,7 +66,7 @@ def each_alone(family: str, cases: list[Case]) -> dict[str, list[Token]]:
 @cache
 def naive_adapted(family: str, adapter: str | None) -> NaiveMoondream:
     g = coarse(family)
-    adapt = None if adapter is None else SingleAdapter(adapters(family)[adapter])
+    adapt = None if adapter is None else single_adapter(family, adapters(family)[adapter])
     return NaiveMoondream(g.model, g.config, g.tokenizer, g.naive.image_cache, adapt)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kestrel.kernels.ops import PLAIN
-from kestrel.models.adapting import SingleAdapter
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import SlotAdapt
 from kestrel.runtime.attention import PagedKVCache
@@ -17,6 +16,7 @@ from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
+from tests.moondream.goldens import single_adapter
 from tests.runtime.adapted import (
     ValuesAlone,
     adapters,
@@ -105,7 +105,7 @@ def test_positions_of_the_base_keep_their_bits_and_the_others_equal_each_adapter
         torch.testing.assert_close(together[without], base[without], rtol=1e-5, atol=1e-4)
     for slot, adapter in enumerate(adapters(family).values()):
         at = [n for n, owner in enumerate(owners) if owner == slot]
-        alone = plain(x_TD, positions, apart, SingleAdapter(adapter))
+        alone = plain(x_TD, positions, apart, single_adapter(family, adapter))
         torch.testing.assert_close(together[at], alone[at], rtol=1e-5, atol=1e-4)
         assert not at or not torch.allclose(together[at], base[at], atol=1e-3)
 
@@ -119,5 +119,5 @@ def test_a_slot_filled_anew_changes_what_the_same_tensors_give() -> None:
         adapter = adapters("md2")[name]
         slots.load(AdapterLoad(2, name, adapter))
         got = text(x_TD, positions, ValuesAlone(5), adapt)
-        alone = plain(x_TD, positions, ValuesAlone(5, by_kernels=False), SingleAdapter(adapter))
+        alone = plain(x_TD, positions, ValuesAlone(5, by_kernels=False), single_adapter("md2", adapter))
         torch.testing.assert_close(got, alone, rtol=1e-5, atol=1e-4)

@@ -87,15 +87,16 @@ class LoopWatcher(Protocol):
 class AdapterTask:
     """A frozen model, its pictures and its rows: what an adapter is trained and judged on."""
 
-    def __init__(self, model: MoondreamModel, pictures: EmbeddedPictures, ids: RegionIds) -> None:
+    def __init__(self, model: MoondreamModel, shape: AdapterShape, pictures: EmbeddedPictures, ids: RegionIds) -> None:
         self.model = model.requires_grad_(False).eval()
         self.device = model.text.wte.device
         self.dtype = model.text.wte.dtype
+        self._shape = shape
         self._pictures = pictures
         self._ids = ids
 
     def adapt(self, adapter: Adapter) -> Adapt:
-        return SingleAdapter(adapter, self.device, self.dtype)
+        return SingleAdapter(adapter, self._shape, self.device, self.dtype)
 
     def losses(self, rows: Sequence[TrainingRow], adapt: Adapt) -> tuple[Losses, int]:
         """And the number of labels."""
@@ -273,18 +274,18 @@ class Factors:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check_rank(shape, matrices, rank)
+        targets = [AdapterTarget(layer, matrix) for layer in range(shape.num_layers) for matrix in matrices]
+        if rank % (each := shape.rank_step(targets)):
+            raise ConfigError("rank", f"must be a multiple of {each}: a token's {each} experts share it (got {rank})")
         self.rank, self.alpha = rank, alpha
         chance = torch.Generator().manual_seed(seed)
         self._pairs: dict[AdapterTarget, LowRankPair] = {}
-        for layer in range(shape.num_layers):
-            for matrix in matrices:
-                target = AdapterTarget(layer, matrix)
-                a_shape, b_shape = (shape.tensor_shape(target, side, rank) for side in ("a", "b"))
-                a = torch.randn(a_shape, generator=chance) * a_shape[-1] ** -0.5
-                self._pairs[target] = LowRankPair(
-                    a.to(device).requires_grad_(True), torch.zeros(b_shape, device=device).requires_grad_(True)
-                )
+        for target in targets:
+            a_shape, b_shape = (shape.tensor_shape(target, side, rank) for side in ("a", "b"))
+            a = torch.randn(a_shape, generator=chance) * a_shape[-1] ** -0.5
+            self._pairs[target] = LowRankPair(
+                a.to(device).requires_grad_(True), torch.zeros(b_shape, device=device).requires_grad_(True)
+            )
 
     def parameters(self) -> list[Tensor]:
         return [factor for pair in self._pairs.values() for factor in (pair.a, pair.b)]
@@ -307,15 +308,6 @@ class Factors:
     def assign(self, values: Sequence[Tensor]) -> None:
         for factor, value in zip(self.parameters(), values, strict=True):
             factor.copy_(value)
-
-
-def _check_rank(shape: AdapterShape, matrices: Sequence[str], rank: int) -> None:
-    experts = shape.moe
-    if experts is None or not {"fc1", "fc2"} & set(matrices) or shape.num_dense_layers == shape.num_layers:
-        return
-    if rank % experts.experts_per_token:
-        each = experts.experts_per_token
-        raise ConfigError("rank", f"must be a multiple of {each}: a token's {each} experts share it (got {rank})")
 
 
 # ---------------------------------------------------------------------- where a run stands

@@ -94,7 +94,7 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     )  # fmt: skip
     pictures.prepare(report.picture, should_stop)
     assert profile.regions is not None
-    task = AdapterTask(moondream(loaded), pictures, profile.regions)
+    task = AdapterTask(moondream(loaded), decoder.adapter_shape, pictures, profile.regions)
     keeper = _Keeper(options, dataset, loaded.name, factors, report)
     ending = train_adapter(task, factors, train, val, plan, state, keeper, should_stop)
     return keeper.finish(task, val, plan, state, ending)

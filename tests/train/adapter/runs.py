@@ -63,11 +63,10 @@ def task_of(run_options: AdapterRun) -> tuple[AdapterTask, list[TrainingRow], li
     data: Dataset = read(run_options.data, val_share=run_options.val_share, seed=run_options.seed)
     loaded = load_base(run_options)
     train, val = encoded(data, loaded, run_options)
-    pictures = EmbeddedPictures(
-        PictureFolder(run_options.data, LIMITS), MoondreamDecoder(loaded.model), data.pictures, 2**30
-    )
+    decoder = MoondreamDecoder(loaded.model)
+    pictures = EmbeddedPictures(PictureFolder(run_options.data, LIMITS), decoder, data.pictures, 2**30)
     ids = moondream_profile(loaded.config, loaded.tokenizer, loaded.name).regions
-    return AdapterTask(loaded.model, pictures, ids), train, val, loaded
+    return AdapterTask(loaded.model, decoder.adapter_shape, pictures, ids), train, val, loaded
 
 
 def loaded_adapter(path: Path, loaded: LoadedMoondream) -> Adapter:

@@ -129,7 +129,8 @@ def test_an_adapter_that_was_merged_gives_the_same_stream(family: str, data: Pat
     loaded.model.double()
     with torch.no_grad():
         plain = hidden_states(loaded.model, pictures, packed)
-        applied = hidden_states(loaded.model, pictures, packed, SingleAdapter(adapter, dtype=torch.float64))
+        single = SingleAdapter(adapter, adapter_shape(loaded.config.text), dtype=torch.float64)
+        applied = hidden_states(loaded.model, pictures, packed, single)
         merge_adapter(loaded.model, adapter)
         merged = hidden_states(loaded.model, pictures, packed)
     at = packed.task[0] >= 0
