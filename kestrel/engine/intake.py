@@ -124,6 +124,9 @@ LONG_TEXT = 4096
 """Characters from which a text is tokenised off the event loop."""
 LONG_LIST = 1024
 """The same for entries of lists."""
+IDS_PER_ENTRY = 4
+"""Ids in a list of numbers take so much less work than other entries. A prompt that is sent on at once starts its first
+step while others of a flood are still being read."""
 IDS = frozenset({"allowed_ids", "suppressed_ids"})
 CONTEXT_LISTS = {"prompt": 1, "token_ids": 1, "messages": 2, "tools": 2, "spatial_refs": 3}
 """Fields whose entries become a part of the context, and how many of them, nested ones included, go to a position."""
@@ -168,11 +171,14 @@ class RequestSize:
     """Of its texts, messages included; an answer format is no part of the context."""
     num_entries: int = 0
     """Of its lists."""
+    num_ids: int = 0
+    """Those of them that are numbers."""
 
     @property
     def is_large(self) -> bool:
         """Whether laying it out would hold up an event loop."""
-        return self.num_characters > LONG_TEXT or self.num_entries > LONG_LIST
+        work = self.num_entries - self.num_ids + self.num_ids / IDS_PER_ENTRY
+        return self.num_characters > LONG_TEXT or work > LONG_LIST
 
 
 def size_of(fields: Mapping[str, Any], vocab_size: int, max_positions: int) -> RequestSize:
@@ -199,7 +205,9 @@ def _measure(size: RequestSize, name: str, value: Any, vocab_size: int, max_posi
             num_nested += len(inner)
             _require_useful(name, num_nested, vocab_size, max_positions)
             size.num_entries += len(inner)
-            if not isinstance(inner[0], (int, float)):
+            if isinstance(inner[0], (int, float)):
+                size.num_ids += len(inner)
+            else:
                 pending += inner
 
 

@@ -60,6 +60,16 @@ def test_parts_of_all_messages_count_together() -> None:
         size_of({"messages": [message] * 5}, VOCAB, CONTEXT)
 
 
-@pytest.mark.parametrize("fields", [{"prompt": "a" * 5000}, {"prompt": [1] * 2000}])
-def test_long_texts_and_long_lists_are_laid_out_elsewhere(fields: dict[str, Any]) -> None:
-    assert size_of(fields, VOCAB, 4096).is_large
+@pytest.mark.parametrize(
+    ("fields", "is_large"),
+    [
+        ({"prompt": "a" * 4096}, False),
+        ({"prompt": "a" * 5000}, True),
+        ({"prompt": [1] * 4096}, False),
+        ({"prompt": [1] * 4200}, True),
+        ({"messages": [{}] * 1024}, False),
+        ({"messages": [{}] * 1100}, True),
+    ],
+)
+def test_long_texts_and_long_lists_are_laid_out_elsewhere(fields: dict[str, Any], is_large: bool) -> None:
+    assert size_of(fields, VOCAB, 8192).is_large == is_large
