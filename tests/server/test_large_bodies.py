@@ -44,11 +44,11 @@ def reference_s() -> float:
     50 ms is what other clients may notice."""
     body = f"[{'17,' * 2**19}17]".encode()
     times_s: list[float] = []
-    for _ in range(5):
+    for _ in range(3):
         began_s = time.thread_time()
         orjson.loads(body)
         times_s.append(time.thread_time() - began_s)
-    return sorted(times_s)[2]
+    return sorted(times_s)[1]
 
 
 def ids(how_many: int) -> str:
@@ -174,8 +174,9 @@ class Beginnings:
         self.turn = 0
         self.turns: list[int] = []
 
-    async def count(self) -> None:
-        while True:
+    async def count(self, number: int) -> None:
+        """Until so many have begun: the worker hardly gets the GIL from a loop that never rests."""
+        while len(self.turns) < number:
             self.turn += 1
             await asyncio.sleep(0)
 
@@ -191,7 +192,7 @@ def test_many_choices_begin_one_in_a_turn_of_the_event_loop(
 ) -> None:
     seen = Beginnings()
     server.state.observers.append(seen)
-    counting = asyncio.run_coroutine_threadsafe(seen.count(), server.loop)
+    counting = asyncio.run_coroutine_threadsafe(seen.count(8), server.loop)
     try:
         client.post("/v1/completions", content=completed('"bee"', n=8, stream=stream), headers=JSON).raise_for_status()
     finally:
@@ -341,22 +342,23 @@ def test_top_logprobs_that_are_no_number_are_refused(client: httpx.Client, value
 
 MOST = 2**20
 LONG_TEXTS = {
-    "ascii": "x" * 3_000_000,
-    "two bytes": "é" * 1_500_000,
-    "three and four bytes": "日😀" * 500_000,
-    "colons": "a:" * 1_000_000,
-    "quotation marks": ('"' + "y" * 200_000) * 12,
-    "backslashes": ("\\" + "y" * 200_000) * 12,
-    "backslashes and a quotation mark": ('\\\\"' + "y" * 200_000 + '\\"') * 12,
-    "a backslash at the end": "z" * 2_500_000 + "\\",
-    "lines": ("y" * 70 + "\n") * 40_000,
+    "ascii": ("x", 3_000_000),
+    "two bytes": ("é", 1_500_000),
+    "three and four bytes": ("日😀", 500_000),
+    "colons": ("a:", 1_000_000),
+    "quotation marks": ('"' + "y" * 200_000, 12),
+    "backslashes": ("\\" + "y" * 200_000, 12),
+    "backslashes and a quotation mark": ('\\\\"' + "y" * 200_000 + '\\"', 12),
+    "a backslash at the end": ("z" * 2_500_000 + "\\", 1),
+    "lines": ("y" * 70 + "\n", 40_000),
 }
 
 
 @pytest.mark.parametrize("ensure_ascii", [False, True])
 @pytest.mark.parametrize("kind", LONG_TEXTS)
 def test_a_long_text_is_parsed_in_pieces_to_the_same(kind: str, ensure_ascii: bool) -> None:
-    text = LONG_TEXTS[kind]
+    part, times = LONG_TEXTS[kind]
+    text = part * times
     value = {"a": text, "b": ["short", text, {"c": text[::-1], text: 1}], "numbers": list(range(30_000)), "d": "e:f"}
     body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
     parse, sizes = json_body.orjson.loads, []
@@ -433,6 +435,15 @@ class LongestLine:
         return self
 
 
+def assert_lines_are_short(function: Callable[[], object]) -> None:
+    """In one of two runs: another program may have taken the caches in the first."""
+    for _ in range(2):
+        longest = LongestLine().of(function)
+        if longest.longest_s < MAX_CALL * reference_s():
+            return
+    raise AssertionError(longest.source)
+
+
 ENTRIES = {
     "ids": "17,",
     "large numbers": "1234567890123456789,",
@@ -500,27 +511,30 @@ def _no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_collections")
 @pytest.mark.parametrize("name", FULL_BODIES)
 def test_no_call_of_the_parser_holds_the_gil_for_long(name: str) -> None:
-    body, parse, times_s = FULL_BODIES[name](), json_body.orjson.loads, []
+    body, parse, longest_s = FULL_BODIES[name](), json_body.orjson.loads, 0.0
 
     def timed(part: bytes) -> object:
+        nonlocal longest_s
         began_s = time.thread_time()
         value = parse(part)
-        times_s[-1] = max(times_s[-1], time.thread_time() - began_s)
+        longest_s = max(longest_s, time.thread_time() - began_s)
         return value
 
-    with patch.object(json_body.orjson, "loads", timed):
-        for _ in range(3):
-            times_s.append(0.0)
+    def is_quick() -> bool:
+        nonlocal longest_s
+        longest_s = 0.0
+        with patch.object(json_body.orjson, "loads", timed):
             parsed(body)
-    assert min(times_s) < MAX_CALL * reference_s()
+        return longest_s < MAX_CALL * reference_s()
+
+    assert any(is_quick() for _ in range(3)), longest_s
 
 
 @pytest.mark.usefixtures("_no_collections")
 @pytest.mark.parametrize("name", TEXT_BODIES)
 def test_no_operation_on_a_long_text_holds_the_gil_for_long(name: str) -> None:
     body = TEXT_BODIES[name]()
-    longest = min((LongestLine().of(lambda: parsed(body)) for _ in range(2)), key=lambda one: one.longest_s)
-    assert longest.longest_s < MAX_CALL * reference_s(), longest.source
+    assert_lines_are_short(lambda: parsed(body))
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -539,45 +553,41 @@ def body_entries(entry: str) -> int:
 @pytest.mark.parametrize("line", [f"{'A' * 4096}", f"{'A' * 76}\n"], ids=["one line", "lines"])
 def test_no_call_that_decodes_a_picture_holds_the_gil_for_long(head: str, line: str) -> None:
     text = head + line * (30_000_000 // len(line))
-    longest = min(
-        (LongestLine().of(lambda: decode_base64(text, "image", base64_start(text, "image"))) for _ in range(2)),
-        key=lambda one: one.longest_s,
-    )
-    assert longest.longest_s < MAX_CALL * reference_s(), longest.source
+    assert_lines_are_short(lambda: decode_base64(text, "image", base64_start(text, "image")))
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b'{"a":"' + b"x" * 2_000_000, "is not JSON"),
-        (b'{"a":"' + b"x" * 2_000_000 + b"\x01" + b'"}', "is not JSON"),
-        (b'{"a":"' + b"x" * 2_000_000 + b"\xff" + b'"}', "is not JSON"),
-        (b'{"a":"' + b"x" * 2_000_000 + b'\\q"}', "is not JSON"),
-        (b'{"a":' + b" " * 2_000_000 + b'"b" "c"}', "is not JSON"),
-        (b'{"a":[' + b",".join([b'"' + b"x" * 900 + b'"'] * 20_000) + b"]}", "max_body_values"),
-        (b'{"a":1,"' + b"x" * 2_000_000 + b'":2,"a":3}', "the key 'a' is given twice"),
-        (b'{"' + b"x" * 2_000_000 + b'":2,"' + b"x" * 2_000_000 + b'":3}', "gives a key twice"),
+        (lambda: b'{"a":"' + b"x" * 2_000_000, "is not JSON"),
+        (lambda: b'{"a":"' + b"x" * 2_000_000 + b"\x01" + b'"}', "is not JSON"),
+        (lambda: b'{"a":"' + b"x" * 2_000_000 + b"\xff" + b'"}', "is not JSON"),
+        (lambda: b'{"a":"' + b"x" * 2_000_000 + b'\\q"}', "is not JSON"),
+        (lambda: b'{"a":' + b" " * 2_000_000 + b'"b" "c"}', "is not JSON"),
+        (lambda: b'{"a":[' + b",".join([b'"' + b"x" * 900 + b'"'] * 20_000) + b"]}", "max_body_values"),
+        (lambda: b'{"a":1,"' + b"x" * 2_000_000 + b'":2,"a":3}', "the key 'a' is given twice"),
+        (lambda: b'{"' + b"x" * 2_000_000 + b'":2,"' + b"x" * 2_000_000 + b'":3}', "gives a key twice"),
     ],
 )
-def test_long_texts_hide_no_mistake(body: bytes, message: str) -> None:
+def test_long_texts_hide_no_mistake(body: Callable[[], bytes], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        json_body.parse_in_pieces(body, MOST)
+        json_body.parse_in_pieces(body(), MOST)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"a":"' + b"x" * 30_000_000,
-        b" " * 30_000_000,
-        b'{"a":' + b" " * 30_000_000 + b"1}",
-        b" " * 30_000_000 + b'{"a":1}',
-        b'{"a":"' + b"\x80" * 30_000_000 + b'"}',
-        b'{"a":"' + b"x" * 10_000_000 + b'","b":[' + b"1," * 900_000 + b"1]}",
+        lambda: b'{"a":"' + b"x" * 30_000_000,
+        lambda: b" " * 30_000_000,
+        lambda: b'{"a":' + b" " * 30_000_000 + b"1}",
+        lambda: b" " * 30_000_000 + b'{"a":1}',
+        lambda: b'{"a":"' + b"\x80" * 30_000_000 + b'"}',
+        lambda: b'{"a":"' + b"x" * 10_000_000 + b'","b":[' + b"1," * 900_000 + b"1]}",
     ],
     ids=["no end", "blanks", "blanks inside", "blanks before", "no character", "numbers"],
 )
-def test_no_shape_of_a_long_body_takes_long(body: bytes) -> None:
-    began_s = time.thread_time()
+def test_no_shape_of_a_long_body_takes_long(body: Callable[[], bytes]) -> None:
+    made, began_s = body(), time.thread_time()
     with contextlib.suppress(RequestError):
-        json_body.parse_in_pieces(body, MOST)
+        json_body.parse_in_pieces(made, MOST)
     assert time.thread_time() - began_s < 2.0, "most take 0.1 s; what is looked through again and again took minutes"
