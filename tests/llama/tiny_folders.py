@@ -71,10 +71,10 @@ MODULES = {
 }  # fmt: skip
 
 
-def write_folder(path: Path, kind: str, **changes: Any) -> Path:
-    """`changes` are made to its config.json."""
+def write_folder(path: Path, kind: str, num_layers: int = LAYERS, **changes: Any) -> Path:
+    """`changes` are made to its config.json. One layer is enough where nobody looks at what it says."""
     path.mkdir(parents=True)
-    config = {**COMMON, **(KINDS | VARIANTS)[kind]}
+    config = {**COMMON, **(KINDS | VARIANTS)[kind], "num_hidden_layers": num_layers}
     (path / "config.json").write_text(json.dumps({**config, **changes}))
     (path / "tokenizer.json").write_text(tokenizer(opens=kind != "qwen2").to_str())
     save_file(_weights(config, seed=len(kind)), path / "model.safetensors", metadata={"format": "pt"})
@@ -119,7 +119,7 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     found = {"model.embed_tokens.weight": matrix(VOCAB, dim), "model.norm.weight": vector(dim, 1.0)}
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = matrix(VOCAB, dim)
-    for layer in range(LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         own = f"model.layers.{layer}"
         for module, size in layer_modules(config, layer).items():
             found[f"{own}.{module}.weight"] = matrix(*size)

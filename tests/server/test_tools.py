@@ -46,7 +46,7 @@ CALL = '<tool_call>\n{"name": "greet", "arguments": {"name": "Ann", "age": 20}}\
 
 
 def make_folder(folder: Path, template: str) -> Path:
-    write_folder(folder, "llama")
+    write_folder(folder, "llama", num_layers=1)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in MARKED])
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in UNMARKED])
