@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
@@ -81,7 +82,9 @@ class ComputeProcess:
             _end_with_the_parent()
             if prepare is not None:
                 prepare()
-            _load_and_answer(Connection(theirs), config)
+            # Not in this thread: if it has computed before the fork, OpenMP would wait for threads that stayed there.
+            with ThreadPoolExecutor(1, "kestrel-compute") as thread:
+                thread.submit(_load_and_answer, Connection(theirs), config).result()
 
         self._process = multiprocessing.get_context("fork").Process(target=run, name="kestrel-compute", daemon=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

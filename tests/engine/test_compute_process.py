@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kestrel.adapters import shared_memory
 from kestrel.config import RuntimeConfig
@@ -118,6 +119,18 @@ async def test_outlines_are_refined_there(apart: Apart, make_engine: MakeEngine)
     assert ours is not None
     assert theirs is not None
     assert theirs.refine_outline(image, PATH, BOX) == ours.refine_outline(image, PATH, BOX) is not None
+
+
+async def test_a_program_that_has_computed_with_several_threads_can_start_it(apart: Apart) -> None:
+    """OpenMP remembers threads that a forked process does not have, and would wait for them."""
+    torch.set_num_threads(2)
+    try:
+        torch.nn.functional.linear(torch.ones(512, 512), torch.ones(512, 512))
+        engine, _ = await asyncio.wait_for(apart("md2", model_path=coarse_folder("md2")), 60)
+        asked = engine.query(picture("small"), "what is it?", settings=GREEDY)
+        assert (await asyncio.wait_for(asked, 60)).output["answer"]
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
