@@ -4,7 +4,9 @@ come first."""
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ LONG = (
 """Begun first, since a file is one worker's: at the end the other one would wait for it."""
 TOGETHER = {
     "a browser": ("tests/server/playground/",),
-    "servers to fork": (
+    "programs to fork": (
+        "tests/cli/test_cli_chat",
+        "tests/cli/test_cli_program",
         "tests/integrations/",
         "tests/server/test_connections",
         "tests/server/test_draining",
@@ -54,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
     gc.disable()  # until all tests are found: what they import stays, and looking for garbage there takes seconds
+    config.add_cleanup(gc.unfreeze)  # else modules that count their objects complain about them at the end
 
 
 class SharingFiles(LoadFileScheduling):
@@ -66,13 +71,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingFiles
     return SharingFiles(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Workers import the same files, each begins at another one: in a fresh checkout a file is compiled by one of them."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if not worker or session.config.args != session.config.getini("testpaths"):
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    start = int(worker.removeprefix("gw")) * len(files) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for file in (*files[start:], *files[:start]):
+        with suppress(Exception, pytest.skip.Exception):  # which collecting it reports
+            importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported: a full collection would look at it for half a second
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else modules that count their objects complain about them at the end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

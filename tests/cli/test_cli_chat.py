@@ -7,8 +7,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from tests.cli.conftest import MD3, ON_CPU, SMALL, Kestrel
 from tests.llama.chat_shapes import CHATML
 from tests.llama.tiny_folders import write_folder
 from tests.processes import eventually
+from tests.server.programs import forked_command
 
 BRIEF = ("--max-tokens", "3", "--temperature", "0")
 
@@ -103,10 +102,9 @@ def test_a_text_is_continued_as_it_is(kestrel: Kestrel, monkeypatch: pytest.Monk
 
 def test_ctrl_c_ends_the_answer_or_the_line_and_not_the_program(tiny_folder: Path) -> None:
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "kestrel", "chat", "--weights", str(tiny_folder), "--max-tokens", "1900"]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu"], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
-    )
+    name = Path(os.ttyname(terminal))
+    command = ("chat", "--weights", str(tiny_folder), "--max-tokens", "1900", "--device", "cpu")
+    process = forked_command(command, name, name)
     seen = bytearray()
 
     def shows(text: bytes) -> bool:
@@ -115,8 +113,8 @@ def test_ctrl_c_ends_the_answer_or_the_line_and_not_the_program(tiny_folder: Pat
         return text in seen
 
     try:
-        os.close(terminal)
         assert eventually(lambda: shows(b"> "))
+        os.close(terminal)
         os.write(controller, b"hello\n")
         length = len(seen)
         assert eventually(lambda: shows(b"> ") and len(seen) > length + 60)

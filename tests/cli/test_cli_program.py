@@ -6,9 +6,11 @@ import asyncio
 import io
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from rich.console import Console
@@ -19,16 +21,26 @@ from kestrel.cli.printing import TextPrinter
 from kestrel.cli.schedule import LINE_LENGTH, Lane
 from kestrel.engine import StreamChunk
 
+from tests.server.programs import Forked, forked_command
+
 from .conftest import MD3
 
-ROOT = Path(__file__).parents[2]
 LONG_ANSWER = ("query", "hi", *MD3, "--no-reasoning", "--max-new-tokens", "900", "--temperature", "2", "--seed", "5")
 
 
-def start(*arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "kestrel.main", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[tuple[Forked, BinaryIO, BinaryIO]]:
+    """A program, what it prints and its errors."""
+    pipes = folder / "output", folder / "errors"
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    process = forked_command(arguments, *pipes)
+    try:
+        with pipes[0].open("rb", buffering=0) as output, pipes[1].open("rb") as errors:
+            yield process, output, errors
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Terminal(io.StringIO):
@@ -61,26 +73,20 @@ def test_work_that_ends_by_itself_gives_its_result() -> None:
     assert run_to_end(work()) == 7
 
 
-def test_ctrl_c_in_the_middle_of_a_stream_ends_with_130_and_no_traceback() -> None:
-    process = start(*LONG_ANSWER, "--stream")
-    assert process.stdout is not None
-    assert process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == b"interrupted\n"
+def test_ctrl_c_in_the_middle_of_a_stream_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    with started(tmp_path, *LONG_ANSWER, "--stream") as (process, output, errors):
+        assert output.read(1)
+        process.send_signal(signal.SIGINT)
+        assert errors.read() == b"interrupted\n"
+        assert process.wait(60) == 130
 
 
-def test_a_reader_that_leaves_early_ends_the_program_quietly() -> None:
-    process = start(*LONG_ANSWER, "--stream")
-    assert process.stdout is not None
-    assert process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=60) == 1
-    assert errors == b""
+def test_a_reader_that_leaves_early_ends_the_program_quietly(tmp_path: Path) -> None:
+    with started(tmp_path, *LONG_ANSWER, "--stream") as (process, output, errors):
+        assert output.read(1)
+        output.close()
+        assert errors.read() == b""
+        assert process.wait(60) == 1
 
 
 def test_loading_bars_show_on_a_terminal_only() -> None:

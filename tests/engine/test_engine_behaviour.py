@@ -27,6 +27,7 @@ from kestrel.runtime.fake import FakeRuntime, FakeStep
 from tests.engine.conftest import GOLDENS, MakeEngine, cases, picture
 from tests.engine.fake_engine import fake_engine, fake_limits
 from tests.engine.loop_rounds import rounds_during
+from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS
 
 QUESTION = "what is the cat?"
@@ -45,27 +46,25 @@ async def test_settings_and_keywords_mean_the_same(make_coarse_engine: MakeEngin
     assert by_settings.metrics.input_tokens == POSITIONS + 10
 
 
-async def test_a_stream_adds_up_to_its_result(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md3")
-    case = cases("md3")["reasoning_multi"]
-    stream = await engine.query(
-        picture("multi"), case["question"], reasoning=True, stream=True, settings=case["settings"]
-    )
+async def test_a_stream_adds_up_to_its_result(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md3")
+    asked = {"question": QUESTION, "reasoning": True, "temperature": 0.0, "max_tokens": 14}
+    stream = await engine.query(picture("small"), stream=True, **asked)
     chunks = [chunk async for chunk in stream]
-    result = await stream.result()
-    assert result.output == case["output"]
-    assert "".join(c.text for c in chunks if c.kind == "text") == case["output"]["answer"]
-    assert "".join(c.text for c in chunks if c.kind == "reasoning") == case["output"]["reasoning"]["text"]
+    output = (await stream.result()).output
+    assert output == (await engine.query(picture("small"), **asked)).output
+    assert "".join(c.text for c in chunks if c.kind == "text") == output["answer"] != ""
+    assert "".join(c.text for c in chunks if c.kind == "reasoning") == output["reasoning"]["text"] != ""
     assert [c.token_index for c in chunks] == sorted(c.token_index for c in chunks)
 
 
-async def test_the_second_question_about_a_picture_computes_its_own_words_only(make_engine: MakeEngine) -> None:
-    engine = await make_engine("md2")
+async def test_the_second_question_about_a_picture_computes_its_own_words_only(make_coarse_engine: MakeEngine) -> None:
+    engine = await make_coarse_engine("md2")
     options = {"reasoning": False, "temperature": 0.0, "max_new_tokens": 2}
     first = await engine.query(picture("multi"), QUESTION, **options)
     second = await engine.query(picture("multi"), "is the dog here?", **options)
     assert first.metrics.cached_tokens == 0
-    assert second.metrics.cached_tokens >= 730
+    assert second.metrics.cached_tokens >= POSITIONS
     assert second.metrics.input_tokens - second.metrics.cached_tokens < 20
 
 
@@ -147,7 +146,8 @@ async def test_a_full_queue_refuses_at_once() -> None:
     await engine.shutdown()
 
 
-async def test_500_streams_cancelled_at_random_moments_leave_nothing_behind() -> None:
+@sweep("number", [200, 500], always=[200])
+async def test_streams_cancelled_at_random_moments_leave_nothing_behind(number: int) -> None:
     rng = random.Random(7)
     engine = fake_engine(max_queue_size=1000)
     pixels = [np.full((8, 8, 3), i, dtype=np.uint8) for i in range(5)]
@@ -171,8 +171,8 @@ async def test_500_streams_cancelled_at_random_moments_leave_nothing_behind() ->
             return "cancelled"
         return "finished"
 
-    outcomes = await asyncio.gather(*(one(i) for i in range(500)))
-    assert outcomes.count("cancelled") > 100
+    outcomes = await asyncio.gather(*(one(i) for i in range(number)))
+    assert outcomes.count("cancelled") > number // 5
     await settle(engine)
     engine._scheduler.check_integrity()
     assert engine._cache.num_leases == 0
@@ -279,7 +279,7 @@ async def test_a_failed_start_leaves_no_thread_behind(tmp_path) -> None:
 async def test_decoding_pictures_never_blocks_the_loop() -> None:
     engine = fake_engine()
     buffer = BytesIO()
-    noise = np.random.default_rng(0).integers(0, 255, (4000, 6000, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (4000, 3000, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, "JPEG")
     async with rounds_during(pools, "decode_opened") as rounds:
         await engine.caption(buffer.getvalue(), temperature=0.0, max_new_tokens=2)

@@ -21,7 +21,7 @@ from kestrel.skills.logprobs import ShownTokens
 from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken
 from tests.engine.conftest import GOLDENS, MakeEngine
 from tests.engine.fake_engine import fake_engine
-from tests.moondream.coarse import coarse
+from tests.moondream.coarse import EMBEDDED, coarse, coarse_folder
 from tests.moondream.goldens import FAMILIES
 from tests.moondream.naive import NaiveMoondream
 from tests.runtime.dense_prompt import dense_hidden, dense_logprobs
@@ -153,7 +153,8 @@ async def test_embeddings_are_those_of_a_dense_pass_alone_and_in_a_crowd(
 
 
 async def test_the_embedded_model_embeds_as_a_dense_pass_does_and_tells_texts_apart() -> None:
-    config = RuntimeConfig(device="cpu", dtype="float32", kv_cache_pages=600)
+    """Its look is coarse; it reads as it does."""
+    config = RuntimeConfig(model_path=coarse_folder(EMBEDDED), device="cpu", dtype="float32", kv_cache_pages=600)
     async with await InferenceEngine.create(config) as engine:
         await assert_embeddings(engine, SCENE, "How many cows are there?", picture_alone=False)
         texts = ("How many cows are there?", "How many dogs are there?", "green")

@@ -32,14 +32,17 @@ async def engine() -> AsyncIterator[InferenceEngine]:
 async def test_stop_strings_cut_captions_where_str_find_does(engine: InferenceEngine) -> None:
     whole = (await engine.caption(SCENE, "normal", settings=GREEDY)).text
     assert len(whole) > 20
-    stops = [whole[4:7], whole[len(whole) // 2 :][:5], whole[-2:], whole[9], "never said"]
-    for stop in stops:
+
+    async def cut_at(stop: str) -> None:
         stream = await engine.caption(SCENE, "normal", settings=GREEDY, stop=stop, stream=True)
         chunks = [chunk.text async for chunk in stream]
         result = await stream.result()
         expected = whole[: whole.find(stop)] if stop in whole else whole
         assert "".join(chunks) == result.text == result.output["caption"] == expected
         assert stop not in whole or result.finish_reason == "stop"
+
+    stops = [whole[4:7], whole[len(whole) // 2 :][:5], whole[-2:], whole[9], "never said"]
+    await asyncio.gather(*map(cut_at, stops))
     assert engine.snapshot().num_running == 0
 
 
@@ -82,13 +85,18 @@ async def test_settings_at_their_lowest_values_run(engine: InferenceEngine) -> N
     async def caption(**settings: Any) -> str:
         return (await engine.caption(SCENE, "normal", max_tokens=12, **settings)).text
 
-    warm = {"temperature": 2.0, "top_p": 1.0}
-    assert await caption(temperature=2.0, top_p=0) == await caption(temperature=0)
-    assert await caption(**warm, seed=3, top_k=-1) == await caption(**warm, seed=3, top_k=0)
-    lowest, highest = -(2**63), 2**63 - 1
-    texts = [await caption(**warm, seed=seed) for seed in (lowest, -1, highest, 0, lowest)]
-    assert texts[0] == texts[-1]
-    assert len(set(texts)) == 4
+    warm, lowest, highest = {"temperature": 2.0, "top_p": 1.0}, -(2**63), 2**63 - 1
+    likeliest, greedy, all_kept, none_cut, *seeded = await asyncio.gather(
+        caption(temperature=2.0, top_p=0),
+        caption(temperature=0),
+        caption(**warm, seed=3, top_k=-1),
+        caption(**warm, seed=3, top_k=0),
+        *(caption(**warm, seed=seed) for seed in (lowest, -1, highest, 0, lowest)),
+    )
+    assert likeliest == greedy
+    assert all_kept == none_cut
+    assert seeded[0] == seeded[-1]
+    assert len(set(seeded)) == 4
 
 
 async def test_ends_can_be_put_off_and_ignored(engine: InferenceEngine) -> None:

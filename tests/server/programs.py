@@ -1,11 +1,12 @@
-"""`kestrel serve` as a process of its own, started anew or forked from one that has imported everything.
+"""`kestrel serve` and other verbs as processes, started anew or forked from one that has imported everything.
 
-Three quarters of a start are imports. Tests of what happens later, to a server that loads or runs, fork.
+Three quarters of a start are imports. Tests of what happens later, to a program that loads or runs, fork.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,31 @@ def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         command = [sys.executable, "-m", "kestrel.main", *FLAGS, *flags]
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def forked_command(arguments: Sequence[str], output: Path, errors: Path) -> Forked:
+    """Any verb, with the interpreter's own end. Where it writes to a terminal, it reads from it too."""
+    return Forked(FORKING.Process(target=_command, args=(arguments, output, errors)))
+
+
+def _command(arguments: Sequence[str], output: Path, errors: Path) -> None:
+    import torch  # noqa: PLC0415
+
+    from kestrel.main import main  # noqa: PLC0415
+
+    os.setsid()
+    for number, path in enumerate((output, errors), start=1):
+        os.dup2(os.open(path, os.O_RDWR if path.is_char_device() else os.O_WRONLY), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    if os.isatty(1):
+        os.dup2(1, 0)
+        sys.stdin = os.fdopen(0)
+    torch.set_num_threads(1)
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as end:
+        ctypes.pythonapi.Py_Exit(end.code)
 
 
 def forked_server(log: Path, arguments: list[str], *changes: Any) -> Forked:

@@ -17,7 +17,7 @@ from tests.exhaustive import sweep
 from tests.server.conftest import KEYS, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 
-ROWS, ROOM = 2, 230
+ROWS, ROOM = 2, 80
 MANY, OTHER, URGENT = *KEYS, "urgent-key"
 
 
@@ -88,15 +88,15 @@ async def answers_while_waiting(server: RunningServer, key: str, number: int, pr
         server.state.observers.remove(answers)
 
 
-@sweep("num_waiting", [20, 200], always=[200])
-async def test_a_single_request_waits_no_longer_behind_200_of_another_key_than_behind_20(
+@sweep("num_waiting", [20, 70], always=[70])
+async def test_a_single_request_waits_no_longer_behind_70_of_another_key_than_behind_20(
     shared: RunningServer, num_waiting: int
 ) -> None:
     assert await answers_while_waiting(shared, MANY, ROWS + num_waiting) <= 4 * ROWS
 
 
 async def test_a_key_that_fills_the_queue_leaves_room_for_another(shared: RunningServer) -> None:
-    assert await answers_while_waiting(shared, MANY, ROOM + 40) <= 4 * ROWS
+    assert await answers_while_waiting(shared, MANY, ROOM + 20) <= 4 * ROWS
 
 
 async def test_an_urgent_key_leaves_the_others_every_fourth_start(shared: RunningServer) -> None:

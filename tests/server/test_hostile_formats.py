@@ -29,7 +29,7 @@ MAX_GROWTH_BYTES = 500 * 2**20
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    program = Program(tmp_path_factory.mktemp("formats") / "log")
+    program = Program(tmp_path_factory.mktemp("formats") / "log", "--drain-timeout-s", "0.5")
     yield program
     program.kill()
 
