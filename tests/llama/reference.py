@@ -71,12 +71,10 @@ def logprobs(model: Any, ids: list[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    """Without a cache; it ends before an id that ends a text."""
-    context = list(ids)
-    for _ in range(count):
-        chosen = int(model(torch.tensor([context])).logits[0, -1].argmax())
-        if chosen in (STOP, END_OF_TURN):
-            break
-        context.append(chosen)
-    return context[len(ids) :]
+def is_greedy(model: Any, ids: list[int], found: list[int], count: int) -> bool:
+    """Whether each token found is the likeliest after those before it: then all are what a loop of `count` would give.
+
+    It ends before an id that ends a text.
+    """
+    likeliest = model(torch.tensor([ids + found])).logits[0, len(ids) - 1 :].argmax(-1).tolist()
+    return likeliest[:-1] == found and (len(found) == count or likeliest[-1] in (STOP, END_OF_TURN))
