@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
 from kestrel.request import CacheNamespace
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, num_positions
+
+from tests.exhaustive import sweep
 
 from .device_model import Device, SimulatedSequence
 
@@ -119,13 +122,11 @@ class CacheMachineWithPagesOf64(CacheMachine):
     num_pages = 8
 
 
-STATEFUL = settings(max_examples=30, stateful_step_count=40, deadline=None)
+MACHINES = {1: CacheMachine, 3: CacheMachineWithPagesOf3, 16: CacheMachineWithPagesOf16, 64: CacheMachineWithPagesOf64}
 
-TestContentWithPagesOf1 = CacheMachine.TestCase
-TestContentWithPagesOf1.settings = STATEFUL
-TestContentWithPagesOf3 = CacheMachineWithPagesOf3.TestCase
-TestContentWithPagesOf3.settings = STATEFUL
-TestContentWithPagesOf16 = CacheMachineWithPagesOf16.TestCase
-TestContentWithPagesOf16.settings = STATEFUL
-TestContentWithPagesOf64 = CacheMachineWithPagesOf64.TestCase
-TestContentWithPagesOf64.settings = STATEFUL
+
+@pytest.mark.parametrize("page_size", MACHINES)
+@sweep("num_examples", [12, 100], always=[12])
+def test_contents_stay_whole(page_size: int, num_examples: int) -> None:
+    how_long = settings(max_examples=num_examples, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(MACHINES[page_size], settings=how_long)

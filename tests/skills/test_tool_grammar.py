@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -47,6 +48,11 @@ def form(name: str, has_args_mark: bool, described: str) -> ToolForm:
     return ToolForm(name, ids, has_args_mark=has_args_mark)
 
 
+@cache
+def compiler(described: str, end_id: int) -> ConstraintCompiler:
+    return ConstraintCompiler(text_tokenizer(described).to_json, end_id, are_tried=False)
+
+
 class Drawing:
     """Tokens drawn at random from what a constraint allows, and what a parser finds in them."""
 
@@ -56,8 +62,7 @@ class Drawing:
         wanted_format = wanted.format(form)
         assert wanted_format is not None
         self.end_id = encoder(described).controls["</s>"]
-        compiler = ConstraintCompiler(self.tokenizer.to_json, self.end_id, are_tried=False)
-        self.constraint: TokenConstraint = compiler.start(wanted_format)
+        self.constraint: TokenConstraint = compiler(described, self.end_id).start(wanted_format)
         self.parser: ToolParser = TOOL_PARSERS[form.name](wanted.names, is_exact=True)
         self._said = TextStream(NamingTokenizer(self.tokenizer, form.ids), by_words=False)
 
