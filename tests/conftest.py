@@ -35,6 +35,7 @@ TOGETHER = {
     ),
     "transformers": ("tests/layers/", "tests/llama/", "tests/models/gguf/"),
     "golden models": ("tests/moondream/", "tests/runtime/"),
+    "an optimiser": ("tests/cli/test_cli_train", "tests/test_examples", "tests/train/"),
 }
 """Files that one worker runs, by what it starts, imports or computes once for them."""
 

@@ -53,6 +53,11 @@ class Linear(nn.Linear):
     _other_bias: tuple[Tensor | None] | None = None
     """Instead of the layer's own: what two layers whose outputs are added up have together, or none."""
 
+    def reset_parameters(self) -> None:
+        """Not on the meta device, where there is nothing to fill in: half of the time to build a model there."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     @property
     def is_fp8(self) -> bool:
         return self.scale_F is not None

@@ -57,7 +57,8 @@ async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(make_
         )
         return result.output["answer"]
 
-    assert await ask(1) == await ask(1) != await ask(2)
+    first, again, other = await asyncio.gather(ask(1), ask(1), ask(2))
+    assert first == again != other
 
 
 async def test_any_object_is_json_when_it_ends(make_coarse_engine: MakeEngine) -> None:
@@ -112,9 +113,11 @@ async def test_each_text_skill_takes_a_format_with_a_picture(skill: str, make_co
 async def test_thinking_is_free_and_the_answer_is_not(make_coarse_engine: MakeEngine) -> None:
     engine = await make_coarse_engine("md3")
     how = {"question": "What is it?", "reasoning": True, "temperature": 0.0, "max_tokens": 60}
-    free = (await engine.run("query", **how)).output["reasoning"]
-    result = await engine.run("query", **how, response_format=of_schema(SCHEMAS["bounded integers"]))
-    assert result.output["reasoning"] == free
+    free, result = await asyncio.gather(
+        engine.run("query", **how),
+        engine.run("query", **how, response_format=of_schema(SCHEMAS["bounded integers"])),
+    )
+    assert result.output["reasoning"] == free.output["reasoning"]
     assert_valid(result.output["answer"], SCHEMAS["bounded integers"])
 
 
@@ -176,7 +179,7 @@ async def test_tight_memory_changes_no_structured_answer(make_coarse_engine: Mak
     how = {"reasoning": False, "temperature": 0.0, "max_tokens": 250, "response_format": of_schema(SCHEMAS["nested"])}
     wanted = [{"question": letter * 290, **how} for letter in "XYZ"]
     roomy = await make_coarse_engine("md2")
-    expected = [(await roomy.run("query", **one)).output for one in wanted]
+    expected = [result.output for result in await asyncio.gather(*(roomy.run("query", **one) for one in wanted))]
     tight = await make_coarse_engine(
         "md2", kv_cache_pages=240, page_size=4, max_batch_size=3, enable_prefix_cache=False
     )

@@ -245,7 +245,7 @@ def test_training_ends_early_when_it_no_longer_helps_and_keeps_the_best(data: Pa
 
 
 def test_a_time_limit_stops_and_can_be_resumed(data: Path, tmp_path: Path) -> None:
-    chosen = options(data, tmp_path / "a.safetensors", steps=1000, max_seconds=0.5)
+    chosen = options(data, tmp_path / "a.safetensors", steps=1000, max_seconds=0.1)
     done, _ = run(chosen)
     assert done.ending == "the time is up"
     assert 0 < done.steps_done < 1000
