@@ -7,9 +7,12 @@ they hold for any weights worth shipping.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import EngineResult, InferenceEngine
@@ -25,9 +28,19 @@ FAMILIES = ("count", "what", "colour", "presence", "detect")
 IMAGE_POSITIONS = 730
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 async def engine(**changes: Any) -> InferenceEngine:
     options: dict[str, Any] = {"device": "cpu", "model": "kestrel-tiny", "kv_cache_pages": 2000}
     return await InferenceEngine.create(RuntimeConfig(**(options | changes)))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[InferenceEngine]:
+    """Has each picture in its cache once it was asked about."""
+    async with await engine(dtype="float32", max_batch_size=16) as shared:
+        yield shared
 
 
 def assert_right(asked: list[Asked], results: list[EngineResult]) -> None:
@@ -67,15 +80,15 @@ def assert_all_pages_came_back(running: InferenceEngine) -> None:
     always=[("float32", 3, 1)],
 )
 async def test_counts_names_and_boxes_are_right_in_a_crowd_and_alone(
-    dtype: str, num_scenes: int, num_alone: int
+    dtype: str, num_scenes: int, num_alone: int, running: InferenceEngine
 ) -> None:
     """The crowd asks about many pictures at once. Alone, another tenant asks: it shares nothing with the crowd."""
     crowd = asked_about(FAMILIES, num_scenes=num_scenes)
     assert sum(each.question.family == "count" for each in crowd) == num_scenes
     alone = asked_about(FAMILIES, num_scenes=num_alone)
-    async with await engine(dtype=dtype, max_batch_size=16) as running:
-        together = await asyncio.gather(*(each.ask(running) for each in crowd))
-        one_by_one = [await each.ask(running, tenant="alone") for each in alone]
+    async with nullcontext(running) if dtype == "float32" else await engine(dtype=dtype, max_batch_size=16) as asked:
+        together = await asyncio.gather(*(each.ask(asked) for each in crowd))
+        one_by_one = [await each.ask(asked, tenant=f"alone {num_alone}") for each in alone]
     assert_every_family_is_right(crowd, together)
     assert_right(crowd, together)
     assert_right(alone, one_by_one)
@@ -107,10 +120,10 @@ async def test_preempted_requests_are_answered_right() -> None:
     assert [result.output for result in results] == [result.output for result in unhurried]
 
 
-async def test_streamed_pieces_are_the_right_answer_bit_by_bit() -> None:
+async def test_streamed_pieces_are_the_right_answer_bit_by_bit(running: InferenceEngine) -> None:
     asked = asked_about(FAMILIES, num_scenes=2)
 
-    async def follow(each: Asked, running: InferenceEngine) -> EngineResult:
+    async def follow(each: Asked) -> EngineResult:
         stream = await each.ask(running, stream=True)
         chunks = [chunk async for chunk in stream]
         result = await stream.result()
@@ -120,16 +133,16 @@ async def test_streamed_pieces_are_the_right_answer_bit_by_bit() -> None:
             assert "".join(chunk.text for chunk in chunks if chunk.kind == "text").strip() == result.text.strip()
         return result
 
-    async with await engine(max_batch_size=16) as running:
-        results = list(await asyncio.gather(*(follow(each, running) for each in asked)))
-    assert_right(asked, results)
+    assert_right(asked, list(await asyncio.gather(*map(follow, asked))))
 
 
-async def test_cancelling_some_in_the_middle_leaves_the_others_right_and_gives_all_pages_back() -> None:
+async def test_cancelling_some_in_the_middle_leaves_the_others_right_and_gives_all_pages_back(
+    running: InferenceEngine,
+) -> None:
     doomed, others = asked_about(("caption_long",), num_scenes=2), asked_about(FAMILIES, num_scenes=2)
     num_cut = 0
 
-    async def leave_early(each: Asked, running: InferenceEngine) -> None:
+    async def leave_early(each: Asked) -> None:
         nonlocal num_cut
         stream = await each.ask(running, stream=True)
         await anext(aiter(stream))
@@ -138,10 +151,9 @@ async def test_cancelling_some_in_the_middle_leaves_the_others_right_and_gives_a
             await stream.result()
         num_cut += 1
 
-    async with await engine(max_batch_size=16) as running:
-        leaving = asyncio.gather(*(leave_early(each, running) for each in doomed))
-        results = list(await asyncio.gather(*(each.ask(running) for each in others)))
-        await leaving
-        assert_all_pages_came_back(running)
+    leaving = asyncio.gather(*map(leave_early, doomed))
+    results = list(await asyncio.gather(*(each.ask(running) for each in others)))
+    await leaving
+    assert_all_pages_came_back(running)
     assert num_cut == 2
     assert_right(others, results)

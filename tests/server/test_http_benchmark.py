@@ -56,7 +56,7 @@ def run_example(*flags: object) -> int:
 def test_a_ramp_on_the_real_server(server: RunningServer, tmp_path: Path, stream: bool) -> None:
     output, page = tmp_path / "bs8.json", tmp_path / "bs8.html"
     flags = ["--url", f"{server.url}/v1/query", "--image", SCENE, "--prompt", "Is there a dog?"]
-    ramp = ["--stage-duration", 0.8, "--start-concurrency", 1, "--concurrency-step", 2, "--max-concurrency", 3]
+    ramp = ["--stage-duration", 0.3, "--start-concurrency", 1, "--concurrency-step", 2, "--max-concurrency", 3]
     limits = ["--latency-threshold-ms", 60_000, "--ttft-threshold-ms", 60_000, "--error-threshold", 0.0]
     extra = ["--stream"] if stream else []
     assert run_example(*flags, *ramp, *limits, *extra, "--output", output, "--report", page) == 0

@@ -16,6 +16,7 @@ from kestrel.errors import CheckpointError
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.state import app_state
+from tests.moondream.coarse import EMBEDDED, coarse_folder
 from tests.server.conftest import RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 from tests.server.sockets import JSON, eventually, send
@@ -118,7 +119,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_a_server_that_says_it_failed
 
 
 async def test_an_engine_that_was_handed_over_is_used_and_left_running() -> None:
-    async with await InferenceEngine.create(runtime_config()) as engine:
+    async with await InferenceEngine.create(runtime_config(model_path=coarse_folder(EMBEDDED))) as engine:
         app = create_app(engine, ServerConfig())
         async with app.router.lifespan_context(app):
             await app_state(app).settled.wait()
