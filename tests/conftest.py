@@ -25,6 +25,7 @@ TOGETHER = {
     "programs to fork": (
         "tests/cli/test_cli_chat",
         "tests/cli/test_cli_program",
+        "tests/engine/test_compute_process",
         "tests/integrations/",
         "tests/server/test_connections",
         "tests/server/test_draining",
