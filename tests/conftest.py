@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharingFiles
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Workers import the same files, each begins at another one: in a fresh checkout a file is compiled by one of them."""
+    """Workers import the same files, and each begins at another one: a fresh checkout is compiled once, not by each."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if not worker or session.config.args != session.config.getini("testpaths"):
         return

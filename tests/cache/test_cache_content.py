@@ -11,7 +11,6 @@ from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
 from kestrel.request import CacheNamespace
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, num_positions
-
 from tests.exhaustive import sweep
 
 from .device_model import Device, SimulatedSequence

@@ -20,7 +20,6 @@ from kestrel.cli.loading import LoadingAbandoned, LoadingBars
 from kestrel.cli.printing import TextPrinter
 from kestrel.cli.schedule import LINE_LENGTH, Lane
 from kestrel.engine import StreamChunk
-
 from tests.server.programs import Forked, forked_command
 
 from .conftest import MD3

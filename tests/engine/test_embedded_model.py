@@ -48,9 +48,7 @@ async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str, scene: P
         for question, answer in asked.items():
             assert (await running.query(scene, question, reasoning=False, **GREEDY)).text == answer, question
         calls = [running.query(scene, question, reasoning=False, **GREEDY) for question in asked]
-        boxes, points, *answers = await asyncio.gather(
-            running.detect(scene, "bee"), running.point(scene, name), *calls
-        )
+        boxes, points, *answers = await asyncio.gather(running.detect(scene, "bee"), running.point(scene, name), *calls)
         assert [a.text for a in answers] == list(asked.values())
         found = [tuple(box.values()) for box in boxes.output["objects"]]
         assert len(found) == len(BEES)

@@ -281,19 +281,24 @@ def test_a_half_closed_connection_still_gets_its_answer_or_its_end(sturdy: Runni
     assert answer == b"" or answer.startswith(b"HTTP/1.1 200 OK")
 
 
-def test_fifty_slow_senders_hold_nobody_up() -> None:
+@pytest.fixture
+def hasty() -> Iterator[RunningServer]:
+    """Gives senders a second and a half."""
+    yield from start(receive_timeout_s=1.5)
+
+
+def test_fifty_slow_senders_hold_nobody_up(hasty: RunningServer) -> None:
     """A byte at a time: each is hung up on or told so when its time is over."""
-    for hasty in start(receive_timeout_s=1.5):
-        with Neighbour(hasty.url) as present:
-            connections = [connect(hasty) for _ in range(50)]
-            for number, connection in enumerate(connections):
-                connection.sendall(HEAD + (b"x: " if number % 2 else LENGTH + b"\r\n" + CONTENT[:10]))
-            answers = [read_some(connection) for connection in connections]
-            for connection in connections:
-                connection.close()
-            assert {answer.split(b"\r\n")[0] for answer in answers} == {b"", b"HTTP/1.1 408 Request Timeout"}
-            assert eventually(lambda: hasty.state.pending_body_bytes == 0 and len(present.statuses) > 5)
-        assert set(present.statuses) == {200}
+    with Neighbour(hasty.url) as present:
+        connections = [connect(hasty) for _ in range(50)]
+        for number, connection in enumerate(connections):
+            connection.sendall(HEAD + (b"x: " if number % 2 else LENGTH + b"\r\n" + CONTENT[:10]))
+        answers = [read_some(connection) for connection in connections]
+        for connection in connections:
+            connection.close()
+        assert {answer.split(b"\r\n")[0] for answer in answers} == {b"", b"HTTP/1.1 408 Request Timeout"}
+        assert eventually(lambda: hasty.state.pending_body_bytes == 0 and len(present.statuses) > 5)
+    assert set(present.statuses) == {200}
 
 
 def test_after_all_that_nothing_is_held(sturdy: RunningServer) -> None:
