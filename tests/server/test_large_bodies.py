@@ -426,12 +426,14 @@ class LongestLine:
 
     def of(self, function: Callable[[], object]) -> LongestLine:
         before = sys.gettrace()
+        gc.disable()  # looking for garbage would count as the line that it comes upon
         self._began_s = time.thread_time()
         sys.settrace(self)
         try:
             function()
         finally:
             sys.settrace(before)
+            gc.enable()
         return self
 
 
