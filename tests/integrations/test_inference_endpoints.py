@@ -264,7 +264,7 @@ def test_an_unknown_model_is_not_found(endpoint: Endpoint) -> None:
 
 
 def test_requests_of_one_stream_run_side_by_side(endpoint: Endpoint) -> None:
-    seen = {"slow": Seen(), "quick": Seen()}
+    seen, before = {"slow": Seen(), "quick": Seen()}, endpoint.num_left
     with open_stream(endpoint.url, leaves=True) as (client, arrived):
 
         def next_of(name: str) -> None:
@@ -283,6 +283,7 @@ def test_requests_of_one_stream_run_side_by_side(endpoint: Endpoint) -> None:
         assert seen["quick"].finals == [True]
         next_of("slow")
         assert not any(seen["slow"].finals)
+    assert eventually(lambda: endpoint.num_left == before + 1)  # or the next test would count it
 
 
 # ---------------------------------------------------------------------- clients that leave

@@ -66,6 +66,7 @@ async def request_of(page: Page) -> dict[str, Any]:
 
 async def say(page: Page, text: str, max_tokens: int = 6) -> None:
     await fill(page, "#setting-max_tokens", str(max_tokens))
+    await fill(page, "#setting-temperature", "0")  # drawn tokens may end the answer at once
     await page.evaluate("document.querySelector('#prompt').focus()")
     await page.type(text)
     await page.press("Enter")
@@ -124,7 +125,6 @@ async def test_a_stopped_answer_ends_on_the_server_and_stays_as_far_as_it_came(
     open_text_page: OpenPage, text_server: RunningServer
 ) -> None:
     page = await open_text_page()
-    await fill(page, "#setting-temperature", "0")
     known = set(text_server.watcher.started_ids)
     await say(page, "hello", max_tokens=1900)
     await page.wait_for(f"({TURNS})[1]?.length > 3")
