@@ -7,6 +7,7 @@ import base64
 import io
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -109,6 +110,18 @@ def start_server(
         thread.join(60)
         loop.close()
         assert not thread.is_alive()
+
+
+def slow_steps(server: RunningServer) -> RunningServer:
+    """Each begins a moment later, and the processor is free meanwhile: for requests that only have to last."""
+    step = server.engine._scheduler.step
+
+    def step_later() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    server.engine._scheduler.step = step_later  # type: ignore[method-assign]
+    return server
 
 
 @pytest.fixture(autouse=True, scope="package")
