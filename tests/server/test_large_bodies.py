@@ -438,8 +438,8 @@ class LongestLine:
 
 
 def assert_lines_are_short(function: Callable[[], object]) -> None:
-    """In one of two runs: another program may have taken the caches in the first."""
-    for _ in range(2):
+    """In one of five runs: other programs may have taken the caches, or the memory's time, in those before."""
+    for _ in range(5):
         longest = LongestLine().of(function)
         if longest.longest_s < MAX_CALL * reference_s():
             return
@@ -529,7 +529,7 @@ def test_no_call_of_the_parser_holds_the_gil_for_long(name: str) -> None:
             parsed(body)
         return longest_s < MAX_CALL * reference_s()
 
-    assert any(is_quick() for _ in range(3)), longest_s
+    assert any(is_quick() for _ in range(5)), longest_s
 
 
 @pytest.mark.usefixtures("_no_collections")
