@@ -7,7 +7,6 @@ import base64
 import io
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from kestrel.server.lifecycle import bind, uvicorn_config
 from kestrel.server.state import RequestInfo, ServerState, app_state
 from tests.moondream.seen_crops import engines_encode_once
 from tests.scene import SCENE
+from tests.server.long_request import pause_for_long_requests
 
 T = TypeVar("T")
 GREEDY = {"temperature": 0.0}
@@ -104,6 +104,7 @@ def start_server(
         running.on_loop(running.state.settled.wait)
     try:
         assert running.state.failure is None
+        let_long_requests_last(running)
         yield running
     finally:
         server.should_exit = True
@@ -112,16 +113,15 @@ def start_server(
         assert not thread.is_alive()
 
 
-def slow_steps(server: RunningServer) -> RunningServer:
-    """Each begins a moment later, and the processor is free meanwhile: for requests that only have to last."""
-    step = server.engine._scheduler.step
+def let_long_requests_last(server: RunningServer) -> None:
+    scheduler = server.engine._scheduler
+    step = scheduler.step
 
     def step_later() -> Any:
-        time.sleep(0.05)
+        pause_for_long_requests(scheduler)
         return step()
 
-    server.engine._scheduler.step = step_later  # type: ignore[method-assign]
-    return server
+    scheduler.step = step_later  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.server.long_request import pause_for_long_requests
+
 ROOT = Path(__file__).parents[2]
 FLAGS = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
 FORKING = multiprocessing.get_context("forkserver")
@@ -164,11 +166,11 @@ def _serve(
         return 0.0
 
     lifecycle.warm_up = warm_up
-    if hangs_after_steps is not None:
-        step, number = GenerationScheduler.step, itertools.count()
+    step, number = GenerationScheduler.step, itertools.count()
 
-        def step_or_hang(scheduler: GenerationScheduler[Any]) -> Any:
-            return step(scheduler) if next(number) < hangs_after_steps else time.sleep(1000)
+    def step_or_hang(scheduler: GenerationScheduler[Any]) -> Any:
+        pause_for_long_requests(scheduler)
+        return step(scheduler) if hangs_after_steps is None or next(number) < hangs_after_steps else time.sleep(1000)
 
-        GenerationScheduler.step = step_or_hang
+    GenerationScheduler.step = step_or_hang
     sys.exit(run(arguments))

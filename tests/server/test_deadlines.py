@@ -20,7 +20,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.host import ServerHost
 from kestrel.server.request_images import RemoteImages
 from kestrel.server.state import app_state
-from tests.server.conftest import SCENE_BYTES, RunningServer, runtime_config, slow_steps, start_server
+from tests.server.conftest import SCENE_BYTES, RunningServer, runtime_config, start_server
 from tests.server.leftovers import holdings
 from tests.server.long_request import end_id_of, long_query
 from tests.server.sockets import eventually, send
@@ -99,8 +99,7 @@ def hasty(silent: SilentHost, tmp_path_factory: pytest.TempPathFactory) -> Itera
             hosts, max_fetches=fetches, timeout_s=60.0, resolve=resolve, may_connect=lambda address: True
         )
 
-    for server in start_server(config, engine, reach_this_machine):
-        yield slow_steps(server)
+    yield from start_server(config, engine, reach_this_machine)
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -141,16 +140,15 @@ def test_a_large_head_is_refused(strict: RunningServer) -> None:
 def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningServer) -> None:
     """One runs, one waits: the third finds the queue full (503), the fourth of one client is one too many (429)."""
     end_id = end_id_of(strict.engine)
-    held: list[http.client.HTTPConnection | socket.socket] = []
-    for name in ("runs", "waits"):
-        held.append(send(strict.url, long_query(end_id, request_id=name)))
-        assert eventually(lambda name=name: name in strict.state.running)
-    assert eventually(lambda: strict.engine.num_requests == 2)
-    with strict.client() as client:
+    with ExitStack() as held, strict.client() as client:
+        for name in ("runs", "waits"):
+            held.enter_context(closing(send(strict.url, long_query(end_id, request_id=name))))
+            assert eventually(lambda name=name: name in strict.state.running)
+        assert eventually(lambda: strict.engine.num_requests == 2)
         full = client.post("/v1/query", json=QUESTION)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         assert full.headers["retry-after"] == "1"
-        held.append(half := connect(strict))
+        half = held.enter_context(connect(strict))
         half.sendall(f"{POST_QUERY}content-length: 100\r\n\r\n{{".encode())
         greedy = full
         while greedy.status_code == 503:  # until the half request has come in
@@ -158,8 +156,6 @@ def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningS
         assert (greedy.status_code, greedy.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert greedy.headers["retry-after"] == "1"
         assert client.get("/ready").status_code == 200
-    for connection in held:
-        connection.close()
     assert eventually(lambda: strict.engine.num_requests == 0)
     with strict.client() as client:
         page = Page(client.get("/metrics").text)

@@ -15,7 +15,7 @@ from kestrel.errors import NumericalError
 from kestrel.server.config import ServerConfig
 from kestrel.server.records import JsonLines
 from tests.scene import SCENE
-from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, slow_steps, start_server
+from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 from tests.server.pages import Page
 from tests.server.sockets import eventually, send
@@ -170,8 +170,7 @@ def test_a_failure_in_the_middle_is_an_error_event_and_the_end(
 def hasty() -> Iterator[RunningServer]:
     """A server with short times."""
     config = ServerConfig(port=0, ping_interval_s=0.05, request_timeout_s=1.0, queue_timeout_s=0.4)
-    for server in start_server(config, runtime_config(max_batch_size=1)):
-        yield slow_steps(server)
+    yield from start_server(config, runtime_config(max_batch_size=1))
 
 
 def test_comments_keep_a_silent_stream_open(hasty: RunningServer) -> None:
