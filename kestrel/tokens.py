@@ -10,7 +10,7 @@ for one; what is done to other contexts here is done without Python code per tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeAlias, overload
 
@@ -25,6 +25,8 @@ class CoordToken:
     """One normalised coordinate, 0 to 1."""
 
     value: float
+    logprob: float = field(default=0.0, compare=False)
+    """How sure the model was of it, where the model wrote it (see `RegionPart`); 0 in prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class SizeToken:
 
     width: float
     height: float
+    logprob: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,10 @@ class PlacesPrinter:
         if not places:
             note("nothing was found")
 
-    def _place(self, place: Mapping[str, float]) -> None:
+    def _place(self, place: Mapping[str, Any]) -> None:
         self._num_printed += 1
-        write(f"{self._num_printed}: {numbers_line(place)}\n")
+        numbers = {name: value for name, value in place.items() if isinstance(value, float)}
+        write(f"{self._num_printed}: {numbers_line(numbers)}\n")
 
 
 class OutlinePrinter:

@@ -57,22 +57,23 @@ def commit_ids(
     endings: EndingTensors | None,
     region: RegionHeads,
 ) -> tuple[Tensor, Tensor]:
-    """(integers [B, 5]: emitted id, kind, finish, state, spent; values [B, 2] in fp32), and the rows updated."""
+    """(integers [B, 5]: emitted id, kind, finish, state, spent; values [B, 3] in fp32: one
+    or two numbers, and their log-probability), and the rows updated."""
     is_finite_B, sampled_B = chosen(ranks_SBC)
     state_B, spent_B = rows.state[rows_B], rows.spent[rows_B]
     step = advance(state_B, sampled_B, spent_B >= rows.budget[rows_B], grammar)
     if endings is not None:
         step = stop(step, rows_B, state_B, grammar, endings)
-    kind_B, values_B2 = _kinds_and_values(step, region)
+    kind_B, values_B3 = _kinds_and_values(step, region)
     spent_B = torch.where(step.changes_phase_B, 0, spent_B + 1)
     generated_B = rows.generated[rows_B] + ~step.ended_B
     phase_over_B = (spent_B >= rows.budget[rows_B]) & (grammar.when_spent_N[step.state_B] == NO_ID)
     out_of_budget_B = phase_over_B | (generated_B >= rows.max_total[rows_B])
     finish_B = torch.where(step.ended_B, STOPPED, torch.where(out_of_budget_B, OUT_OF_BUDGET, GOING_ON))
     finish_B = torch.where(is_finite_B, finish_B, NOT_FINITE)
-    rows.last_id[rows_B], rows.last_kind[rows_B], rows.last_value[rows_B] = step.emitted_B, kind_B, values_B2
+    rows.last_id[rows_B], rows.last_kind[rows_B], rows.last_value[rows_B] = step.emitted_B, kind_B, values_B3[:, :2]
     rows.state[rows_B], rows.spent[rows_B], rows.generated[rows_B] = step.state_B, spent_B, generated_B
-    return torch.stack((step.emitted_B, kind_B, finish_B, step.state_B, spent_B), dim=1), values_B2
+    return torch.stack((step.emitted_B, kind_B, finish_B, step.state_B, spent_B), dim=1), values_B3
 
 
 def advance(state_B: Tensor, sampled_B: Tensor, is_spent_B: Tensor, grammar: GrammarTensors) -> Advance:
@@ -106,14 +107,15 @@ def stop(step: Advance, rows_B: Tensor, state_B: Tensor, grammar: GrammarTensors
 
 def _kinds_and_values(step: Advance, region: RegionHeads) -> tuple[Tensor, Tensor]:
     kind_B = torch.full_like(step.emitted_B, TEXT)
-    values_B2 = torch.zeros(len(kind_B), 2, device=kind_B.device)
-    if region.coords_B is not None:
+    values_B3 = torch.zeros(len(kind_B), 3, device=kind_B.device)
+    if region.coords_B2 is not None:
         is_coord_B = (step.emitted_B == region.coord_id) & (step.carries_B & CARRIES_COORD > 0)
         kind_B = torch.where(is_coord_B, COORD, kind_B)
-        coords_B2 = torch.stack((region.coords_B, values_B2[:, 1]), dim=1)
-        values_B2 = torch.where(is_coord_B[:, None], coords_B2, values_B2)
-    if region.sizes_B2 is not None:
+        coord_B, logprob_B = region.coords_B2.unbind(1)
+        coords_B3 = torch.stack((coord_B, values_B3[:, 1], logprob_B), dim=1)
+        values_B3 = torch.where(is_coord_B[:, None], coords_B3, values_B3)
+    if region.sizes_B3 is not None:
         is_size_B = (step.emitted_B == region.size_id) & (step.carries_B & CARRIES_SIZE > 0)
         kind_B = torch.where(is_size_B, SIZE, kind_B)
-        values_B2 = torch.where(is_size_B[:, None], region.sizes_B2, values_B2)
-    return kind_B, values_B2
+        values_B3 = torch.where(is_size_B[:, None], region.sizes_B3, values_B3)
+    return kind_B, values_B3

@@ -98,8 +98,10 @@ class RegionHeads:
 
     coord_id: int
     size_id: int
-    coords_B: Tensor | None = None
-    sizes_B2: Tensor | None = None
+    coords_B2: Tensor | None = None
+    """A coordinate and its log-probability."""
+    sizes_B3: Tensor | None = None
+    """Width, height and their log-probability."""
 
 
 NO_REGIONS = RegionHeads(coord_id=-1, size_id=-1)

@@ -98,11 +98,12 @@ class RegionPart(Protocol):
     def embed_sizes(self, values_N2: Tensor) -> Tensor: ...
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
-        """The most likely coordinate per row, [N] in 0..1."""
+        """[N, 2] in fp32: the most likely coordinate per row, in 0..1, and the log-probability that it is about there.
+        Of a wide range of equally likely places none is likely."""
         ...
 
     def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
-        """The most likely width and height per row, [N, 2] in 0..1."""
+        """[N, 3] in fp32: the most likely width and height per row, in 0..1, and the log-probability of both."""
         ...
 
 

@@ -25,7 +25,7 @@ from kestrel.models.contract import DecoderShape, EncodeCrops, KvScale, Prepared
 from kestrel.models.decoder import TextModelDecoder
 from kestrel.moondream.config import TextConfig
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.region import coord_from_bins, size_from_bins
+from kestrel.moondream.region import coord_from_bins, logprob_around, size_from_bins
 from kestrel.runtime.bring_up import NO_SCALES, ModelRuntime
 
 
@@ -130,12 +130,16 @@ class MoondreamRegions:
         return self._region.encode_size(values_N2)
 
     def decode_coords(self, hidden_ND: Tensor) -> Tensor:
-        logits_NC = self._region.decode_coord(hidden_ND)
-        return coord_from_bins(logits_NC.argmax(-1), logits_NC.shape[-1])
+        logits_NC = self._region.decode_coord(hidden_ND).float()
+        bins_N = logits_NC.argmax(-1)
+        values_N = coord_from_bins(bins_N, logits_NC.shape[-1])
+        return torch.stack((values_N, logprob_around(logits_NC, bins_N)), dim=-1)
 
     def decode_sizes(self, hidden_ND: Tensor) -> Tensor:
-        logits_N2C = self._region.decode_size(hidden_ND)
-        return size_from_bins(logits_N2C.argmax(-1), logits_N2C.shape[-1])
+        logits_N2C = self._region.decode_size(hidden_ND).float()
+        bins_N2 = logits_N2C.argmax(-1)
+        values_N2 = size_from_bins(bins_N2, logits_N2C.shape[-1])
+        return torch.cat((values_N2, logprob_around(logits_N2C, bins_N2).sum(-1, keepdim=True)), dim=-1)
 
 
 class MoondreamDecoder(TextModelDecoder):

@@ -62,6 +62,17 @@ def size_from_bins(bins: Tensor, num_bins: int = 1024) -> Tensor:
     return torch.exp2((bins.float() / (num_bins - 1) * 10.0 - 10.0).double()).float()
 
 
+NEAR = 16
+"""Bins that count as the same place: a share of 1.6 % of the picture's side, or a size that is a tenth larger."""
+
+
+def logprob_around(logits: Tensor, bins: Tensor, near: int = NEAR) -> Tensor:
+    """Log-probability, in fp32, that the value is within `near` bins of `bins`. Logits [..., C], bins [...]."""
+    distance = (torch.arange(logits.shape[-1], device=logits.device) - bins[..., None]).abs()
+    around = logits.masked_fill(distance > near, -torch.inf)
+    return around.logsumexp(-1) - logits.logsumexp(-1)
+
+
 def _encode(values_NC: Tensor, frequencies_CF: Tensor, encoder: nn.Linear) -> Tensor:
     return encoder(fourier_features(values_NC, frequencies_CF).to(encoder.weight.dtype))
 

@@ -141,13 +141,13 @@ class FixedDecode:
             ranks_SBC = self._ops.draw_ids(allowed_scores(logits_BV, rows_B, *tables), rows_B, table.tensors)
         else:
             ranks_SBC = self._ops.best_ids(logits_BV, rows_B, *tables)
-        region = region_heads(self._model, parts.carries, hidden_BD)
+        region = region_heads(self._model, parts.carries, hidden_BD, logits_BV, table, rows_B)
         return Sampled(*self._ops.commit_ids(ranks_SBC, rows_B, *tables, region))
 
 
 def first_rows(sampled: Sampled, num_rows: int) -> Sampled:
-    assert sampled.values_B2 is not None
-    return Sampled(sampled.integers_B5[:num_rows], sampled.values_B2[:num_rows])
+    assert sampled.values_B3 is not None
+    return Sampled(sampled.integers_B5[:num_rows], sampled.values_B3[:num_rows])
 
 
 # ---------------------------------------------------------------------- captured

@@ -11,6 +11,7 @@ from typing import overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kestrel.errors import NumericalError
 from kestrel.grammar import Carries
@@ -31,8 +32,8 @@ class Sampled:
     """One entry per sampled row, in the order of the step. `integers_B5`: id, kind, finish, state, spent."""
 
     integers_B5: Tensor
-    values_B2: Tensor | None
-    """Coordinates and sizes; not read where no row's grammar can use them."""
+    values_B3: Tensor | None
+    """Coordinates and sizes with their log-probabilities; not read where no row's grammar can use them."""
     chosen_logprob_B: Tensor | None = None
     top_logprob_BK: Tensor | None = None
     top_id_BK: Tensor | None = None
@@ -55,7 +56,7 @@ def sample_rows(
     is_random = any(row.samples_randomly for row in host)
     ranks_SBC = draw_ids(masked_BV, rows_B, table.tensors) if is_random else rank(*masked_BV.max(-1))[None, :, None]
     endings = table.endings.tensors if table.endings.stops_any_of(row_indices) else None
-    region = region_heads(model, wanted_values(host), hidden_BD)
+    region = region_heads(model, wanted_values(host), hidden_BD, raw_BV, table, rows_B)
     sampled = Sampled(*commit_ids(ranks_SBC, rows_B, table.tensors, table.grammars.tensors, endings, region))
     emitted_B, kind_B = sampled.integers_B5[:, 0], sampled.integers_B5[:, 1]
     table.penalties.count(row_indices, emitted_B, kind_B == TEXT)
@@ -80,17 +81,30 @@ def wanted_values(host: list[HostRow]) -> Carries:
     return wanted
 
 
-def region_heads(model: DecoderModel, wanted: Carries, hidden_BD: Tensor) -> RegionHeads:
-    """Only the wanted ones run."""
+def region_heads(
+    model: DecoderModel, wanted: Carries, hidden_BD: Tensor, logits_BV: Tensor, table: RowTable, rows_B: Tensor
+) -> RegionHeads:
+    """Only the wanted ones run. To be called before the ids are committed: it reads the rows' states."""
     regions = model.regions
     if regions is None:
         return NO_REGIONS
-    return RegionHeads(
-        coord_id=regions.coord_id,
-        size_id=regions.size_id,
-        coords_B=regions.decode_coords(hidden_BD).float() if wanted & Carries.COORD else None,
-        sizes_B2=regions.decode_sizes(hidden_BD).float() if wanted & Carries.SIZE else None,
-    )
+    coords_B2 = sizes_B3 = None
+    if wanted & Carries.COORD:
+        coords_B2 = regions.decode_coords(hidden_BD)
+        end_ids_BF = table.grammars.tensors.end_ids_NF[table.tensors.state[rows_B]]
+        coords_B2[:, 1] += _logprob_of_going_on(logits_BV, regions.coord_id, end_ids_BF)
+    if wanted & Carries.SIZE:
+        sizes_B3 = regions.decode_sizes(hidden_BD)
+    return RegionHeads(regions.coord_id, regions.size_id, coords_B2, sizes_B3)
+
+
+def _logprob_of_going_on(logits_BV: Tensor, coord_id: int, end_ids_BF: Tensor) -> Tensor:
+    """Of a coordinate, when it and the end are all that can come; 0 where nothing can end the row. The lists of end ids
+    are padded with V."""
+    vocab_size = logits_BV.shape[1]
+    ends_BF = logits_BV.gather(1, end_ids_BF.clamp(max=vocab_size - 1)).float()
+    end_B = ends_BF.masked_fill(end_ids_BF >= vocab_size, -torch.inf).logsumexp(1)
+    return -functional.softplus(end_B - logits_BV[:, coord_id].float())
 
 
 def _add_logprobs(sampled: Sampled, host: list[HostRow], raw_BV: Tensor, emitted_B: Tensor) -> None:
@@ -108,7 +122,7 @@ def _add_logprobs(sampled: Sampled, host: list[HostRow], raw_BV: Tensor, emitted
 
 FINISH = 2
 """Column of `Sampled.integers_B5` that says whether and how a row ended."""
-NO_VALUES = [0.0, 0.0]
+NO_VALUES = [0.0, 0.0, 0.0]
 NOT_FINITE_MESSAGE = (
     "the model gave no finite score for any allowed token; if the weights are sound, use dtype bfloat16 or float32"
 )
@@ -127,7 +141,7 @@ class SampledPart:
 def send_part(row_indices: list[int], host_rows: list[HostRow], sampled: Sampled) -> SampledPart:
     """Starts the copy to the host."""
     carries = wanted_values(host_rows) is not Carries.NOTHING
-    on_host, arrived = _send_to_host(sampled if carries else replace(sampled, values_B2=None))
+    on_host, arrived = _send_to_host(sampled if carries else replace(sampled, values_B3=None))
     return SampledPart(row_indices, host_rows, on_host, arrived)
 
 
@@ -135,8 +149,8 @@ def read_part(part: SampledPart, output: StepOutput) -> None:
     """Adds the rows to `output`, once they have arrived."""
     if part.arrived is not None:
         part.arrived.synchronize()
-    integers, values_B2 = part.sampled.integers_B5.tolist(), part.sampled.values_B2
-    values = [NO_VALUES] * len(integers) if values_B2 is None else values_B2.tolist()
+    integers, values_B3 = part.sampled.integers_B5.tolist(), part.sampled.values_B3
+    values = [NO_VALUES] * len(integers) if values_B3 is None else values_B3.tolist()
     logprobs = _logprobs(part.sampled, part.host_rows)
     for b, row in enumerate(part.row_indices):
         if integers[b][FINISH] == NOT_FINITE:
@@ -149,8 +163,8 @@ def _send_to_host(sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
     """Start the copy to pinned host memory; on the CPU the tensors are there already."""
     if not sampled.integers_B5.is_cuda:
         return sampled, None
-    values_B2 = None if sampled.values_B2 is None else start_download(sampled.values_B2)
-    on_host = Sampled(start_download(sampled.integers_B5), values_B2)
+    values_B3 = None if sampled.values_B3 is None else start_download(sampled.values_B3)
+    on_host = Sampled(start_download(sampled.integers_B5), values_B3)
     if sampled.chosen_logprob_B is not None:
         on_host.chosen_logprob_B = start_download(sampled.chosen_logprob_B)
     if sampled.top_logprob_BK is not None and sampled.top_id_BK is not None:
@@ -171,9 +185,9 @@ def _row_output(
     if finish == STOPPED:
         token = None
     elif kind == COORD:
-        token = CoordToken(value[0])
+        token = CoordToken(value[0], value[2])
     elif kind == SIZE:
-        token = SizeToken(value[0], value[1])
+        token = SizeToken(*value)
     reason = None
     if finish != GOING_ON:
         reason = FinishReason.STOP if finish == STOPPED else FinishReason.LENGTH

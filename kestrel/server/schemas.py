@@ -105,6 +105,10 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 POINT = record({"x": {"type": "number"}, "y": {"type": "number"}})
 BOX = record({side: {"type": "number"} for side in ("x_min", "y_min", "x_max", "y_max")})
 GROUND = record({"start_idx": COUNT, "end_idx": COUNT, "points": list_of(list_of({"type": "number"}))})
+NAMED: Mapping[str, Schema] = {
+    "label": described("What was asked for.", {"type": "string"}),
+    "score": described("How sure the model was of it.", {"type": "number", "minimum": 0, "maximum": 1}),
+}
 METRICS = record(
     {
         "input_tokens": described("The prompt's, pictures included.", COUNT),
@@ -124,11 +128,13 @@ RESULTS: Mapping[str, Mapping[str, Schema]] = {
         ),
     },
     "caption": {"caption": {"type": "string"}},
-    "point": {"points": list_of(POINT)},
-    "detect": {"objects": list_of(BOX)},
+    "point": {"points": list_of(record({**POINT["properties"], **NAMED}))},
+    "detect": {"objects": list_of(record({**BOX["properties"], **NAMED}))},
     "segment": {
         "path": described("An SVG path, relative to the box.", {"type": "string"}),
         "bbox": {"anyOf": [BOX, NULL]},
+        "label": NAMED["label"],
+        "score": nullable(NAMED["score"]),
         "segments": list_of(record({"svg_path": {"type": "string"}, "bbox": {"anyOf": [BOX, NULL]}})),
     },
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kestrel.grammar import Grammar
 from kestrel.request import SkillOutput, StreamDelta
 from kestrel.settings import SamplingParams, text
@@ -9,12 +11,12 @@ from kestrel.skills.base import ModelProfile, SkillState
 from kestrel.skills.builtin import ObjectRequest, ObjectSkill
 from kestrel.skills.decode_rules import detect_rules
 from kestrel.skills.fields import TEXT_SETTINGS, FieldTable
-from kestrel.skills.states import RecordingState, compact_json
+from kestrel.skills.states import RecordingState, compact_json, object_score
 from kestrel.tokens import CoordToken, SizeToken, Token
 
 
 class DetectSkill(ObjectSkill):
-    """Result: {"objects": [{"x_min", "y_min", "x_max", "y_max"}]}. Boxes may reach beyond the picture."""
+    """Result: {"objects": [{"x_min", "y_min", "x_max", "y_max", "label", "score"}]}. Boxes may leave the picture."""
 
     name = "detect"
     tokens_per_object = 3
@@ -24,26 +26,28 @@ class DetectSkill(ObjectSkill):
         return detect_rules(profile)
 
     def start(self, request: ObjectRequest, profile: ModelProfile) -> SkillState:
-        return DetectState(profile, request.sampling)
+        return DetectState(profile, request.sampling, request.object)
 
 
 class DetectState(RecordingState):
     """Streams an "object" delta per box; a centre without a size at the end is dropped."""
 
-    def __init__(self, profile: ModelProfile, sampling: SamplingParams) -> None:
+    def __init__(self, profile: ModelProfile, sampling: SamplingParams, label: str) -> None:
         super().__init__(profile, sampling)
-        self._centre: list[float] = []
-        self._objects: list[dict[str, float]] = []
+        self._label = label
+        self._centre: list[CoordToken] = []
+        self._objects: list[dict[str, Any]] = []
 
     def take(self, token: Token) -> StreamDelta | None:
         if isinstance(token, CoordToken):
-            self._centre.append(token.value)
+            self._centre.append(token)
         if not isinstance(token, SizeToken):
             return None
-        box = box_around(self._centre[0], self._centre[1], token.width, token.height)
-        self._centre.clear()
-        self._objects.append(box)
-        return StreamDelta(kind="object", data=dict(box))
+        (x, y), self._centre = self._centre[:2], []
+        box = box_around(x.value, y.value, token.width, token.height)
+        found = {**box, "label": self._label, "score": object_score(x, y, token)}
+        self._objects.append(found)
+        return StreamDelta(kind="object", data=dict(found))
 
     def output(self) -> SkillOutput:
         fields = {"objects": self._objects}

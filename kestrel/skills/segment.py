@@ -24,7 +24,7 @@ from kestrel.skills.builtin import (
 from kestrel.skills.decode_rules import segment_rules
 from kestrel.skills.detect import box_around
 from kestrel.skills.fields import TEXT_SETTINGS, FieldTable
-from kestrel.skills.states import RecordingState, compact_json
+from kestrel.skills.states import RecordingState, compact_json, object_score
 from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Token
 
 DEFAULT_LAST_CONTROL_ID = 20
@@ -39,7 +39,7 @@ class SegmentRequest(SampledRequest):
 
 
 class SegmentSkill(BuiltinSkill[SegmentRequest]):
-    """Result: {"path", "bbox", "segments": [details]}. Greedy unless the request gives a temperature."""
+    """Result: {"path", "bbox", "label", "score", "segments": [details]}. Greedy unless a temperature is given."""
 
     name = "segment"
     yields_outline = True
@@ -72,8 +72,8 @@ class SegmentState(RecordingState):
         super().__init__(profile, request.sampling)
         self._object = request.object
         self._last_control_id = DEFAULT_LAST_CONTROL_ID if profile.last_control_id is None else profile.last_control_id
-        self._coordinates: list[float] = []
-        self._sizes: list[tuple[float, float]] = []
+        self._coordinates: list[CoordToken] = []
+        self._sizes: list[SizeToken] = []
         self._text_ids: list[int] = []
         self._items: list[str] = []
         self._path = _PathStream()
@@ -81,14 +81,14 @@ class SegmentState(RecordingState):
 
     def take(self, token: Token) -> StreamDelta | None:
         if isinstance(token, CoordToken):
-            self._coordinates.append(token.value)
+            self._coordinates.append(token)
         elif isinstance(token, SizeToken):
-            self._sizes.append((token.width, token.height))
+            self._sizes.append(token)
         elif token.id > self._last_control_id:
             self._take_text(token.id)
         if self._bbox_sent:
             return _path_delta(self._path.pop())
-        bbox = outline_box(self._coordinates, self._sizes)
+        bbox = self._box()
         self._bbox_sent = bbox is not None
         return None if bbox is None else StreamDelta(kind="bbox", data={"bbox": bbox})
 
@@ -101,24 +101,36 @@ class SegmentState(RecordingState):
             path, parse_error = path_text(parse_path(self._items)), None
         except PathSyntaxError as error:
             path, parse_error = "", str(error)
-        bbox = outline_box(self._coordinates, self._sizes)
+        bbox = self._box()
+        named = {"label": self._object, "score": self._score()}
         segment: dict[str, Any] = {
             "object": self._object,
             "text": self.profile.tokenizer.decode(self._text_ids),
             "svg_path": path,
             "path_tokens": self._items,
             "token_ids": self.token_ids,
-            "points": points_of(self._coordinates),
+            "points": points_of([token.value for token in self._coordinates]),
             "coarse_path": path,
             "bbox": bbox,
             "coarse_bbox": bbox,
-            "sizes": [{"width": width, "height": height} for width, height in self._sizes],
+            "sizes": [{"width": token.width, "height": token.height} for token in self._sizes],
+            **named,
         }
         if parse_error is not None:
             segment["parse_error"] = parse_error
         return SkillOutput(
-            {"path": path, "bbox": bbox, "segments": [segment]}, compact_json({"path": path, "bbox": bbox})
+            {"path": path, "bbox": bbox, **named, "segments": [segment]}, compact_json({"path": path, "bbox": bbox})
         )
+
+    def _box(self) -> dict[str, float] | None:
+        coordinates, sizes = [token.value for token in self._coordinates[:2]], self._sizes[:1]
+        return outline_box(coordinates, [(size.width, size.height) for size in sizes])
+
+    def _score(self) -> float | None:
+        """Of its box; None without one."""
+        if len(self._coordinates) < 2 or not self._sizes:
+            return None
+        return object_score(*self._coordinates[:2], self._sizes[0])
 
     def _take_text(self, text_id: int) -> None:
         self._text_ids.append(text_id)

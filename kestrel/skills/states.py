@@ -9,6 +9,7 @@ The joined chunks equal the decoded whole, or what comes before the first stop s
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprob
 from kestrel.settings import SamplingParams
 from kestrel.skills.base import ModelProfile, SkillState, Tokenizer
 from kestrel.skills.logprobs import LogprobLedger, TextPlace
-from kestrel.tokens import CoordToken, Token
+from kestrel.tokens import CoordToken, SizeToken, Token
 
 REPLACEMENT = "\ufffd"
 _CJK_RANGES = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x2F800, 0x2FA1F))
@@ -230,6 +231,12 @@ def open_stop(text: str, stops: Sequence[str]) -> int:
 
 def compact_json(fields: Mapping[str, Any]) -> str:
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+
+
+def object_score(*placed_by: CoordToken | SizeToken) -> float:
+    """How sure the model was of an object, 0 to 1: the product of the probabilities of the tokens that placed it, where
+    the first says that there is one more object at all. Rounded, so that it does not depend on the batch."""
+    return round(math.exp(sum(token.logprob for token in placed_by)), 4)
 
 
 class RecordingState(SkillState):

@@ -48,8 +48,8 @@ class RandomRules:
         endings = EndingTensors(
             self.below(5, num_rows), self.below(5, num_rows), self._id_lists(num_rows, width_of_stops, self.vocab)
         )
-        values = torch.rand(num_entries, 3, generator=self._dice).to(self._device)
-        region = RegionHeads(self.vocab // 2, self.vocab // 3, values[:, 0].contiguous(), values[:, 1:].contiguous())
+        values = torch.rand(num_entries, 5, generator=self._dice).to(self._device)
+        region = RegionHeads(self.vocab // 2, self.vocab // 3, values[:, :2].contiguous(), values[:, 2:].contiguous())
         return Rules(self._rows(num_rows, states), grammar, endings, region)
 
     def below(self, high: int, *size: int) -> Tensor:

@@ -76,7 +76,7 @@ def test_blocks_of_any_size_and_logits_lying_anyhow_give_the_same(device: str) -
 @devices
 @pytest.mark.parametrize("special", [float("nan"), INF, -INF, 0.0])
 def test_numbers_that_are_none_and_both_zeros_rank_as_in_torch(special: float, device: str) -> None:
-    make = RandomRules(37, device, 4)
+    make = RandomRules(37, device, 6)
     rules = make.make(NUM_ROWS, NUM_ROWS)
     logits_BV = make.logits(NUM_ROWS)
     logits_BV = torch.where(make.below(3, *logits_BV.shape) == 0, special, logits_BV)
@@ -159,8 +159,8 @@ def test_only_the_region_heads_that_ran_give_values(device: str) -> None:
     rows_B = torch.arange(num_rows, device=device)
     given = {
         (0,): RegionHeads(3, 2),
-        (0, 1): replace(rules.region, sizes_B2=None),
-        (0, 2): replace(rules.region, coords_B=None),
+        (0, 1): replace(rules.region, sizes_B3=None),
+        (0, 2): replace(rules.region, coords_B2=None),
     }
     for kinds, region in given.items():
         integers_B5 = commit_both(rules, ranks_SBC, rows_B, False, region)

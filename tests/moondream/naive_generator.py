@@ -5,6 +5,7 @@ Nothing is paged, batched or cached but the embeddings of pictures. A run keeps 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Heads
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
-from kestrel.moondream.region import coord_from_bins, size_from_bins
+from kestrel.moondream.region import NEAR, coord_from_bins, size_from_bins
 from kestrel.request import FinishReason
 from kestrel.skills.base import Tokenizer
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
@@ -163,7 +164,7 @@ class NaiveGenerator:
 
     def _read_token(self, run: Run, emitted: int, state: State) -> Token:
         if emitted == self.config.tokenizer.coord_id and state.carries & Carries.COORD:
-            return self.read_coord(run)
+            return self.read_coord(run, state.end_ids)
         if emitted == self.config.tokenizer.size_id and state.carries & Carries.SIZE:
             return self.read_size(run)
         return TextToken(emitted)
@@ -219,16 +220,25 @@ class NaiveGenerator:
             return vision.encode_crops(on_device_NPC)
         return encoded_once(vision, on_device_NPC, vision.encode_crops)
 
-    def read_coord(self, run: Run) -> CoordToken:
+    def read_coord(self, run: Run, end_ids: Sequence[int] = ()) -> CoordToken:
+        """With its log-probability: that it is about there, and that it comes instead of one of `end_ids`."""
         logits = self.model.region.decode_coord(run.last.hidden_D[None])[0]
         run.coord_logits.append(logits)
-        return CoordToken(float(coord_from_bins(logits.argmax(), logits.shape[0])))
+        choices = run.last.logits_V.double()[[self.config.tokenizer.coord_id, *end_ids]].softmax(0)
+        logprob = math.log(float(choices[0]) * near_best(logits))
+        return CoordToken(float(coord_from_bins(logits.argmax(), logits.shape[0])), logprob)
 
     def read_size(self, run: Run) -> SizeToken:
         logits = self.model.region.decode_size(run.last.hidden_D[None])[0]
         run.size_logits.append(logits)
         width, height = size_from_bins(logits.argmax(dim=1), logits.shape[1]).tolist()
-        return SizeToken(width, height)
+        return SizeToken(width, height, math.log(near_best(logits[0]) * near_best(logits[1])))
+
+
+def near_best(logits_C: Tensor) -> float:
+    """The probability of the most likely bin and of those near to it."""
+    best = int(logits_C.argmax())
+    return float(logits_C.double().softmax(0)[max(0, best - NEAR) : best + NEAR + 1].sum())
 
 
 def masked(logits_V: Tensor, suppressed: tuple[int, ...], allowed: tuple[int, ...] | None = None) -> Tensor:

@@ -19,7 +19,7 @@ class Repeated:
         result = self.work()
         if isinstance(self.result, Sampled):
             self.result.integers_B5.copy_(result.integers_B5)
-            self.result.values_B2.copy_(result.values_B2)
+            self.result.values_B3.copy_(result.values_B3)
 
 
 class RepeatingPool(GraphPool):

@@ -10,6 +10,7 @@ import pytest
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.sampler import Sampled
 from kestrel.settings import SamplingParams
+from kestrel.tokens import TextToken, Token
 from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES
@@ -41,6 +42,27 @@ def test_every_skill_in_one_batch_equals_the_dense_loop(
     engine = paged(g.model, steps_in_flight=steps_in_flight, in_fixed_sizes=True)
     assert engine.run(*cases) == dense(g, cases)
     assert any(rows < size for rows, size in sizes), "some batch was filled up"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_places_are_as_likely_as_in_the_dense_loop(family: str) -> None:
+    """Log-probabilities are no part of a token's identity, so no other test compares them."""
+    g = coarse(family)
+    cases = all_skills(g, "a", "small")
+    expected = likelihoods(dense(g, cases))
+    assert min(expected.values()) < -0.1
+    for in_fixed_sizes in (False, True):
+        found = likelihoods(paged(g.model, in_fixed_sizes=in_fixed_sizes).run(*cases))
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def likelihoods(said: dict[str, list[Token]]) -> dict[tuple[str, int], float]:
+    return {
+        (name, index): token.logprob
+        for name, tokens in said.items()
+        for index, token in enumerate(tokens)
+        if not isinstance(token, TextToken)
+    }
 
 
 @sweep("family", FAMILIES, always=["md3"])

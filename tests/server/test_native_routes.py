@@ -92,7 +92,7 @@ def test_point_points_where_the_engine_does_and_stops_at_max_points(
 def test_segment_outlines_what_the_engine_outlines(client: httpx.Client, server: RunningServer) -> None:
     answer = ask(client, "segment", image_url=SCENE_URL, object="red cross", settings=GREEDY)
     direct = server.on_loop(lambda: server.engine.segment(SCENE, "red cross", **GREEDY))
-    assert answer.keys() == COMMON | {"path", "bbox", "segments"}
+    assert answer.keys() == COMMON | {"path", "bbox", "label", "score", "segments"}
     assert (answer["path"], answer["bbox"]) == (direct.output["path"], direct.output["bbox"])
     assert answer["path"].startswith("M ")
     assert answer["segments"][0]["svg_path"] == answer["path"]

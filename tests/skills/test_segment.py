@@ -105,6 +105,8 @@ def test_the_result_tells_everything(md3: ModelProfile) -> None:
             "bbox": bbox,
             "coarse_bbox": bbox,
             "sizes": [{"width": 0.5, "height": 0.125}],
+            "label": "dog",
+            "score": 1.0,
         }
     ]
     assert json.loads(output.text) == {"path": case["path"], "bbox": bbox}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kestrel.skills.point import PointState
 from kestrel.skills.states import ReasoningState, TextState
 from kestrel.skills.thinking import TaggedThinkingState, ThinkingState
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
+from tests.places import bare
 
 from .machine import feed
 
@@ -28,29 +30,38 @@ def words(profile: ModelProfile, text: str) -> list[Token]:
 
 
 def test_an_unfinished_point_is_dropped(md2: ModelProfile) -> None:
-    output, deltas = feed(PointState(md2, PLAIN), [CoordToken(0.25), CoordToken(0.5), CoordToken(0.75)])
-    assert output.fields == {"points": [{"x": 0.25, "y": 0.5}]}
-    assert [(delta.kind, delta.data) for delta in deltas] == [("point", {"x": 0.25, "y": 0.5})]
+    output, deltas = feed(PointState(md2, PLAIN, "dog"), [CoordToken(0.25), CoordToken(0.5), CoordToken(0.75)])
+    point = {"x": 0.25, "y": 0.5, "label": "dog", "score": 1.0}
+    assert output.fields == {"points": [point]}
+    assert [(delta.kind, delta.data) for delta in deltas] == [("point", point)]
 
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_an_unfinished_box_is_dropped(md2: ModelProfile, cut: int) -> None:
     whole = [CoordToken(0.5), CoordToken(0.5), SizeToken(0.5, 0.25)]
-    output, deltas = feed(DetectState(md2, PLAIN), [*whole, *whole[:cut]])
-    box = {"x_min": 0.25, "y_min": 0.375, "x_max": 0.75, "y_max": 0.625}
+    output, deltas = feed(DetectState(md2, PLAIN, "dog"), [*whole, *whole[:cut]])
+    box = {"x_min": 0.25, "y_min": 0.375, "x_max": 0.75, "y_max": 0.625, "label": "dog", "score": 1.0}
     assert output.fields == {"objects": [box]}
     assert [(delta.kind, delta.data) for delta in deltas] == [("object", box)]
 
 
 def test_boxes_may_leave_the_picture(md2: ModelProfile) -> None:
-    output, _ = feed(DetectState(md2, PLAIN), [CoordToken(0.0), CoordToken(1.0), SizeToken(0.5, 0.5)])
-    assert output.fields["objects"] == [{"x_min": -0.25, "y_min": 0.75, "x_max": 0.25, "y_max": 1.25}]
+    output, _ = feed(DetectState(md2, PLAIN, "dog"), [CoordToken(0.0), CoordToken(1.0), SizeToken(0.5, 0.5)])
+    assert bare(output.fields["objects"]) == [{"x_min": -0.25, "y_min": 0.75, "x_max": 0.25, "y_max": 1.25}]
+
+
+def test_a_score_is_the_product_of_what_placed_the_object(md2: ModelProfile) -> None:
+    tokens = [CoordToken(0.5, math.log(0.5)), CoordToken(0.5, math.log(0.9)), SizeToken(0.5, 0.25, math.log(0.8))]
+    boxes, _ = feed(DetectState(md2, PLAIN, "dog"), [*tokens, *tokens[::-1][1:], tokens[2]])
+    assert [box["score"] for box in boxes.fields["objects"]] == [0.36, 0.36]
+    points, _ = feed(PointState(md2, PLAIN, "dog"), tokens[:2])
+    assert points.fields["points"][0]["score"] == 0.45
 
 
 def test_structured_results_are_json_as_text(md2: ModelProfile) -> None:
-    output, _ = feed(PointState(md2, PLAIN), [CoordToken(0.25), CoordToken(0.5)])
-    assert output.text == '{"points":[{"x":0.25,"y":0.5}]}'
-    nothing, _ = feed(DetectState(md2, PLAIN), [])
+    output, _ = feed(PointState(md2, PLAIN, "dog"), [CoordToken(0.25), CoordToken(0.5)])
+    assert output.text == '{"points":[{"x":0.25,"y":0.5,"label":"dog","score":1.0}]}'
+    nothing, _ = feed(DetectState(md2, PLAIN, "dog"), [])
     assert json.loads(nothing.text) == {"objects": []}
 
 
@@ -206,7 +217,7 @@ def test_stop_strings_end_the_answer_but_not_the_thinking(md3: ModelProfile) -> 
 def test_typed_tokens_have_their_ids_in_logprobs(md2: ModelProfile) -> None:
     tokens = [CoordToken(0.5), CoordToken(0.5), SizeToken(0.5, 0.5)]
     logprobs = [TokenLogprobs(-1.0), None, TokenLogprobs(-2.0)]
-    entries = logprob_entries(DetectState(md2, WITH_LOGPROBS), tokens, logprobs)
+    entries = logprob_entries(DetectState(md2, WITH_LOGPROBS, "dog"), tokens, logprobs)
     assert [(entry["id"], entry["logprob"]) for entry in entries] == [(5, -1.0), (5, None), (6, -2.0)]
 
 

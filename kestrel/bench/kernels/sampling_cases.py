@@ -63,7 +63,7 @@ def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:
     def make(maker: Maker) -> tuple[Any, ...]:
         logits, rows_B = maker.numbers(rows, vocab), maker.order(rows)
         endings = _endings(maker, rows, vocab) if has_endings else None
-        coords, sizes = (maker.numbers(rows, *more, dtype=torch.float32) for more in ((), (2,)))
+        coords, sizes = (maker.numbers(rows, *more, dtype=torch.float32) for more in ((2,), (3,)))
         region = RegionHeads(COORD_ID, SIZE_ID, coords, sizes) if has_endings else RegionHeads(COORD_ID, SIZE_ID)
         return logits, rows_B, (_rows(maker, rows), _free_text(maker, vocab), endings), region
 

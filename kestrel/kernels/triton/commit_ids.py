@@ -55,19 +55,22 @@ def _kind_and_value(
     entry, emitted, carries, coords_ptr, sizes_ptr, coord_id, size_id,
     HAS_COORDS: tl.constexpr, HAS_SIZES: tl.constexpr,
 ):  # fmt: skip
-    """(kind of token, coordinate or width, height); 0 where there is none."""
+    """(kind of token, coordinate or width, height, log-probability); 0 where there is none."""
     kind = tl.full((), IS_TEXT, dtype=tl.int64)
     first, second = tl.full((), 0.0, dtype=tl.float32), tl.full((), 0.0, dtype=tl.float32)
+    logprob = tl.full((), 0.0, dtype=tl.float32)
     if HAS_COORDS:
         is_coord = (emitted == coord_id) & ((carries & WITH_COORD) > 0)
         kind = tl.where(is_coord, IS_COORD, kind)
-        first = tl.where(is_coord, tl.load(coords_ptr + entry), first)
+        first = tl.where(is_coord, tl.load(coords_ptr + 2 * entry), first)
+        logprob = tl.where(is_coord, tl.load(coords_ptr + 2 * entry + 1), logprob)
     if HAS_SIZES:
         is_size = (emitted == size_id) & ((carries & WITH_SIZE) > 0)
         kind = tl.where(is_size, IS_SIZE, kind)
-        first = tl.where(is_size, tl.load(sizes_ptr + 2 * entry), first)
-        second = tl.where(is_size, tl.load(sizes_ptr + 2 * entry + 1), second)
-    return kind, first, second
+        first = tl.where(is_size, tl.load(sizes_ptr + 3 * entry), first)
+        second = tl.where(is_size, tl.load(sizes_ptr + 3 * entry + 1), second)
+        logprob = tl.where(is_size, tl.load(sizes_ptr + 3 * entry + 2), logprob)
+    return kind, first, second, logprob
 
 
 @triton.jit(do_not_specialize=["set_stride"])
@@ -100,7 +103,7 @@ def _commit(
         hits = tl.max((stop_ids == sampled).to(tl.int32), axis=0)
         has_ended = has_ended | ((hits > 0) & (tl.load(end_ids_ptr + state * ENDS) < vocab))
     following = tl.where(has_ended, state, goto)
-    kind, first, second = _kind_and_value(
+    kind, first, second, logprob = _kind_and_value(
         entry, emitted, carries, coords_ptr, sizes_ptr, coord_id, size_id, HAS_COORDS, HAS_SIZES
     )
 
@@ -123,8 +126,9 @@ def _commit(
     tl.store(out + 2, finish)
     tl.store(out + 3, following)
     tl.store(out + 4, spent)
-    tl.store(values_ptr + 2 * entry, first)
-    tl.store(values_ptr + 2 * entry + 1, second)
+    tl.store(values_ptr + 3 * entry, first)
+    tl.store(values_ptr + 3 * entry + 1, second)
+    tl.store(values_ptr + 3 * entry + 2, logprob)
 
 
 def commit_ids(
@@ -135,29 +139,30 @@ def commit_ids(
     endings: EndingTensors | None,
     region: RegionHeads,
 ) -> tuple[Tensor, Tensor]:
-    """(integers [B, 5]: emitted id, kind, finish, state, spent; values [B, 2] in fp32), and the rows updated."""
+    """(integers [B, 5]: emitted id, kind, finish, state, spent; values [B, 3] in fp32: one
+    or two numbers, and their log-probability), and the rows updated."""
     num_sets, num_entries, candidates = ranks_SBC.shape
     assert num_sets in (1, 2)
     own = (
         rows.last_id, rows.last_kind, rows.last_value, rows.state, rows.spent, rows.generated, rows.budget,
         rows.max_total,
     )  # fmt: skip
-    coords_B = rows.last_value if region.coords_B is None else region.coords_B
-    sizes_B2 = rows.last_value if region.sizes_B2 is None else region.sizes_B2
+    coords_B2 = rows.last_value if region.coords_B2 is None else region.coords_B2
+    sizes_B3 = rows.last_value if region.sizes_B3 is None else region.sizes_B3
     stop_ids_RS = grammar.end_ids_NF if endings is None else endings.stop_ids_RS
-    for tensor in (ranks_SBC, rows_B, *own, *grammar.tables, stop_ids_RS, coords_B, sizes_B2):
+    for tensor in (ranks_SBC, rows_B, *own, *grammar.tables, stop_ids_RS, coords_B2, sizes_B3):
         assert tensor.is_contiguous()
-    assert coords_B.dtype is sizes_B2.dtype is torch.float32
+    assert coords_B2.dtype is sizes_B3.dtype is torch.float32
     integers_B5 = torch.empty(num_entries, 5, dtype=torch.int64, device=rows_B.device)
-    values_B2 = torch.empty(num_entries, 2, dtype=torch.float32, device=rows_B.device)
+    values_B3 = torch.empty(num_entries, 3, dtype=torch.float32, device=rows_B.device)
     edges, stops = grammar.edge_id_NE.shape[1], stop_ids_RS.shape[1]
     _commit[(num_entries,)](
         ranks_SBC, rows_B, *own, grammar.end_ids_NF, grammar.phase_N, grammar.carries_N, grammar.when_spent_N,
-        grammar.edge_id_NE, grammar.edge_goto, grammar.edge_emit, stop_ids_RS, coords_B, sizes_B2,
-        integers_B5, values_B2, grammar.vocab_size, region.coord_id, region.size_id, num_entries * candidates,
+        grammar.edge_id_NE, grammar.edge_goto, grammar.edge_emit, stop_ids_RS, coords_B2, sizes_B3,
+        integers_B5, values_B3, grammar.vocab_size, region.coord_id, region.size_id, num_entries * candidates,
         SETS=num_sets, CANDIDATES=candidates, RANKS=triton.next_power_of_2(candidates),
         ENDS=grammar.end_ids_NF.shape[1], EDGES=edges, EDGE_WIDTH=triton.next_power_of_2(edges),
         STOPS=stops, STOP_WIDTH=triton.next_power_of_2(stops), HAS_ENDINGS=endings is not None,
-        HAS_COORDS=region.coords_B is not None, HAS_SIZES=region.sizes_B2 is not None, num_warps=1,
+        HAS_COORDS=region.coords_B2 is not None, HAS_SIZES=region.sizes_B3 is not None, num_warps=1,
     )  # fmt: skip
-    return integers_B5, values_B2
+    return integers_B5, values_B3
