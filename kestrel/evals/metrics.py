@@ -85,9 +85,9 @@ def _contains(box: Box, point: Point) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RankedHit:
-    """One predicted box, in the order the model gave it."""
+    """One predicted box: its place in an answer, or anything else that is lower for the better ones."""
 
-    rank: int
+    rank: float
     is_true: bool
 
 
@@ -107,7 +107,7 @@ def match_boxes(predicted: Sequence[Box], true: Sequence[Box], threshold: float 
 
 
 def average_precision(hits: Iterable[RankedHit], num_true: int) -> float:
-    """Area under precision over recall. Without scores, boxes are ranked by their place in each answer.
+    """Area under precision over recall.
 
     Precision is made monotone from the right, as usual for detection.
     """

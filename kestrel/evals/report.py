@@ -156,6 +156,7 @@ def figures_of(result: FamilyResult) -> Iterator[tuple[str, float | None]]:
         yield "mean IoU", result.mean_iou
         yield "F1", result.f1
         yield "AP, all kinds", result.ap50
+        yield "AP, by score", result.scored_ap50
         yield "absent", result.absent_accuracy
     elif isinstance(result, SegmentResult):
         yield "mean IoU", result.mean_iou

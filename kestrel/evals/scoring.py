@@ -127,6 +127,7 @@ def score_boxes(replies: Sequence[Reply[BoxesTruth]]) -> DetectResult:
     found = PrecisionRecall()
     overlaps: list[float] = []
     hits: dict[str, list[RankedHit]] = defaultdict(list)
+    by_score: list[ScoredHit] = []
     num_true: Counter[str] = Counter()
     for reply in replies:
         kind, true = reply.truth.kind, reply.truth.boxes
@@ -135,18 +136,44 @@ def score_boxes(replies: Sequence[Reply[BoxesTruth]]) -> DetectResult:
         found.add(Matches(len(matched), len(each), len(true)))
         overlaps += matched
         hits[kind] += [RankedHit(rank, overlap > 0) for rank, overlap in enumerate(each)]
+        by_score += _scored_hits(reply)
         num_true[kind] += len(true)
     every_hit = [hit for each in hits.values() for hit in each]
     return DetectResult(
         n=len(replies),
         map50=_share(average_precision(hits[kind], count) for kind, count in num_true.items() if count),
         ap50=average_precision(every_hit, num_true.total()) if num_true.total() else None,
+        scored_ap50=_scored_precision(by_score, num_true.total()),
+        reliability=_reliability(by_score),
         precision=found.precision,
         recall=found.recall,
         f1=found.f1,
         mean_iou=_share(overlaps),
         absent_accuracy=_share(not _boxes(reply.output) for reply in replies if not reply.truth.boxes),
     )
+
+
+def _scored_hits(reply: Reply[BoxesTruth]) -> list[ScoredHit]:
+    """The surest box chooses its truth first."""
+    places = sorted(reply.output.get("objects", ()), key=lambda place: -place.get("score", 1.0))
+    overlaps = match_boxes([_box(place) for place in places], reply.truth.boxes)
+    return [ScoredHit(place.get("score", 1.0), overlap > 0) for place, overlap in zip(places, overlaps, strict=True)]
+
+
+def _scored_precision(hits: Sequence[ScoredHit], num_true: int) -> float | None:
+    return average_precision((RankedHit(-hit.score, hit.is_true) for hit in hits), num_true) if num_true else None
+
+
+def _reliability(hits: Sequence[ScoredHit]) -> dict[str, ScoreBand]:
+    bands: dict[int, list[ScoredHit]] = defaultdict(list)
+    for hit in hits:
+        bands[min(int(hit.score * NUM_BANDS), NUM_BANDS - 1)].append(hit)
+    return {
+        f"{number / NUM_BANDS:.1f}": ScoreBand(
+            len(each), _mean(hit.score for hit in each), _mean(hit.is_true for hit in each)
+        )
+        for number, each in sorted(bands.items())
+    }
 
 
 def score_outlines(replies: Sequence[Reply[OutlineTruth]]) -> SegmentResult:
@@ -320,12 +347,37 @@ class PointResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredHit:
+    """One predicted box."""
+
+    score: float
+    is_true: bool
+
+
+NUM_BANDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBand:
+    """Boxes whose score is in a tenth."""
+
+    n: int
+    mean_score: float
+    precision: float
+    """Of calibrated scores about as large as their mean."""
+
+
+@dataclass(frozen=True, slots=True)
 class DetectResult:
     n: int
     map50: float | None
     """Mean over kinds of the average precision at an overlap of 0.5; kinds that are never there are left out."""
     ap50: float | None
-    """Average precision of all kinds together."""
+    """Average precision of all kinds together. In both, boxes are ranked by their place in each answer."""
+    scored_ap50: float | None
+    """The same, ranked by score."""
+    reliability: Mapping[str, ScoreBand]
+    """By the score at which the band begins."""
     precision: float
     recall: float
     f1: float

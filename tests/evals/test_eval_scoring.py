@@ -82,7 +82,7 @@ def test_the_truth_as_a_reply_gets_a_perfect_score(family: str) -> None:
             assert result.precision == result.recall == result.f1 == result.exact == result.absent_accuracy == 1.0
         case DetectResult() as result:
             assert result.precision == result.recall == result.f1 == result.absent_accuracy == 1.0
-            assert [result.map50, result.ap50, result.mean_iou] == pytest.approx([1.0, 1.0, 1.0])
+            assert [result.map50, result.ap50, result.scored_ap50, result.mean_iou] == pytest.approx([1.0] * 4)
         case SegmentResult() as result:
             assert result.mean_iou == 1.0
             assert result.mean_box_iou == pytest.approx(1.0, abs=1e-3)
@@ -216,6 +216,16 @@ def test_mean_average_precision_is_over_the_kinds_that_are_there() -> None:
     assert result.ap50 == pytest.approx(2 / 3)
     assert (result.precision, result.recall) == (2 / 3, 2 / 3)
     assert (result.mean_iou, result.absent_accuracy) == (pytest.approx(1.0), 0.0)
+
+
+def test_scores_rank_the_boxes_and_tell_how_often_they_are_right() -> None:
+    said = {"objects": [{**as_fields(RIGHT), "score": 0.25}, {**as_fields(LEFT), "score": 0.95}]}
+    result = score_boxes([Reply(BoxesTruth("cat", (LEFT,)), said)])
+    assert (result.ap50, result.scored_ap50) == (0.5, 1.0)
+    assert {start: (band.n, band.precision) for start, band in result.reliability.items()} == {
+        "0.2": (1, 0.0),
+        "0.9": (1, 1.0),
+    }
 
 
 def test_a_box_that_overlaps_by_less_than_half_is_wrong() -> None:

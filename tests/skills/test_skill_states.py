@@ -50,12 +50,12 @@ def test_boxes_may_leave_the_picture(md2: ModelProfile) -> None:
     assert bare(output.fields["objects"]) == [{"x_min": -0.25, "y_min": 0.75, "x_max": 0.25, "y_max": 1.25}]
 
 
-def test_a_score_is_the_product_of_what_placed_the_object(md2: ModelProfile) -> None:
+def test_a_score_is_the_mean_likelihood_of_what_placed_the_object(md2: ModelProfile) -> None:
     tokens = [CoordToken(0.5, math.log(0.5)), CoordToken(0.5, math.log(0.9)), SizeToken(0.5, 0.25, math.log(0.8))]
     boxes, _ = feed(DetectState(md2, PLAIN, "dog"), [*tokens, *tokens[::-1][1:], tokens[2]])
-    assert [box["score"] for box in boxes.fields["objects"]] == [0.36, 0.36]
+    assert [box["score"] for box in boxes.fields["objects"]] == [round(0.36 ** (1 / 3), 4)] * 2
     points, _ = feed(PointState(md2, PLAIN, "dog"), tokens[:2])
-    assert points.fields["points"][0]["score"] == 0.45
+    assert points.fields["points"][0]["score"] == round(0.45**0.5, 4)
 
 
 def test_structured_results_are_json_as_text(md2: ModelProfile) -> None:
