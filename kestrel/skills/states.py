@@ -234,8 +234,8 @@ def compact_json(fields: Mapping[str, Any]) -> str:
 
 
 def object_score(*placed_by: CoordToken | SizeToken) -> float:
-    """How sure the model was of an object, 0 to 1: the geometric mean of the probabilities of the tokens that placed it,
-    of which the first also says that there is one more object at all. Rounded, so that the batch does not show."""
+    """How sure the model was of an object, 0 to 1: the geometric mean of the probabilities of the tokens that placed
+    it, of which the first also says that there is one more object at all. Rounded, so that the batch does not show."""
     return round(math.exp(sum(token.logprob for token in placed_by) / len(placed_by)), 4)
 
 
