@@ -166,7 +166,7 @@ class Page:
     async def open(self, address: str) -> None:
         await self.evaluate("window.isOld = true")
         await self.call("Page.navigate", url=address)
-        await self.wait_for("!window.isOld && document.readyState === 'complete' && location.href.startsWith('http')")
+        await self.wait_for("!window.isOld && document.readyState === 'complete' && location.protocol !== 'about:'")
 
     async def forget(self) -> None:
         """What the page has kept, and what was noted of it: the next one opens as in another browser. A new tab would
