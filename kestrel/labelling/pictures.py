@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ class Gathering:
             _first_time(self._files, file)
         return None if key in self._done else file
 
+    def has(self, key: str) -> bool:
+        return _digest(key) in self._keys
+
     def one(self, key: str, file: str, read: Callable[[], bytes], **fields: Any) -> Iterator[Item]:
         """The item, if it is to be labelled."""
         claimed = self.claim(key, file)
@@ -111,8 +115,12 @@ class Gathering:
         return self.one(key, file, failing(reason), **fields)
 
 
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
 def _first_time(seen: set[bytes], name: str) -> bool:
-    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    digest = _digest(name)
     if digest in seen:
         return False
     seen.add(digest)
@@ -149,13 +157,19 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
+def stem_of(path: str) -> str:
+    """Without its suffix, or both of .tar.gz."""
+    return os.path.splitext(path)[0].removesuffix(".tar")
+
+
 def is_picture_name(name: str) -> bool:
     return suffix_of(name) in PICTURES or suffix_of(name) in UNREADABLE_PICTURES
 
 
 def is_hidden(path: str) -> bool:
     """Also of a path in an archive: what file managers leave beside pictures counts as hidden."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+    parts = (part for part in path.split("/") if part not in (".", ".."))
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
 def read_file(path: str, max_bytes: int) -> bytes:
@@ -184,6 +198,21 @@ def named_read(place: str, path: str, max_bytes: int) -> Callable[[], bytes]:
             raise ValueError(f"{place}: {error}") from error
 
     return read
+
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+
+
+def why_no_path(name: str) -> str | None:
+    if ADDRESS.match(name):
+        return "is an address; download it, and name the file"
+    return "holds a zero byte; is this a file of text?" if "\0" in name else None
+
+
+def absolute(path: str) -> str:
+    """Links to folders are resolved; a link to a file keeps its own name."""
+    folder, name = os.path.split(path)
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def below(path: str, folder: str) -> str:

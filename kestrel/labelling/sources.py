@@ -22,6 +22,7 @@ from itertools import count as counting
 
 from kestrel.errors import ConfigError
 from kestrel.images.encoded import FORMATS
+from kestrel.labelling.archives import TARS, ZIPS, tar_parts, zip_parts
 from kestrel.labelling.pictures import (
     EXCLUDED,
     HIDDEN,
@@ -31,22 +32,24 @@ from kestrel.labelling.pictures import (
     Gathering,
     Notes,
     SourceOptions,
+    absolute,
     below,
     is_hidden,
     is_picture_name,
     joined,
     named_read,
     read_file,
+    stem_of,
     suffix_of,
     text,
+    why_no_path,
 )
 from kestrel.labelling.records import Item
+from kestrel.labelling.tables import JSON_LINES, PARQUETS, jsonl_parts, parquet_parts, require_pyarrow
 
 __all__ = ["Notes", "SourceOptions", "count", "items"]
 
-LISTS = frozenset((".txt", ".lst"))
 GLOB_SIGNS = re.compile(r"[*?\[]")
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 
 Parts = Iterator["Item | Bulk"]
 Reader = Callable[[str, Gathering, str], Parts]
@@ -93,7 +96,7 @@ def _label(path: str, labels: dict[str, str]) -> str:
     """For the outputs of a further source: the last part of its path, with a number where that is taken."""
     stem = os.path.basename(path) or "root"
     if not os.path.isdir(path):
-        stem = os.path.splitext(stem)[0].removesuffix(".tar")
+        stem = stem_of(stem)
     tries = (stem if number == 1 else f"{stem}-{number}" for number in counting(1))
     return next(label for label in tries if label not in labels.values())
 
@@ -103,26 +106,22 @@ def _label(path: str, labels: dict[str, str]) -> str:
 
 def _source(name: str) -> tuple[str, Reader]:
     """What a name stands for: its absolute path (of a glob, that of the folder it begins in), and what reads it."""
-    if ADDRESS.match(name):
-        raise ConfigError("SOURCE", f"{name!r} is an address; download it, and name the file or its folder")
+    reason = why_no_path(name)
+    if reason:
+        raise ConfigError("SOURCE", f"{name!r} {reason}")
     path = os.path.expanduser(name)
     if not os.path.lexists(path):
         return _glob(path)
-    if not os.path.isdir(path):
-        return _absolute(path), READERS.get(_kind(path), _picture_parts)
-    if not os.access(path, os.R_OK | os.X_OK):
+    kind = "folder" if os.path.isdir(path) else _kind(path)
+    if kind != "picture" and not os.access(path, os.R_OK | (os.X_OK if kind == "folder" else 0)):
         raise ConfigError("SOURCE", f"{text(name)!r} cannot be opened; give yourself the right to read it")
-    return os.path.realpath(path), _folder_parts
-
-
-def _absolute(path: str) -> str:
-    """Links to folders are resolved; a link to a file keeps its own name."""
-    folder, name = os.path.split(path)
-    return os.path.join(os.path.realpath(folder), name)
+    REQUIREMENTS.get(kind, str)(path)
+    return (os.path.realpath if kind == "folder" else absolute)(path), READERS[kind]
 
 
 def _kind(path: str) -> str:
-    return "list" if suffix_of(path) in LISTS else "picture"
+    lowered = path.lower()
+    return next((kind for kind, suffixes in SUFFIXES.items() if lowered.endswith(suffixes)), "picture")
 
 
 def _glob(path: str) -> tuple[str, Reader]:
@@ -147,7 +146,7 @@ def _folder_parts(folder: str, gathering: Gathering, label: str, pattern: Sequen
         if entry.error is not None:
             yield from gathering.bad(text(entry.path), file, entry.error)
         elif kind in (MEANT_BY_A_PATTERN if pattern else FOUND_IN_FOLDERS):
-            yield from READERS[kind](entry.path, gathering, os.path.splitext(file)[0])
+            yield from READERS[kind](entry.path, gathering, stem_of(file))
         elif is_picture_name(entry.path) or (not suffix_of(entry.path) and _begins_like_a_picture(entry.path)):
             yield from _file_item(entry.path, file, gathering)
         else:
@@ -257,24 +256,39 @@ def _list_parts(path: str, gathering: Gathering, label: str) -> Parts:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             name = os.fsdecode(line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
-            place = f"line {number} of {text(path)}"
-            if ADDRESS.match(name):
-                yield from gathering.bad(text(name), name, f"{place}: is an address; download it, and list the file")
+            place, reason = f"line {number} of {text(path)}", why_no_path(name)
+            if reason:
+                yield from gathering.bad(text(name), joined(label, name), f"{place}: {text(name)} {reason}")
             elif name.strip():
-                yield from _listed(
-                    _absolute(os.path.join(folder, os.path.expanduser(name))), place, folder, gathering, label
-                )
+                named = absolute(os.path.join(folder, os.path.expanduser(name)))
+                yield from _listed(named, place, gathering, joined(label, below(named, folder)))
 
 
-def _listed(path: str, place: str, folder: str, gathering: Gathering, label: str) -> Parts:
-    file, kind = joined(label, below(path, folder)), _kind(path)
+def _listed(path: str, place: str, gathering: Gathering, file: str) -> Parts:
+    kind = _kind(path)
     if kind in FOUND_IN_FOLDERS and os.path.exists(path):
-        yield from READERS[kind](path, gathering, os.path.splitext(file)[0])
+        yield from READERS[kind](path, gathering, stem_of(file))
     else:
         yield from gathering.one(text(path), file, named_read(place, path, gathering.options.max_bytes), path=path)
 
 
-READERS: dict[str, Reader] = {"list": _list_parts}
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "list": (".txt", ".lst"),
+    "zip": ZIPS,
+    "tar": TARS,
+    "jsonl": JSON_LINES,
+    "parquet": PARQUETS,
+}
+READERS: dict[str, Reader] = {
+    "picture": _picture_parts,
+    "folder": _folder_parts,
+    "list": _list_parts,
+    "zip": zip_parts,
+    "tar": tar_parts,
+    "jsonl": jsonl_parts,
+    "parquet": parquet_parts,
+}
+REQUIREMENTS: dict[str, Callable[[str], object]] = {"parquet": require_pyarrow}
 FOUND_IN_FOLDERS = frozenset({"video"})
-MEANT_BY_A_PATTERN = frozenset(READERS) - {"list"}
+MEANT_BY_A_PATTERN = frozenset({"video", "zip", "tar", "jsonl", "parquet"})
 """A pattern such as *.zip means archives; files of text are more often notes than lists."""
