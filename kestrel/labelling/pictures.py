@@ -15,12 +15,10 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.labelling.records import Item
 
-PICTURES = frozenset([".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"])
-UNREADABLE_PICTURES = frozenset([".heic", ".heif", ".avif", ".jxl", ".jp2"])
+PICTURES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff")
+UNREADABLE_PICTURES = (".heic", ".heif", ".avif", ".jxl", ".jp2")
 """Pictures that the engine does not read: rows that say so, rather than files that nobody misses."""
-VIDEOS = frozenset(
-    [".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".mts", ".m2ts", ".3gp", ".wmv", ".flv", ".ogv"]
-)
+VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".mts", ".m2ts", ".3gp", ".wmv", ".flv")
 
 NO_PICTURE = "files that are no pictures"
 HIDDEN = "hidden files and folders"

@@ -28,6 +28,7 @@ from kestrel.labelling.pictures import (
     HIDDEN,
     LINKS,
     NO_PICTURE,
+    VIDEOS,
     Bulk,
     Gathering,
     Notes,
@@ -46,6 +47,7 @@ from kestrel.labelling.pictures import (
 )
 from kestrel.labelling.records import Item
 from kestrel.labelling.tables import JSON_LINES, PARQUETS, jsonl_parts, parquet_parts, require_pyarrow
+from kestrel.labelling.video import require_av, video_parts
 
 __all__ = ["Notes", "SourceOptions", "count", "items"]
 
@@ -278,6 +280,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "tar": TARS,
     "jsonl": JSON_LINES,
     "parquet": PARQUETS,
+    "video": VIDEOS,
 }
 READERS: dict[str, Reader] = {
     "picture": _picture_parts,
@@ -287,8 +290,9 @@ READERS: dict[str, Reader] = {
     "tar": tar_parts,
     "jsonl": jsonl_parts,
     "parquet": parquet_parts,
+    "video": video_parts,
 }
-REQUIREMENTS: dict[str, Callable[[str], object]] = {"parquet": require_pyarrow}
+REQUIREMENTS: dict[str, Callable[[str], object]] = {"parquet": require_pyarrow, "video": require_av}
 FOUND_IN_FOLDERS = frozenset({"video"})
 MEANT_BY_A_PATTERN = frozenset({"video", "zip", "tar", "jsonl", "parquet"})
 """A pattern such as *.zip means archives; files of text are more often notes than lists."""
