@@ -55,7 +55,7 @@ def zip_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
 
 
 def _read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, lock: threading.Lock, max_bytes: int) -> bytes:
-    name = f"{archive.filename}!/{member.filename}"
+    name = _key(archive.filename or "", member.filename)
     if member.flag_bits & 1:
         raise ValueError(f"{name} is encrypted; unpack the archive with its password")
     require_small(name, member.file_size, max_bytes)

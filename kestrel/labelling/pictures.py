@@ -144,8 +144,7 @@ def text(name: str) -> str:
 def safe_path(name: str) -> str:
     """A relative path that stays inside the folder it is put in, whatever an archive or a row says."""
     name = os.fsencode(name).decode("utf-8", "replace").replace("\ufffd", "_").replace("\\", "/")
-    name = "".join("_" if letter < " " or letter == "\x7f" else letter for letter in name)
-    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+    parts = [part for part in re.sub(r"[\x00-\x1f\x7f]", "_", name).split("/") if part not in ("", ".", "..")]
     if parts and len(parts[0]) == 2 and parts[0][1] == ":":
         parts = parts[1:]
     return "/".join(parts) or "picture"

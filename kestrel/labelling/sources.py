@@ -6,7 +6,7 @@ whose `read` says why.
 
 The key of a file is its absolute path, in which links above the named folder are resolved: another spelling, another
 working folder or further sources do not change it. Things within a file add their place: `data.zip!/cats/a.png`,
-`rows.jsonl#17`, `clip.mp4#000120`. The name for outputs is short: relative to the first source; those of further
+`rows.jsonl#id=17`, `clip.mp4#000120`. The name for outputs is short: relative to the first source; those of further
 folders, archives and tables are put under a name of their own.
 """
 
@@ -53,23 +53,25 @@ __all__ = ["Notes", "SourceOptions", "count", "items"]
 
 GLOB_SIGNS = re.compile(r"[*?\[]")
 
+Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Parts = Iterator["Item | Bulk"]
 Reader = Callable[[str, Gathering, str], Parts]
 """Of a path; the text stands before the names for outputs."""
 
 
 def items(
-    names: Sequence[str],
+    names: Names,
     options: SourceOptions | None = None,
     done: Container[str] = (),
     notes: Notes | None = None,
 ) -> Iterator[Item]:
-    """The pictures that `names` stand for, without those whose key is in `done`. A wrong name is a ConfigError."""
+    """The pictures that `names` stand for, without those whose key is in `done`. A wrong name is a ConfigError, raised
+    before this returns. Taking an item may take long: a video is decoded, a folder on another machine listed."""
     parts = _parts(names, Gathering(options or SourceOptions(), done, notes or Notes()))
     return (item for part in parts for item in ((part,) if isinstance(part, Item) else part.items()))
 
 
-def count(names: Sequence[str], options: SourceOptions | None = None) -> int | None:
+def count(names: Names, options: SourceOptions | None = None) -> int | None:
     """How many pictures `items` will give; of videos an estimate; None when only reading all would tell."""
     total = 0
     for part in _parts(names, Gathering(options or SourceOptions(), (), Notes())):
@@ -80,27 +82,27 @@ def count(names: Sequence[str], options: SourceOptions | None = None) -> int | N
     return total
 
 
-def _parts(names: Sequence[str], gathering: Gathering) -> Parts:
-    """Names are looked at before this returns, files and folders when the parts are taken."""
-    if not names:
+def _parts(names: Names, gathering: Gathering) -> Parts:
+    """Names are looked at before this returns, what is behind them when the parts are taken."""
+    sources = [_source(os.fspath(name)) for name in ([names] if isinstance(names, (str, os.PathLike)) else names)]
+    if not sources:
         raise ConfigError("SOURCE", "name at least one folder, picture, video, archive or list")
-    sources = [_source(name) for name in names]
-    labels: dict[str, str] = {}
-    for path, _ in sources[1:]:
-        labels.setdefault(path, _label(path, labels))
-    readers = [
-        partial(read, path, gathering, labels[path] if index else "") for index, (path, read) in enumerate(sources)
-    ]
-    return (part for reader in readers for part in reader())
+    labels = {sources[0][0]: ""}
+    taken = set(labels.values())
+    for path, read in sources:
+        if path not in labels and read is not _picture_parts:
+            labels[path] = _label(path, taken)
+            taken.add(labels[path])
+    return (part for path, read in sources for part in read(path, gathering, labels.get(path, "")))
 
 
-def _label(path: str, labels: dict[str, str]) -> str:
+def _label(path: str, taken: set[str]) -> str:
     """For the outputs of a further source: the last part of its path, with a number where that is taken."""
     stem = os.path.basename(path) or "root"
     if not os.path.isdir(path):
         stem = stem_of(stem)
     tries = (stem if number == 1 else f"{stem}-{number}" for number in counting(1))
-    return next(label for label in tries if label not in labels.values())
+    return next(label for label in tries if label not in taken)
 
 
 # ---------------------------------------------------------------------- names
@@ -117,7 +119,8 @@ def _source(name: str) -> tuple[str, Reader]:
     kind = "folder" if os.path.isdir(path) else _kind(path)
     if kind != "picture" and not os.access(path, os.R_OK | (os.X_OK if kind == "folder" else 0)):
         raise ConfigError("SOURCE", f"{text(name)!r} cannot be opened; give yourself the right to read it")
-    REQUIREMENTS.get(kind, str)(path)
+    if kind in REQUIREMENTS:
+        REQUIREMENTS[kind](path)
     return (os.path.realpath if kind == "folder" else absolute)(path), READERS[kind]
 
 

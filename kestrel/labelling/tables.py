@@ -42,7 +42,7 @@ MAX_LINE = 2**28
 """Of one row, in bytes: a picture as a data URL takes four thirds of its size."""
 BATCH_ROWS = 16
 LEFT_OUT = "columns of bytes"
-PYARROW_REMEDY = "needs pyarrow, which is not installed; run `pip install 'kestrel[parquet]'`"
+PYARROW_REMEDY = "needs pyarrow, which is not installed; run `pip install -e '.[parquet]'` in the checkout"
 OWN_FIELDS = ("image", "question", "object", "objects", "id")
 
 
@@ -62,31 +62,33 @@ class _Table:
             key = f"{text(self.path)}#{f'{number:06d}' if number_is_key and row.get('id') is None else _name(row)}"
             if row.get("id") is not None and self.gathering.has(key):
                 raise ValueError(f"id {shown(row['id'])} is another row's; give each row its own")
-            file, read = self._picture(number, place, row["image"])
+            file, read, path = self._picture(number, place, row["image"])
         except ValueError as error:
             key = f"{text(self.path)}#line {number}"
             yield from self.gathering.bad(key, joined(self.label, f"line-{number}"), f"{place}: {error}")
         else:
-            yield from self.gathering.one(key, joined(self.label, file), read, **fields)
+            yield from self.gathering.one(key, joined(self.label, file), read, path=path, **fields)
 
-    def _picture(self, number: int, place: str, image: Any) -> tuple[str, Callable[[], bytes]]:
-        """(a name for outputs, what reads it)."""
+    def _picture(self, number: int, place: str, image: Any) -> tuple[str, Callable[[], bytes], str | None]:
+        """(a name for outputs, what reads it, its path)."""
         path = image.get("path") if isinstance(image, dict) else image
         data = image.get("bytes") if isinstance(image, dict) else image
         limit = self.gathering.options.max_bytes
         if isinstance(data, bytes):
-            return (path if isinstance(path, str) and path else f"{number:06d}"), partial(_held, place, data, limit)
+            file = path if isinstance(path, str) and path else f"{number:06d}"
+            return file, partial(_held, place, data, limit), None
         if not isinstance(path, str) or not path:
             raise ValueError(f"image is {shown(image)}; give the path of a picture")
         if path[:5].lower() == "data:":
             kind = re.match(r"data:image/(\w+)", path, re.IGNORECASE)
-            return f"{number:06d}" + (f".{kind[1].lower()}" if kind else ""), partial(_decoded, place, path, limit)
+            file = f"{number:06d}.{kind[1].lower()}" if kind else f"{number:06d}"
+            return file, partial(_decoded, place, path, limit), None
         reason = why_no_path(path)
         if reason:
             raise ValueError(f"image {shown(path)} {reason}")
         folder = os.path.dirname(self.path)
         whole = absolute(os.path.join(folder, os.path.expanduser(path)))
-        return below(whole, folder), named_read(place, whole, limit)
+        return below(whole, folder), named_read(place, whole, limit), whole
 
 
 def _held(place: str, data: bytes, max_bytes: int) -> bytes:

@@ -41,7 +41,7 @@ GRID_SLACK_S = 0.0005
 """Some containers round times to milliseconds."""
 MISSING_S = 0.5
 """A video may end so much earlier than its header says, beside its longest frame: edits are rounded."""
-REMEDY = "needs PyAV, which is not installed; run `pip install 'kestrel[video]'`"
+REMEDY = "needs PyAV, which is not installed; run `pip install -e '.[video]'` in the checkout"
 
 
 def require_av(path: str) -> None:

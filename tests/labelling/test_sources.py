@@ -25,12 +25,12 @@ def folder(root: Path, *names: str) -> Path:
     return root
 
 
-def files(*names: Path | str, **options: object) -> list[str]:
-    return [item.file for item in items([str(name) for name in names], SourceOptions(**options))]  # type: ignore[arg-type]
+def files(*names: Path | str, recursive: bool = True) -> list[str]:
+    return [item.file for item in items(names, SourceOptions(recursive=recursive))]
 
 
 def keys(*names: Path | str) -> list[str]:
-    return [item.key for item in items([str(name) for name in names])]
+    return [item.key for item in items(names)]
 
 
 def reason(item: Item) -> str:
@@ -45,14 +45,14 @@ def test_a_folder_gives_its_pictures_by_sorted_name_and_notes_the_rest(tmp_path:
     (tmp_path / "cats/data").write_bytes(b"no picture")
     os.mkfifo(tmp_path / "pipe.png")
     notes = Notes()
-    found = list(items([str(tmp_path)], notes=notes))
+    found = list(items(tmp_path, notes=notes))
     assert [item.file for item in found] == ["0f3a", "a.png", "b.JPG", "cats/c.Jpeg", "cats/deep/d.webp", "e.HEIC"]
     assert {item.read() for item in found} == {PNG}
     assert [item.path for item in found] == [str(tmp_path / item.file) for item in found]
     assert notes.counts == {HIDDEN: 2, NO_PICTURE: 3}
     assert notes.lines()[1].startswith(f"passed over 3 {NO_PICTURE}, such as {tmp_path}/cats/data")
     assert files(tmp_path, recursive=False) == ["0f3a", "a.png", "b.JPG", "e.HEIC"]
-    assert count([str(tmp_path)]) == 6
+    assert count(tmp_path) == 6
 
 
 def test_keys_depend_on_the_picture_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +71,18 @@ def test_keys_depend_on_the_picture_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_picture_named_twice_comes_once_and_names_for_outputs_differ(tmp_path: Path) -> None:
     photos = folder(tmp_path / "photos", "a.png", "more/a.png")
     more = folder(tmp_path / "more", "a.png")
+    folder(tmp_path / "x/more", "a.png")
     notes = Notes()
     found = list(items([str(photos), str(photos / "a.png"), str(more)], notes=notes))
     assert notes.counts == {TWICE: 1}
     assert [item.file for item in found[:2]] == ["a.png", "more/a.png"]
     assert found[2].file.startswith("more/a-")
     assert found[2].file == files(photos, more)[2]
+    assert files(f"{photos}/more/*", f"{photos}/more/a*", more, tmp_path / "x/more") == [
+        "a.png",
+        "more/a.png",
+        "more-2/a.png",
+    ]
 
 
 def test_what_is_done_is_left_out_and_changes_no_other_name(tmp_path: Path) -> None:
@@ -98,7 +104,7 @@ def test_links_are_followed_but_lead_nowhere_twice(tmp_path: Path) -> None:
     (photos / "z.png").symlink_to(store / "y.png")
     (photos / "zz.png").symlink_to(tmp_path / "gone.png")
     notes = Notes()
-    found = {item.file: item for item in items([str(photos)], notes=notes)}
+    found = {item.file: item for item in items(photos, notes=notes)}
     assert list(found) == ["a/x.png", "outside/y.png", "z.png", "zz.png"]
     assert found["z.png"].read() == PNG
     assert "No such file" in reason(found["zz.png"])
@@ -109,7 +115,7 @@ def test_the_output_within_a_source_is_not_walked(tmp_path: Path) -> None:
     folder(tmp_path, "a.png", "out/images/a.png")
     notes = Notes()
     options = SourceOptions(exclude=(str(tmp_path / "out"),))
-    assert [item.file for item in items([str(tmp_path)], options, notes=notes)] == ["a.png"]
+    assert [item.file for item in items(tmp_path, options, notes=notes)] == ["a.png"]
     assert notes.counts == {EXCLUDED: 1}
 
 
@@ -125,7 +131,7 @@ def test_a_folder_that_cannot_be_read_is_one_item_with_the_reason(
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    found = list(items([str(tmp_path)]))
+    found = list(items(tmp_path))
     assert [item.file for item in found] == ["a/x.png", "b", "c/x.png"]
     assert "cannot be read (Permission denied)" in reason(found[1])
 
@@ -133,7 +139,7 @@ def test_a_folder_that_cannot_be_read_is_one_item_with_the_reason(
 def test_names_that_are_no_unicode_have_keys_that_a_journal_can_hold(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb") as file:
         file.write(PNG)
-    (item,) = items([str(tmp_path)])
+    (item,) = items(tmp_path)
     assert item.key == rf"{tmp_path}/caf\xe9.png"
     assert item.file == "caf_.png"
     assert item.read() == PNG
@@ -161,7 +167,7 @@ def test_a_list_names_pictures_from_its_own_folder_and_errors_name_the_line(tmp_
     folder(tmp_path, "set/a.png", "other/b.png")
     wanted = tmp_path / "set/list.txt"
     wanted.write_bytes(f"\ufeffa.png\r\n\n{tmp_path}/other/b.png\ngone.png\n../other\nhttps://x/y.png\n".encode())
-    found = list(items([str(wanted)]))
+    found = list(items(wanted))
     assert [item.file for item in found][:2] == ["a.png", f"{tmp_path}/other/b.png"[1:]]
     assert found[0].read() == found[1].read() == PNG
     assert found[0].key == keys(tmp_path / "set")[0]
@@ -173,11 +179,11 @@ def test_a_list_names_pictures_from_its_own_folder_and_errors_name_the_line(tmp_
 
 def test_a_named_file_that_is_no_picture_is_handed_on_and_a_huge_one_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_bytes(b"words")
-    (item,) = items([str(tmp_path / "a.doc")])
+    (item,) = items(tmp_path / "a.doc")
     assert item.read() == b"words"
     with (tmp_path / "b.png").open("wb") as file:
         file.truncate(2**40)
-    (item,) = items([str(tmp_path / "b.png")])
+    (item,) = items(tmp_path / "b.png")
     assert "the limit for a picture" in reason(item)
 
 
@@ -204,7 +210,7 @@ def test_wrong_options_are_refused_by_name() -> None:
 def test_items_come_one_at_a_time(tmp_path: Path) -> None:
     for index in range(20):
         folder(tmp_path, *(f"{index:02}/{number:03}.png" for number in range(100)))
-    found = items([str(tmp_path)])
+    found = items(tmp_path)
     next(found)
     tracemalloc.start()
     assert sum(1 for _ in found) == 1999

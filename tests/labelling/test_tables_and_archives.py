@@ -59,7 +59,7 @@ ARCHIVES: dict[str, Callable[[Path], Path]] = {
 def test_an_archive_gives_its_pictures_in_any_order_under_safe_names(tmp_path: Path, name: str) -> None:
     path = ARCHIVES[name](tmp_path / name)
     notes = Notes()
-    found = list(items([str(path)], notes=notes))
+    found = list(items(path, notes=notes))
     assert [item.file for item in found] == SAFE
     assert [item.key for item in found] == [f"{path}!/{member}" for member in NAMES]
     assert notes.counts == {NO_PICTURE: 1, HIDDEN: 1}
@@ -67,7 +67,7 @@ def test_an_archive_gives_its_pictures_in_any_order_under_safe_names(tmp_path: P
         for _ in range(5):
             data = list(pool.map(lambda item: item.read(), reversed(found)))
             assert data == [content(member) for member in reversed(NAMES)]
-    assert count([str(path)]) == (5 if name in ("a.zip", "a.tar") else None)
+    assert count(path) == (5 if name in ("a.zip", "a.tar") else None)
     assert files(tmp_path / "a.*")[0].startswith("a/")
 
 
@@ -77,12 +77,12 @@ def test_damage_in_an_archive_is_an_item_and_the_rest_is_read(tmp_path: Path) ->
     data[60:70] = bytes(10)  # within the first member
     data[data.rindex(b"PK\1\2", 0, data.rindex(b"/root.png")) + 8] |= 1  # its entry says: encrypted
     path.write_bytes(data)
-    found = list(items([str(path)]))
+    found = list(items(path))
     assert "b.png is damaged" in reason(found[0])
     assert "root.png is encrypted; unpack the archive with its password" in reason(found[3])
     assert [item.read() for item in (found[1], found[2], found[4])] == [content(NAMES[at]) for at in (1, 2, 4)]
     path.write_bytes(data[:-100])
-    (item,) = items([str(path)])
+    (item,) = items(path)
     assert "is no whole zip file" in reason(item)
 
 
@@ -93,7 +93,7 @@ def test_a_tar_file_that_is_cut_off_is_read_up_to_there(tmp_path: Path, name: st
     data = path.read_bytes()
     end = data.rindex(content(NAMES[-1])[-9:]) if name == "a.tar" else len(data)
     path.write_bytes(data[: int(end * share)])
-    *good, bad = items([str(path)])
+    *good, bad = items(path)
     assert [item.file for item in good if _reads(item)] == SAFE[: sum(map(_reads, good))]
     assert "is damaged after" in reason(bad)
     assert sum(map(_reads, good)) < len(SAFE)
@@ -112,7 +112,7 @@ def test_a_damaged_header_does_not_pass_for_the_end_of_a_tar_file(tmp_path: Path
     start = data.index(b"../../etc/x.png\0")
     data[start + 20] ^= 1
     path.write_bytes(data)
-    found = list(items([str(path)]))
+    found = list(items(path))
     assert [item.file for item in found[:-1]] == SAFE[:2]
     assert "is damaged after ./cats/a.JPG (bad checksum)" in reason(found[-1])
 
@@ -124,7 +124,7 @@ def test_links_and_videos_in_archives_are_not_passed_over_in_silence(tmp_path: P
         archive.addfile(link)
         archive.addfile(tarfile.TarInfo("clip.MP4"))
     notes = Notes()
-    (item,) = items([str(tmp_path / "a.tar")], notes=notes)
+    (item,) = items(tmp_path / "a.tar", notes=notes)
     assert "is a link" in reason(item)
     assert notes.counts == {PACKED_VIDEOS: 1}
 
@@ -136,7 +136,7 @@ def test_a_long_tar_file_is_read_without_keeping_it(tmp_path: Path) -> None:
             member = tarfile.TarInfo(f"{number}.png")
             member.size = 1000
             archive.addfile(member, io.BytesIO(bytes(1000)))
-    found = items([str(path)], SourceOptions(), {f"{path}!/{number}.png" for number in range(500)})
+    found = items(path, SourceOptions(), {f"{path}!/{number}.png" for number in range(500)})
     assert next(found).file == "500.png"
     tracemalloc.start()
     assert sum(len(item.read()) for item in found) == 499_000
@@ -165,7 +165,7 @@ def test_rows_name_pictures_questions_and_objects(tmp_path: Path) -> None:
         {"image": str(tmp_path / "cats/a.png"), "id": 17, "objects": ["gear", "bolt"]},
         {"image": url, "object": "gear", "question": None},
     )
-    found = list(items([str(rows)]))
+    found = list(items(rows))
     assert [item.read() for item in found] == [PNG] * 4
     assert [item.question for item in found] == [None, "How many?", None, None]
     assert [item.objects for item in found] == [None, None, ("gear", "bolt"), ("gear",)]
@@ -174,7 +174,7 @@ def test_rows_name_pictures_questions_and_objects(tmp_path: Path) -> None:
     assert found[0].file == "cats/a.png"
     assert found[3].file == "000005.png"
     assert len({item.file for item in found}) == 4
-    assert count([str(rows)]) == 4
+    assert count(rows) == 4
 
 
 def test_rows_keep_their_keys_when_others_are_added_or_moved(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_rows_keep_their_keys_when_others_are_added_or_moved(tmp_path: Path) -> 
     before = keys(table(path, *rows))
     notes = Notes()
     table(path, {"image": "0.png"}, *reversed(rows), rows[0])
-    assert [item.key for item in items([str(path)], notes=notes)][1:] == before[::-1]
+    assert [item.key for item in items(path, notes=notes)][1:] == before[::-1]
     assert notes.counts == {TWICE: 1}
     assert keys(table(path, {"image": "a.png", "question": "Why?"}))[0] not in before
 
@@ -210,7 +210,7 @@ def test_rows_keep_their_keys_when_others_are_added_or_moved(tmp_path: Path) -> 
 def test_a_mistake_in_a_row_names_its_line(tmp_path: Path, row: Any, message: str) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
     path = table(tmp_path / "rows.jsonl", {"image": "a.png", "id": 1}, row, {"image": "a.png"})
-    first, bad, last = items([str(path)])
+    first, bad, last = items(path)
     assert first.read() == last.read() == PNG
     assert reason(bad).startswith(f"line 2 of {path}")
     assert message in reason(bad)
@@ -229,13 +229,13 @@ def test_parquet_rows_hold_or_name_their_pictures(tmp_path: Path) -> None:
         masks = [b"mask"] * len(images)
         parquet.write_table(pa.table({"image": images, "weight": list(range(len(images))), "mask": masks}), path)
         notes = Notes()
-        found = list(items([str(path)], notes=notes))
+        found = list(items(path, notes=notes))
         assert [item.key for item in found] == [f"{path}#{number:06d}" for number in range(1, len(images) + 1)]
         assert all(item.file.startswith(file) for item, file in zip(found, expected, strict=True))
         assert [item.read()[: len(PNG)] for item in found] == [PNG] * len(images)
         assert [item.extra["weight"] for item in found] == list(range(len(images)))
         assert notes.counts == {LEFT_OUT: 1}
-        assert count([str(path)]) == len(images)
+        assert count(path) == len(images)
 
 
 def test_parquet_files_without_pictures_or_damaged_are_one_item_with_the_reason(tmp_path: Path) -> None:
