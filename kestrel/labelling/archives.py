@@ -119,6 +119,8 @@ def _tar_items(path: str, gathering: Gathering, label: str) -> Iterator[Item]:
                 if not member.isdir() and _is_wanted(path, member.name, gathering):
                     yield from _tar_item(path, archive, member, gathering, label)
                 last = text(member.name)
+            while archive.fileobj is not None and archive.fileobj.read(2**14):
+                pass  # the checksum of a compressed file stands at its end
     except DAMAGE as error:
         reason = f"{text(path)} is damaged after {last} ({error}); what comes after it is not labelled"
         yield from gathering.bad(text(path), label or text(path), reason)

@@ -39,7 +39,7 @@ QUALITY = 95
 MICROSECONDS = 1_000_000
 GRID_SLACK_S = 0.0005
 """Some containers round times to milliseconds."""
-MISSING_S = 0.5
+MISSING_S = 0.1
 """A video may end so much earlier than its header says, beside its longest frame: edits are rounded."""
 REMEDY = "needs PyAV, which is not installed; run `pip install -e '.[video]'` in the checkout"
 
@@ -164,6 +164,8 @@ def _packets(container: InputContainer) -> Iterator[Packet | str]:
 def _declared_end_s(container: InputContainer) -> float:
     """Of the video's last frame, by the header; 0 where that does not tell."""
     stream = container.streams.video[0]
+    if container.format.name == "avi" and stream.average_rate:
+        return float(stream.frames / stream.average_rate)  # the duration is made to fit what is there of the file
     if stream.duration is not None and stream.time_base:
         return float((stream.duration + (stream.start_time or 0)) * stream.time_base)
     clock = re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", ""))

@@ -117,6 +117,16 @@ def test_a_damaged_header_does_not_pass_for_the_end_of_a_tar_file(tmp_path: Path
     assert "is damaged after ./cats/a.JPG (bad checksum)" in reason(found[-1])
 
 
+def test_a_changed_byte_in_a_compressed_tar_file_is_found_at_its_end(tmp_path: Path) -> None:
+    path = written_tar(tmp_path / "a.tgz", "w:gz")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1  # of the checksum: changed data would differ from it
+    path.write_bytes(data)
+    found = list(items(path))
+    assert [item.file for item in found[:-1]] == SAFE
+    assert "CRC check failed" in reason(found[-1])
+
+
 def test_links_and_videos_in_archives_are_not_passed_over_in_silence(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         link = tarfile.TarInfo("link.png")
