@@ -39,19 +39,21 @@ DAMAGE = (tarfile.TarError, zlib.error, LZMAError, EOFError, OSError, ValueError
 
 
 def zip_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
-    def members() -> Iterator[Item]:
-        try:
-            archive = zipfile.ZipFile(path)
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
-            yield from gathering.bad(text(path), label or text(path), f"{text(path)} is no whole zip file ({error})")
-            return
-        lock = threading.Lock()
-        for member in archive.infolist():
-            if not member.is_dir() and _is_wanted(path, member.filename, gathering):
-                read = partial(_read_zipped, archive, member, lock, gathering.options.max_bytes)
-                yield from gathering.one(_key(path, member.filename), joined(label, member.filename), read)
+    members = partial(_zip_items, path, label)
+    yield Bulk(key=text(path), items=members, count=lambda: sum(1 for _ in members(gathering)), is_light=True)
 
-    yield Bulk(members, lambda: sum(1 for _ in members()))
+
+def _zip_items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        yield from gathering.bad(text(path), label or text(path), f"{text(path)} is no whole zip file ({error})")
+        return
+    lock = threading.Lock()
+    for member in archive.infolist():
+        if not member.is_dir() and _is_wanted(path, member.filename, gathering):
+            read = partial(_read_zipped, archive, member, lock, gathering.options.max_bytes)
+            yield from gathering.one(_key(path, member.filename), joined(label, member.filename), read)
 
 
 def _read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, lock: threading.Lock, max_bytes: int) -> bytes:
@@ -105,12 +107,13 @@ def tar_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
                 is_plain = isinstance(archive.fileobj, io.BufferedReader)
         except DAMAGE:
             return None
-        return sum(1 for _ in _tar_items(path, gathering, label)) if is_plain else None
+        return sum(1 for _ in members(gathering)) if is_plain else None
 
-    yield Bulk(lambda: _tar_items(path, gathering, label), number)
+    members = partial(_tar_items, path, label)
+    yield Bulk(key=text(path), items=members, count=number, is_light=path.lower().endswith(".tar"))
 
 
-def _tar_items(path: str, gathering: Gathering, label: str) -> Iterator[Item]:
+def _tar_items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     last = "nothing"
     try:
         with _Tar.open(path) as archive:

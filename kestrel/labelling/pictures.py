@@ -69,14 +69,6 @@ class Notes:
         return [f"passed over {count} {kind}, such as {self._examples[kind]}" for kind, count in self.counts.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Bulk:
-    """Something that holds many pictures; it is opened when `items` or `count` is called."""
-
-    items: Callable[[], Iterator[Item]]
-    count: Callable[[], int | None]
-
-
 class Gathering:
     """One pass over sources. It sees to it that no key and no file name comes twice, and leaves out what is done."""
 
@@ -111,6 +103,20 @@ class Gathering:
     def bad(self, key: str, file: str, reason: str, **fields: Any) -> Iterator[Item]:
         """An item that cannot be read, for this reason."""
         return self.one(key, file, failing(reason), **fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bulk:
+    """Something that holds many pictures; it is opened when `items` or `count` is called."""
+
+    key: str
+    """Keys of its items begin with it."""
+    items: Callable[[Gathering], Iterator[Item]]
+    count: Callable[[], int | None]
+    is_light: bool = False
+    """Its items hold no pictures: all may be in memory."""
+    is_sorted: bool = False
+    """Its items come in the order of their keys."""
 
 
 def _digest(name: str) -> bytes:

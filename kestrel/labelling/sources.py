@@ -67,14 +67,15 @@ def items(
 ) -> Iterator[Item]:
     """The pictures that `names` stand for, without those whose key is in `done`. A wrong name is a ConfigError, raised
     before this returns. Taking an item may take long: a video is decoded, a folder on another machine listed."""
-    parts = _parts(names, Gathering(options or SourceOptions(), done, notes or Notes()))
-    return (item for part in parts for item in ((part,) if isinstance(part, Item) else part.items()))
+    gathering = Gathering(options or SourceOptions(), done, notes or Notes())
+    parts = parts_of(names, gathering)
+    return (item for part in parts for item in ((part,) if isinstance(part, Item) else part.items(gathering)))
 
 
 def count(names: Names, options: SourceOptions | None = None) -> int | None:
     """How many pictures `items` will give; of videos an estimate; None when only reading all would tell."""
     total = 0
-    for part in _parts(names, Gathering(options or SourceOptions(), (), Notes())):
+    for part in parts_of(names, Gathering(options or SourceOptions(), (), Notes())):
         number = 1 if isinstance(part, Item) else part.count()
         if number is None:
             return None
@@ -82,7 +83,7 @@ def count(names: Names, options: SourceOptions | None = None) -> int | None:
     return total
 
 
-def _parts(names: Names, gathering: Gathering) -> Parts:
+def parts_of(names: Names, gathering: Gathering) -> Parts:
     """Names are looked at before this returns, what is behind them when the parts are taken."""
     sources = [_source(os.fspath(name)) for name in ([names] if isinstance(names, (str, os.PathLike)) else names)]
     if not sources:

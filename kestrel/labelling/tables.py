@@ -143,12 +143,13 @@ def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def jsonl_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
-    def rows() -> Iterator[Item]:
-        table = _Table(path, gathering, label)
-        for number, line in _lines(path):
-            yield from table.row(number, f"line {number} of {text(path)}", partial(_json, line))
+    yield Bulk(key=text(path), items=partial(_jsonl_rows, path, label), count=lambda: sum(1 for _ in _lines(path)))
 
-    yield Bulk(rows, lambda: sum(1 for _ in _lines(path)))
+
+def _jsonl_rows(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
+    table = _Table(path, gathering, label)
+    for number, line in _lines(path):
+        yield from table.row(number, f"line {number} of {text(path)}", partial(_json, line))
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
@@ -181,7 +182,7 @@ def require_pyarrow(path: str) -> None:
 
 
 def parquet_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
-    yield Bulk(lambda: _parquet_rows(path, gathering, label), partial(_num_parquet_rows, path))
+    yield Bulk(key=text(path), items=partial(_parquet_rows, path, label), count=partial(_num_parquet_rows, path))
 
 
 def _num_parquet_rows(path: str) -> int | None:
@@ -199,7 +200,7 @@ def _parquet(path: str) -> Any:
     return ParquetFile(path)
 
 
-def _parquet_rows(path: str, gathering: Gathering, label: str) -> Iterator[Item]:
+def _parquet_rows(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     number = 0
     table = _Table(path, gathering, label)
     try:

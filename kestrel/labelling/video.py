@@ -51,10 +51,11 @@ def require_av(path: str) -> None:
 
 def video_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
     label = label or stem_of(path.rpartition("/")[2])
-    yield Bulk(lambda: _items(path, gathering, label), partial(_estimate, path, gathering.options))
+    number = partial(_estimate, path, gathering.options)
+    yield Bulk(key=text(path), items=partial(_items, path, label), count=number, is_sorted=True)
 
 
-def _items(path: str, gathering: Gathering, label: str) -> Iterator[Item]:
+def _items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     video, choose = text(path), _choice(gathering.options)
     last: Frame | None = None
     try:
