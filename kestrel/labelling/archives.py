@@ -7,6 +7,7 @@ be read from its beginning: the iterator reads on, and each item holds its pictu
 from __future__ import annotations
 
 import io
+import struct
 import tarfile
 import threading
 import zipfile
@@ -36,6 +37,8 @@ ZIPS = (".zip",)
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 PACKED_VIDEOS = "videos in archives (unpack them)"
 DAMAGE = (tarfile.TarError, zlib.error, LZMAError, EOFError, OSError, ValueError)
+ZIP_DAMAGE = (*DAMAGE, zipfile.BadZipFile, struct.error, RuntimeError)
+"""RuntimeError is also that of a method of compression which is not built in."""
 
 
 def zip_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
@@ -46,7 +49,7 @@ def zip_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
 def _zip_items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     try:
         archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+    except ZIP_DAMAGE as error:
         yield from gathering.bad(text(path), label or text(path), f"{text(path)} is no whole zip file ({error})")
         return
     lock = threading.Lock()
@@ -64,7 +67,7 @@ def _read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, lock: thread
     try:
         with lock:
             return archive.read(member)
-    except (*DAMAGE, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except ZIP_DAMAGE as error:
         raise ValueError(f"{name} is damaged or packed in an unknown way ({error}); pack it anew") from error
 
 

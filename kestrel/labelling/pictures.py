@@ -66,7 +66,7 @@ class Notes:
         self._examples.setdefault(kind, example)
 
     def lines(self) -> list[str]:
-        return [f"passed over {count} {kind}, such as {self._examples[kind]}" for kind, count in self.counts.items()]
+        return [f"passed over {kind}: {count}, such as {self._examples[kind]}" for kind, count in self.counts.items()]
 
 
 class Gathering:

@@ -151,13 +151,16 @@ def _decoded(container: InputContainer) -> Iterator[VideoFrame]:
 
 
 def _packets(container: InputContainer) -> Iterator[Packet | str]:
-    """Whole ones; where one is damaged, why it is, as the last."""
+    """Whole ones; where one is damaged, why it is, as the last. A recording may begin within one."""
+    has_begun = False
     try:
         for packet in container.demux(container.streams.video[0]):
-            if packet.is_corrupt:
+            if packet.is_corrupt and has_begun:
                 yield "the data is incomplete"
                 return
-            yield packet
+            if not packet.is_corrupt:
+                has_begun = True
+                yield packet
     except (OSError, ValueError) as error:
         yield getattr(error, "strerror", None) or str(error)
 
