@@ -38,6 +38,8 @@ class Item:
     """A relative path for outputs, such as "cats/a.png" or "clip/000120.jpg"; unique, without "..", with "/"."""
     read: Callable[[], bytes] = field(repr=False, compare=False)
     """The encoded picture. Called on a thread; raises OSError, ValueError or a KestrelError for a bad one."""
+    path: str | None = field(default=None, compare=False)
+    """Of the picture, where it is a file of its own: outputs may link to it."""
     objects: tuple[str, ...] | None = None
     """What to look for in this picture; None: as the job says."""
     question: str | None = None
