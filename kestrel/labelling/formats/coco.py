@@ -19,14 +19,12 @@ are in `images/` when they were asked for; `file_name` is relative to that folde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import orjson
-
-from kestrel.labelling.formats.files import whole_folder
+from kestrel.labelling.formats.files import whole_folder, write_list
 from kestrel.labelling.formats.label_set import LabelSet
 from kestrel.labelling.formats.shapes import DECIMALS, pixel_box, pixel_point, polygon_area, polygons
 from kestrel.labelling.records import Found, Row
@@ -43,33 +41,20 @@ def write_coco(labels: LabelSet, output: Path) -> list[Path]:
         for part, name in names.items() or [(None, "annotations.json")]:
             with (folder / name).open("wb") as file:
                 _write_part(labels, part, file)
-        if labels.options.with_pictures:
-            for row in labels.rows():
-                path = folder / "images" / row.file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                labels.options.place(row, path)
+        labels.place_pictures(folder)
     return [output / FOLDER / name for name in names.values() or ["annotations.json"]]
 
 
 def _write_part(labels: LabelSet, part: str | None, file: BinaryIO) -> None:
     file.write(b'{"info": {"description": "labelled by Kestrel"},\n"licenses": [],\n"images": ')
-    _write_list(file, _images(labels, part))
+    write_list(file, _images(labels, part))
     file.write(b',\n"annotations": ')
-    _write_list(file, _annotations(labels, part))
+    write_list(file, _annotations(labels, part))
     if "answer" not in labels.kinds:
         form = {"keypoints": ["point"], "skeleton": []} if "point" in labels.kinds else {}
         file.write(b',\n"categories": ')
-        _write_list(file, ({"id": number, "name": name, **form} for number, name in enumerate(labels.classes, 1)))
+        write_list(file, ({"id": number, "name": name, **form} for number, name in enumerate(labels.classes, 1)))
     file.write(b"}\n")
-
-
-def _write_list(file: BinaryIO, entries: Iterable[dict[str, Any]]) -> None:
-    """One entry on a line and in memory at a time."""
-    between = b"[\n"
-    for entry in entries:
-        file.write(between + orjson.dumps(entry))
-        between = b",\n"
-    file.write(b"[]" if between == b"[\n" else b"\n]")
 
 
 def _images(labels: LabelSet, part: str | None) -> Iterator[dict[str, Any]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import orjson
 
 
 @contextmanager
@@ -71,3 +73,12 @@ def recover(path: Path, own: Sequence[str]) -> None:
 
 def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
+
+
+def write_list(file: BinaryIO, entries: Iterable[Mapping[str, Any]]) -> None:
+    """A JSON array with one entry on a line, and one in memory at a time."""
+    before = b"[\n"
+    for entry in entries:
+        file.write(before + orjson.dumps(entry))
+        before = b",\n"
+    file.write(b"[]" if before == b"[\n" else b"\n]")

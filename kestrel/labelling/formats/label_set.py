@@ -64,6 +64,13 @@ class LabelSet:
     def part_of(self, row: Row) -> str | None:
         return split_of(row, self.options.split) if self.options.split else None
 
+    def place_pictures(self, folder: Path) -> None:
+        """Into `images/` under their own names, where they were asked for."""
+        for row in self.rows() if self.options.with_pictures else ():
+            path = folder / "images" / row.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.options.place(row, path)
+
     def _counts(self, one: Found) -> bool:
         too_low = self.options.min_score is not None and one.score is not None and one.score < self.options.min_score
         return one.decision == ACCEPTED or (one.decision != REJECTED and not too_low)
@@ -93,7 +100,7 @@ def split_of(row: Row, split: Mapping[str, float]) -> str:
         place -= share
         if place < 0:
             return name
-    return next(reversed(split))
+    return list(split)[-1]
 
 
 def parse_split(text: str) -> dict[str, float]:

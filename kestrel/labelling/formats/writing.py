@@ -9,7 +9,10 @@ from pathlib import Path
 from kestrel.errors import ConfigError, did_you_mean, shown
 from kestrel.labelling.formats.coco import write_coco
 from kestrel.labelling.formats.label_set import FormatOptions, LabelSet, RowSource
+from kestrel.labelling.formats.label_studio import write_label_studio
 from kestrel.labelling.formats.tables import write_csv, write_errors, write_jsonl
+from kestrel.labelling.formats.voc import write_voc
+from kestrel.labelling.formats.yolo import write_yolo
 
 OBJECTS = frozenset({"detect", "segment"})
 EVERYTHING = OBJECTS | {"point", "query", "caption"}
@@ -24,8 +27,11 @@ class Format:
 
 FORMATS: Mapping[str, Format] = {
     "coco": Format(write_coco, EVERYTHING),
+    "yolo": Format(write_yolo, OBJECTS),
+    "voc": Format(write_voc, OBJECTS),
     "csv": Format(write_csv, EVERYTHING),
     "jsonl": Format(write_jsonl, EVERYTHING),
+    "labelstudio": Format(write_label_studio, EVERYTHING),
 }
 
 
@@ -48,5 +54,8 @@ def write_labels(format_name: str, rows: RowSource, output: Path, options: Forma
     """
     output.mkdir(parents=True, exist_ok=True)
     labels = LabelSet(rows, output, options)
+    for kind, task in (("point", "point"), ("answer", "query")):
+        if kind in labels.kinds:
+            require_fits(format_name, task)
     write_errors(labels, output)
     return FORMATS[format_name].write(labels, output)
