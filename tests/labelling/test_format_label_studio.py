@@ -95,10 +95,16 @@ def test_tasks_fit_the_documented_form_and_their_interface(rows: list[Row], cont
 def test_places_are_per_cent_and_scores_are_kept(tmp_path: Path) -> None:
     found = [Found(label="x", box=(0.1, 0.2, 0.5, 1), score=0.4), Found(label="x", box=(0, 0, 1, 1), score=0.8)]
     tasks_file, _ = write("labelstudio", [row("d d/a.png", *found)], tmp_path, with_pictures=True)
-    ((task),) = json.loads(tasks_file.read_text())
+    (task,) = json.loads(tasks_file.read_text())
     prediction = task["predictions"][0]
     first = prediction["result"][0]
     assert first["value"] == {"x": 10, "y": 20, "width": 40, "height": 80, "rotation": 0, "rectanglelabels": ["x"]}
     assert (first["score"], prediction["score"]) == (0.4, pytest.approx(0.6))
     assert task["data"]["image"] == "/data/local-files/?d=images/d%20d/a.png"
     assert (tasks_file.parent / "images" / "d d" / "a.png").is_file()
+
+
+def test_an_object_whose_outline_cannot_be_drawn_keeps_its_box(tmp_path: Path) -> None:
+    tasks_file, _ = write("labelstudio", [row("a.png", Found(label="x", box=(0, 0, 0.5, 1), path="L oops"))], tmp_path)
+    (task,) = json.loads(tasks_file.read_text())
+    assert task["predictions"][0]["result"][0]["value"]["points"] == [[0, 0], [50, 0], [50, 100], [0, 100]]

@@ -37,8 +37,9 @@ class LabelSet:
     """The rows that are written, one at a time, without what was rejected."""
 
     def __init__(self, rows: RowSource, output: Path, options: FormatOptions) -> None:
-        labels, self.kinds = _survey(rows)
-        """What objects there are: "box", "point", "outline"; and "question", "answer"."""
+        labels, kinds = _survey(rows)
+        self.kinds = kinds
+        """What rows hold, of "box", "point", "outline", "question", "answer"."""
         self.options = options
         self.classes = stable_classes(output, (*options.classes, *sorted(labels)))
         self.parts: tuple[str, ...] = tuple(options.split or ())
@@ -59,7 +60,8 @@ class LabelSet:
     def rows_and_errors(self) -> Iterator[Row]:
         for row in self._rows():
             if row.decision != REJECTED:
-                yield replace(row, found=tuple(one for one in row.found if self._counts(one)))
+                found = tuple(one for one in row.found if self._counts(one))
+                yield row if found == row.found else replace(row, found=found)
 
     def part_of(self, row: Row) -> str | None:
         return split_of(row, self.options.split) if self.options.split else None

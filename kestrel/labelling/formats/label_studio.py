@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 from kestrel.labelling.formats.files import whole_folder, write_list
 from kestrel.labelling.formats.label_set import LabelSet
-from kestrel.labelling.formats.shapes import pixel_box, pixel_point, polygons
+from kestrel.labelling.formats.shapes import corners, pixel_box, pixel_point, polygons
 from kestrel.labelling.records import Found, Row
 
 FOLDER = "labelstudio"
@@ -96,7 +96,7 @@ def _values(row: Row, one: Found) -> Iterator[tuple[str, dict[str, Any]]]:
     if one.box is None or box is None:
         return
     if one.path:
-        for part in polygons(row, one.box, one.path):
+        for part in polygons(row, one.box, one.path) or [corners(box)]:
             yield "outline", {"points": [per_cent(*corner) for corner in part], "closed": True}
     else:
         x, y = per_cent(box[0], box[1])

@@ -38,6 +38,11 @@ def polygons(row: Row, box: Box, path: str) -> list[Polygon]:
     return [[(float(point.real), float(point.imag)) for point in loop] for loop in kept]
 
 
+def corners(box: Box) -> Polygon:
+    left, top, right, bottom = box
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
 def polygon_area(polygon: Polygon) -> float:
     return abs(_area(np.array([complex(x, y) for x, y in polygon])))
 

@@ -4,8 +4,8 @@
   Boxes without area are left out. Scores have no place.
 - `JPEGImages` holds pictures as they are, with their own endings: `filename` tells it. They lie side by side,
   "cats/a.png" as "cats_a.png"; where a name would not be one picture's alone, part of a digest follows it.
-- `ImageSets/Main/PART.txt` lists the names of a part of the split, `trainval.txt` those of all; without a split
-  `train.txt` and `val.txt` list all too.
+- `ImageSets/Main/PART.txt` lists the names of a part of the split, `trainval.txt` those of all parts but test. Without
+  a split `train.txt`, `val.txt` and `trainval.txt` list all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_voc(labels: LabelSet, output: Path) -> list[Path]:
             (folder / "Annotations" / f"{name}.xml").write_bytes(_annotation(row, picture))
             labels.options.place(row, folder / "JPEGImages" / picture)
             part = labels.part_of(row)
-            for listed in lists if part is None else {"trainval", part}:
+            for listed in lists if part is None else {"trainval" if part != "test" else part, part}:
                 lists[listed].write(f"{name}\n")
     return [output / FOLDER]
 

@@ -22,7 +22,7 @@ import yaml
 from kestrel.labelling.formats.files import whole_folder
 from kestrel.labelling.formats.flat_names import FlatNames
 from kestrel.labelling.formats.label_set import LabelSet
-from kestrel.labelling.formats.shapes import Polygon, pixel_box, polygons
+from kestrel.labelling.formats.shapes import Polygon, corners, pixel_box, polygons
 from kestrel.labelling.records import Found, Row
 
 FOLDER = "yolo"
@@ -55,12 +55,11 @@ def _line(labels: LabelSet, row: Row, one: Found) -> str | None:
     box = None if one.box is None else pixel_box(row, one.box)
     if one.box is None or box is None:
         return None
-    left, top, right, bottom = box
     if "outline" in labels.kinds:
         parts = polygons(row, one.box, one.path) if one.path else []
-        corners = _joined(parts or [[(left, top), (right, top), (right, bottom), (left, bottom)]])
-        values = [value for x, y in corners for value in (x / row.width, y / row.height)]
+        values = [value for x, y in _joined(parts or [corners(box)]) for value in (x / row.width, y / row.height)]
     else:
+        left, top, right, bottom = box
         values = [
             *((left + right) / 2 / row.width, (top + bottom) / 2 / row.height),
             *((right - left) / row.width, (bottom - top) / row.height),
