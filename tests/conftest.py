@@ -23,6 +23,7 @@ LONG = (
 TOGETHER = {
     "a browser": ("tests/server/playground/",),
     "programs to fork": (
+        "tests/cli/test_cli_batch",
         "tests/cli/test_cli_chat",
         "tests/cli/test_cli_program",
         "tests/engine/test_compute_process",

@@ -30,6 +30,7 @@ VERBS = {
     "complete": "Continue a text, as it is: no template is added.",
     "schedule": "Ask many questions at once and show what each took.",
     "serve": "Serve a model over HTTP.",
+    "batch": "Answer a file of requests, or of prompts, into a file.",
     "eval": "Judge a model on held-out scenes, drawn on the spot, whose truth is exact.",
     "profile": "Show where a request's time goes: JPEG decoding, upload, resizing, vision, prefill, tokens, "
     "gaps of the host.",

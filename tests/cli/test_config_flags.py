@@ -47,6 +47,7 @@ def test_every_verb_that_loads_a_model_takes_every_field() -> None:
     loading = [verb for verb in verbs if takes_config(verb)]
     assert {verb.__name__ for verb in loading} == {
         "query",
+        "batch",
         "chat",
         "complete",
         "caption",
