@@ -131,7 +131,7 @@ def _parsed(line: bytes) -> Any:
 
 def _job_in(path: Path, header: Any) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("kestrel_journal") != VERSION or not isinstance(header["job"], dict):
-        raise ConfigError("output", f"{path} is no journal of this version; move it away, or choose another folder")
+        raise ConfigError("output", f"{path} is no journal of this version; move it away, or choose another output")
     return header["job"]
 
 
@@ -141,7 +141,7 @@ def _require_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any
             raise ConfigError(
                 "output",
                 f"{path} is of a run with {name} = {found.get(name)!r}, not {wanted.get(name)!r}; "
-                "run the same command to go on, or choose another folder",
+                "run the same command to go on, or choose another output",
             )
 
 
