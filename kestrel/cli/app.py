@@ -45,6 +45,8 @@ GROUPS = {
     "train": "Train models.",
 }
 """Verbs with verbs of their own."""
+SUBVERBS = {"eval": ("adapter",)}
+"""Of verbs that do something without one too; functions of the same module."""
 SKILL_VERBS = ("query", "caption", "point", "detect", "segment", "complete")
 
 
@@ -87,16 +89,18 @@ class _LateVerb(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         assert self.name is not None
+        if args and args[0] in SUBVERBS.get(self.name, ()):
+            return verb_command(self.name, args[0]).make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return verb_command(self.name).make_context(info_name, args, parent, **extra)
 
 
 @cache
-def verb_command(name: str) -> Any:
+def verb_command(name: str, subverb: str | None = None) -> Any:
     module = verb_module(name)
     if name in GROUPS:
         return typer.main.get_command(module.make_group())
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    verb = getattr(module, name)
+    verb = getattr(module, subverb or name)
     app.command(name, epilog=environment_hint(verb))(verb)
     return typer.main.get_command(app)
 

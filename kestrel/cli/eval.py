@@ -1,8 +1,9 @@
-"""kestrel eval: how often a model is right about scenes it has never seen."""
+"""kestrel eval: how often a model is right about scenes it has never seen, or about your own annotated pictures."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +13,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
-from kestrel.cli.loading import note_default_model, open_engine
+from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import check_parent_folder, parse_size, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
+from kestrel.evals.adapter import (
+    Judged,
+    LocatePlan,
+    LocateQuestion,
+    annotations_in,
+    judge,
+    only_listed,
+    open_pictures,
+    read_questions,
+)
+from kestrel.evals.adapter import as_json as locate_json
+from kestrel.evals.adapter_page import as_tables as as_locate_tables
+from kestrel.evals.adapter_page import render
 from kestrel.evals.questions import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
 from kestrel.evals.report import as_json, as_tables
 from kestrel.evals.run import Evaluation, open_atlas, run_eval
+from kestrel.images.encoded import ImageLimits
 from kestrel.runtime.device import choose_device, choose_dtype
+from kestrel.train.adapter.samples import PictureFolder
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas
 
 
@@ -61,7 +77,8 @@ def eval(
 
     kestrel eval --weights my-model --n 1000 --json figures.json
 
-    Answers are greedy. The tables go to stdout. Scenes are never those a model was trained on.
+    Answers are greedy. The tables go to stdout. Scenes are never those a model was trained on. Your own annotated
+    pictures judge a model, or an adapter over it, with `kestrel eval adapter` (it has a --help of its own).
     """
     plan = EvalPlan(
         num_questions=n,
@@ -72,14 +89,123 @@ def eval(
     )
     if concurrency > config.max_queue_size:
         raise ConfigError("concurrency", f"{concurrency} exceeds --max-queue-size {config.max_queue_size}; raise that")
-    _check_json_path(json_file)
+    _check_file("--json", json_file)
     evaluation, run_on = run_to_end(_evaluate(plan, open_atlas(atlas), config))
     stdout_console().print(as_tables(evaluation))
     _note_oddities(evaluation)
     if json_file is not None:
-        figures = json.dumps(as_json(evaluation, run_on), indent=2, ensure_ascii=False, allow_nan=False)
-        json_file.write_text(figures + "\n", encoding="utf-8")
-        note(f"wrote all figures to {json_file}")
+        _write_json(as_json(evaluation, run_on), json_file)
+
+
+@with_flags
+def adapter(
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            metavar="DIR|FILE",
+            help="COCO annotations (.json) or lines of tasks (.jsonl); or a folder as `kestrel train adapter` reads "
+            "it, of which val_annotations.json or val.jsonl is taken when it is there.",
+        ),
+    ],
+    adapter: Annotated[
+        str | None,
+        typer.Option("--adapter", metavar="NAME", help="Judge this adapter of --adapter-dir. Default: the model."),
+    ] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Judge the model without the adapter too.", show_default=False)
+    ] = False,
+    skill: Annotated[str, typer.Option("--skill", metavar="detect|point", help="What to ask.")] = LocatePlan.skill,
+    images: Annotated[
+        Path | None, typer.Option("--images", metavar="DIR", help="Where the pictures are. Default: beside --data.")
+    ] = None,
+    only: Annotated[
+        Path | None,
+        typer.Option(
+            "--only",
+            metavar="FILE",
+            help="Only the pictures that this file lists, such as NAME.training/held_out.txt of a training run.",
+        ),
+    ] = None,
+    negatives: Annotated[
+        float,
+        typer.Option(
+            "--negatives",
+            help="COCO: share of the questions that ask for something which is not there. 1 asks for every category "
+            "in every picture, as COCO judges.",
+        ),
+    ] = LocatePlan.negatives,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to this file as JSON.")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page", metavar="FILE", help="Write a page (HTML, self-contained) that shows the worst pictures."
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", metavar="N", help="Pictures asked about at the same time.")
+    ] = LocatePlan.concurrency,
+    max_objects: Annotated[
+        int, typer.Option("--max-objects", metavar="N", help="Most objects in an answer.")
+    ] = LocatePlan.max_objects,
+    seed: Annotated[int, typer.Option("--seed", help="Of the negatives, when not all are asked.")] = LocatePlan.seed,
+    *,
+    config: RuntimeConfig,
+) -> None:
+    """Judge a model, or an adapter over it, on your own annotated pictures.
+
+    kestrel eval adapter --data bolts --adapter bolts --adapter-dir adapters --baseline --page bolts.html
+
+    AP and AP50 are COCO's; precision, recall and F1 count boxes that overlap a true one by half, or points inside of
+    it, at the score threshold with the best F1. Answers are greedy. The tables go to stdout.
+    """
+    plan = LocatePlan(skill, negatives, seed, concurrency, max_objects)
+    if baseline and adapter is None:
+        raise ConfigError("--baseline", "compares an adapter with its model; name one with --adapter")
+    if concurrency > config.max_queue_size:
+        raise ConfigError("concurrency", f"{concurrency} exceeds --max-queue-size {config.max_queue_size}; raise that")
+    _check_file("--json", json_file)
+    _check_file("--page", page)
+    path = annotations_in(data)
+    limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
+    pictures = open_pictures(path, images, limits)
+    questions = read_questions(path, pictures, plan)
+    if only is not None:
+        questions = only_listed(questions, only, pictures)
+    adapters = (adapter, None) if baseline else (adapter,)
+    sides = run_to_end(_judge_all(questions, pictures, plan, adapters, config))
+    stdout_console().print(as_locate_tables(sides, plan))
+    for side in sides:
+        if side.errors:
+            note(f"{side.name}: {len(side.errors)} requests failed; the first: {side.errors[0]}")
+    if json_file is not None:
+        _write_json(locate_json(sides, plan, path, _run_on(config)), json_file)
+    if page is not None:
+        page.write_text(render(sides, plan, pictures), encoding="utf-8")
+        note(f"wrote the worst pictures to {page}")
+
+
+async def _judge_all(
+    questions: Sequence[LocateQuestion],
+    pictures: PictureFolder,
+    plan: LocatePlan,
+    adapters: Sequence[str | None],
+    config: RuntimeConfig,
+) -> list[Judged]:
+    async with open_engine(config) as engine:
+        require_skill(engine.profile, plan.skill)
+        with QuestionBar() as bar:
+            sides = [await judge(engine, questions, pictures, plan, each, bar) for each in adapters]
+    note_default_model(config)
+    return sides
+
+
+def _write_json(figures: Mapping[str, Any], path: Path) -> None:
+    text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    note(f"wrote all figures to {path}")
 
 
 async def _evaluate(plan: EvalPlan, atlas: SpriteAtlas, config: RuntimeConfig) -> tuple[Evaluation, dict[str, Any]]:
@@ -129,11 +255,11 @@ def _names(given: list[str] | None) -> tuple[str, ...]:
     return (*known, *sorted(names - set(FAMILY_NAMES)))
 
 
-def _check_json_path(path: Path | None) -> None:
+def _check_file(flag: str, path: Path | None) -> None:
     if path is not None and path.is_dir():
-        raise ConfigError("--json", f"{path} is a folder; name a file")
+        raise ConfigError(flag, f"{path} is a folder; name a file")
     if path is not None:
-        check_parent_folder("--json", path)
+        check_parent_folder(flag, path)
 
 
 def _note_oddities(evaluation: Evaluation) -> None:

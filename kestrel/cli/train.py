@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -19,6 +19,7 @@ from kestrel.cli.config_flags import verb_group, with_flags
 from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
 from kestrel.cli.options import parse_size, split_names
 from kestrel.errors import ConfigError
+from kestrel.evals.adapter import held_out_examiner
 from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import Beginning, run_adapter
@@ -84,20 +85,21 @@ def adapter(*, options: AdapterRun) -> None:
 
     The folder holds pictures and train.jsonl, one task per line: {"image": "a.png", "question": ..., "answer": ...},
     or {"image", "object", "points"}, {"image", "object", "boxes"}, {"image", "caption"}; or COCO's annotations.json.
-    The best adapter by validation loss is written; curves (CSV and PNG) and the state for --resume go to
-    NAME.training. Ctrl-C ends a run early and saves it.
+    The best adapter by validation loss is written; curves (CSV and PNG), the names of the held-out pictures and the
+    state for --resume go to NAME.training. Ctrl-C ends a run early and saves it.
     """
     if options.model is None and options.model_path is None:
         note(default_model.NOTICE)
     with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:
-        done = run_adapter(options, report, should_stop)
-        was_interrupted = done.ending == "interrupted"
-    loss = "" if done.val_loss is None else f", validation loss {done.val_loss:.4f}"
+        done = run_adapter(options, report, should_stop, held_out_examiner)
+    figures = _figures({"validation loss": done.val_loss, "F1": done.val_f1, "AP50": done.val_ap50}, ", ")
     written = (
-        f"step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{loss}" if done.step else "not written yet"
+        f"step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{figures}" if done.step else "not written yet"
     )
     note(f"{done.output}: {written}; {done.ending}")
-    if was_interrupted:
+    if done.ending in ("interrupted", "the time is up"):
+        note("the same command with --resume goes on from here")
+    if done.ending == "interrupted":
         raise Interrupted
 
 
@@ -135,6 +137,7 @@ def _interruptions(on_first: Callable[[], None]) -> Iterator[Callable[[], bool]]
 
 # ---------------------------------------------------------------------- reports
 
+MAX_NAMES_SHOWN = 20
 
 ReportT = TypeVar("ReportT", bound="_Report")
 
@@ -206,6 +209,7 @@ class AdapterReport(_Report):
         super().__init__(console, *columns, total=None, stage="reading data", figures="")
         self._steps = 1
         self._best: float | None = None
+        self._held_out = ""
 
     def beginning(self, beginning: Beginning) -> None:
         self._steps = beginning.steps
@@ -214,6 +218,14 @@ class AdapterReport(_Report):
             f"{beginning.num_pictures} pictures, {beginning.num_train_tasks} tasks to learn from, "
             f"{beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
             f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
+        )
+        if objects := beginning.num_objects:
+            shown = [f"{name} {count}" for name, count in list(objects.items())[:MAX_NAMES_SHOWN]]
+            more = f", {len(objects) - len(shown)} more names" if len(objects) > len(shown) else ""
+            write(f"{sum(objects.values())} places to learn: {', '.join(shown)}{more}\n")
+        write(
+            f"saved every {beginning.steps_between_saves} steps and at Ctrl-C: the same command with --resume goes on "
+            "from there, also after a crash\n"
         )
 
     def picture(self, done: int, total: int) -> None:
@@ -225,10 +237,11 @@ class AdapterReport(_Report):
     def line(self, line: StepLine) -> None:
         if line.val_loss is not None:
             self._best = line.val_loss if self._best is None else min(self._best, line.val_loss)
+            self._held_out = _figures({"F1": line.val_f1, "AP50": line.val_ap50}, "  ")
         if not self._is_terminal:
             write(f"{_adapter_line(line)}\n")
             return
-        best = "" if self._best is None else f"  best val {self._best:.4f}"
+        best = "" if self._best is None else f"  best val {self._best:.4f}{self._held_out}"
         self._bar.update(
             self._task,
             total=self._steps,
@@ -242,9 +255,14 @@ class AdapterReport(_Report):
 
 
 def _adapter_line(line: StepLine) -> str:
-    val = "" if line.val_loss is None else f"  val loss {line.val_loss:.4f}"
+    val = _figures({"val loss": line.val_loss, "F1": line.val_f1, "AP50": line.val_ap50}, "  ")
     return (
         f"step {line.step:5d}  {line.pictures_per_s:5.1f} pictures/s  {line.seconds:6.1f} s  lr {line.lr:.2e}  "
         f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
         f"tokens right {line.token_accuracy:.4f}{val}"
     )
+
+
+def _figures(figures: Mapping[str, float | None], separator: str) -> str:
+    """Those that are known, each behind a separator."""
+    return "".join(f"{separator}{name} {value:.4f}" for name, value in figures.items() if value is not None)

@@ -107,7 +107,7 @@ class Interview:
                 self._answered()
 
         began_s = time.perf_counter()
-        await _all_or_none([keep_asking() for _ in range(min(self._plan.concurrency, len(asked)))])
+        await all_or_none([keep_asking() for _ in range(min(self._plan.concurrency, len(asked)))])
         self.tally.busy_s += time.perf_counter() - began_s
         return [replies[index] for index in range(len(asked))]
 
@@ -141,7 +141,7 @@ def bound_of(skill: str, plan: EvalPlan) -> dict[str, int]:
     return {"max_tokens": plan.max_new_tokens}
 
 
-async def _all_or_none(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def all_or_none(work: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Wait for all of it; when one part fails, end the others first."""
     tasks = [asyncio.create_task(each) for each in work]
     try:

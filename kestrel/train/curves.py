@@ -49,7 +49,7 @@ def draw_curves(csv_path: Path, png_path: Path, axis: str = "scenes", colours: M
     if rows:
         last = float(rows[-1][axis])
         for index, (name, colour) in enumerate(colours.items()):
-            measured = [row for row in rows if row[name]]
+            measured = [row for row in rows if row.get(name)]
             if not measured:
                 continue
             values = [float(row[name]) for row in measured]

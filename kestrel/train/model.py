@@ -33,11 +33,17 @@ from kestrel.moondream.config import (
     derived_generation,
 )
 from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.weights import FAMILY
+
+
+def require_moondream(name: str, family: str) -> None:
+    if family != FAMILY:
+        raise CheckpointError(f"{name} is no Moondream; only models of that family can be trained")
 
 
 def moondream(loaded: LoadedModel[nn.Module, object]) -> MoondreamModel:
-    if not isinstance(loaded.model, MoondreamModel):
-        raise CheckpointError(f"{loaded.name} is no Moondream; only models of that family can be trained")
+    require_moondream(loaded.name, loaded.family)
+    assert isinstance(loaded.model, MoondreamModel)
     return loaded.model
 
 

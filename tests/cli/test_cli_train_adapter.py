@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rich.console import Console
 from kestrel.cli.train import AdapterReport
 from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.run import Beginning
+from tests.llama.tiny_folders import write_folder
 from tests.moondream.coarse import coarse_folder
 from tests.train.adapter.data_folder import small_folder
 
@@ -40,20 +42,23 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
     flags = ("--data", data, "--output", output, "--steps", "2", "--skill", "point,query", "--skill", "detect", *base())
     outcome = kestrel("train", "adapter", *flags)
     assert outcome.code == 0, outcome.err
-    first, looked, *lines = outcome.out.splitlines()
+    first, objects, resume, looked, *lines = outcome.out.splitlines()
     assert first.startswith("4 pictures, 9 tasks to learn from, 3 to judge by, 4 of other skills left out; ")
     assert "beside md3, steps 0 to 2" in first
+    assert objects == "6 places to learn: cat 6"
+    assert resume.startswith("saved every 2 steps and at Ctrl-C: the same command with --resume goes on from there")
     assert looked == "looked at 4 pictures"
     assert [line.split()[1] for line in lines] == ["1", "2"]
-    assert "val loss" in lines[1]
+    assert re.search(r"val loss [\d.]+  F1 [\d.]+  AP50 [\d.]+$", lines[1])
     assert f"{output}: step 2 of 2 in " in outcome.err
+    assert re.search(r"validation loss [\d.]+, F1 [\d.]+, AP50 [\d.]+; all steps are done", outcome.err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.safetensors", "new.training"]
     folder = tmp_path / "new.training"
-    assert sorted(path.name for path in folder.iterdir()) == ["curves.csv", "curves.png", "state.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["curves.csv", "curves.png", "held_out.txt", "state.pt"]
     with (folder / "curves.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2"]
-    assert [row["val_loss"] != "" for row in rows] == [False, True]
+    assert [(row["val_loss"] != "", row["val_f1"] != "") for row in rows] == [(False, False), (True, True)]
     again = kestrel("train", "adapter", *flags)
     assert (again.code, again.out) == (2, "")
     assert "give --resume to go on, --overwrite to start anew, or another name" in again.err
@@ -74,7 +79,7 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
     )
     try:
         assert process.stdout is not None
-        seen = [process.stdout.readline() for _ in range(3)]
+        seen = [process.stdout.readline() for _ in range(5)]
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
     finally:
@@ -84,11 +89,12 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
     assert "stopping after this step, then saving" in errors
     assert "interrupted" in errors
     assert output.exists()
-    last = int([seen[2], *rest.splitlines()][-1].split()[1])
+    assert "the same command with --resume goes on from here" in errors
+    last = int([seen[4], *rest.splitlines()][-1].split()[1])
     resumed = kestrel(*flags, "--resume", "--max-seconds", "0.2")
     assert resumed.code == 0, resumed.err
     assert f"steps {last} to " in resumed.out
-    assert int(resumed.out.splitlines()[2].split()[1]) == last + 1
+    assert int(resumed.out.splitlines()[4].split()[1]) == last + 1
     assert "the time is up" in resumed.err
 
 
@@ -139,6 +145,14 @@ def test_mistakes_in_data_are_told_together_before_anything_is_trained(kestrel: 
     assert not (tmp_path / "x.training").exists()
 
 
+def test_a_model_that_cannot_be_trained_is_told_before_anything_of_the_data(kestrel: Kestrel, tmp_path: Path) -> None:
+    data, text_model = small_folder(tmp_path / "data", 1), write_folder(tmp_path / "text", "llama")
+    flags = ("--data", data, "--output", tmp_path / "x.safetensors", "--model-path", text_model)
+    outcome = kestrel("train", "adapter", *flags)
+    assert (outcome.code, outcome.out) == (3, "")
+    assert outcome.err == "error: text is no Moondream; only models of that family can be trained\n"
+
+
 def test_data_and_output_must_be_given(kestrel: Kestrel) -> None:
     assert "--data" in kestrel("train", "adapter", "--output", "x.safetensors").err
     assert "adapter" in kestrel("train").out
@@ -152,7 +166,7 @@ def test_a_terminal_gets_a_bar_with_the_figures() -> None:
         report.picture(3, 4)
     assert "looking at pictures 3/4" in pictures.getvalue()
     with AdapterReport(Console(file=shown, force_terminal=True, width=150)) as report:
-        report.beginning(Beginning("md3", 4, 12, 4, 0, 1000, 50, 0))
-        report.line(StepLine(10, 20, 2.5, 8.0, 1e-3, 1.25, 0.5, 2.0, 3.0, 0.9, 0.75))
-    for figure in ("step 10/50", "loss 1.2500", "best val 0.7500", "2.5 pictures/s", "8 s"):
+        report.beginning(Beginning("md3", 4, 12, 4, 0, {}, 1000, 50, 0, 10))
+        report.line(StepLine(10, 20, 2.5, 8.0, 1e-3, 1.25, 0.5, 2.0, 3.0, 0.9, 0.75, 0.5, 0.25))
+    for figure in ("step 10/50", "loss 1.2500", "best val 0.7500", "F1 0.5000", "AP50 0.2500", "2.5 pictures/s", "8 s"):
         assert figure in shown.getvalue()

@@ -23,6 +23,7 @@ from kestrel.train.adapter.samples import (
     Sample,
     Scale,
     box_pieces,
+    num_places,
     outline_pieces,
     parse_line,
     point_pieces,
@@ -233,13 +234,16 @@ def _questions(
     negatives: float,
     seed: int,
 ) -> Iterator[Sample]:
-    """What is there, and what is absent: drawn by lot to be that share of all questions, or as many as there can be."""
+    """What is there, and what is absent: drawn by lot to be that share of all questions, or as many as there can be.
+
+    A share of 1 asks for every category in every picture.
+    """
     for (image, category), group in groups.items():
         if not group.is_crowd:
             where = f"{file} image {image}, category {category}"
             yield from _asked(where, found[image], categories[category], group, skills)
     absent = [(image, category) for image in found for category in categories if (image, category) not in groups]
-    wanted = round(len(groups) * negatives / (1.0 - negatives))
+    wanted = len(absent) if negatives >= 1.0 else round(len(groups) * negatives / (1.0 - negatives))
     for image, category in sorted(Random(f"{seed} negatives").sample(absent, min(wanted, len(absent)))):
         where = f"{file} image {image}, category {category} (absent)"
         yield from _asked(where, found[image], categories[category], _Group(), skills)
@@ -278,6 +282,15 @@ class Dataset:
         return list({sample.picture.digest: sample.picture for sample in (*self.train, *self.val)}.values())
 
     @property
+    def num_objects(self) -> dict[str, int]:
+        """Boxes, points and outlines to learn from by name, the most frequent first."""
+        found: Counter[str] = Counter()
+        for sample in self.train:
+            if "object" in sample.example.fields:
+                found[sample.example.fields["object"]] += num_places(sample.example)
+        return dict(found.most_common())
+
+    @property
     def skills(self) -> list[str]:
         return sorted({sample.example.skill for sample in self.train})
 
@@ -297,18 +310,29 @@ def read_dataset(folder: Path, pictures: PictureFolder, choice: DataChoice) -> D
     """Raises `DataError` with all mistakes of all files."""
     train_path, val_path = data_files(folder)
     mistakes = MistakeList()
-    train, val = (_read(path, pictures, choice, mistakes) for path in (train_path, val_path))
+    train, val = (
+        [] if path is None else read_samples(path, pictures, choice, mistakes) for path in (train_path, val_path)
+    )
     mistakes.check()
     kept_train, kept_val = _chosen(train, choice.skills), _chosen(val, choice.skills)
     if not kept_train:
         asked = f" for {', '.join(choice.skills)}" if choice.skills else ""
         found = Counter(sample.example.skill for sample in train)
-        raise ConfigError("data", f"{train_path} holds no tasks{asked} (it has {dict(found) or 'none'}); add some")
+        num_pictures = pictures.num_pictures
+        has = dict(found) or (f"{num_pictures} pictures without annotations" if num_pictures else "no pictures")
+        raise ConfigError("data", f"{train_path} holds no tasks{asked} (it has {has}); add some, or label it first")
     left_out = len(train) + len(val) - len(kept_train) - len(kept_val)
     if val_path is not None:
         _require_apart(kept_train, kept_val, val_path.name)
     else:
         kept_train, kept_val = split_by_picture(kept_train, choice.val_share, choice.seed)
+    if all(not sample.example.target for sample in kept_train):
+        side = "" if val_path is not None or not kept_val else f" (with {len(kept_val)} set aside to judge by)"
+        raise ConfigError(
+            "data",
+            f"all {len(kept_train)} tasks of {train_path} to learn from say that nothing is there{side}; add pictures "
+            "with boxes or points",
+        )
     return Dataset(tuple(kept_train), tuple(kept_val), left_out)
 
 
@@ -342,9 +366,8 @@ def split_by_picture(samples: Sequence[Sample], share: float, seed: int) -> tupl
     )
 
 
-def _read(path: Path | None, pictures: PictureFolder, choice: DataChoice, mistakes: MistakeList) -> list[Sample]:
-    if path is None:
-        return []
+def read_samples(path: Path, pictures: PictureFolder, choice: DataChoice, mistakes: MistakeList) -> list[Sample]:
+    """Of one file: lines, or COCO."""
     if path.suffix == ".jsonl":
         return _read_lines(path, pictures, mistakes)
     skills = choice.skills or ("detect",)

@@ -1,4 +1,4 @@
-"""The training loop of an adapter: steps of AdamW on its factors, looks at the validation loss, early stopping.
+"""The training loop of an adapter: steps of AdamW on its factors, looks at held-out pictures, early stopping.
 
 The base is frozen. A step depends on its number, the factors and the optimiser's state alone, and these are what a
 saved state holds; so a resumed run does exactly what an uninterrupted one would have done.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,21 @@ class StepLine:
     size: float
     token_accuracy: float
     val_loss: float | None
+    val_f1: float | None = None
+    val_ap50: float | None = None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How well the factors locate objects in held-out pictures."""
+
+    f1: float
+    ap50: float | None
+    """None of points."""
+
+
+Examiner: TypeAlias = Callable[[Adapter], HeldOut]
+"""Asks for objects in held-out pictures through an adapter."""
 
 
 class LoopWatcher(Protocol):
@@ -130,31 +145,32 @@ def train_adapter(
     state: TrainingState,
     watcher: LoopWatcher,
     should_stop: Callable[[], bool],
+    examine: Examiner | None = None,
 ) -> Ending:
-    """Goes on from `state`, which it brings up to date together with the factors."""
+    """Goes on from `state`, which it brings up to date together with the factors. `examine` is asked at each look."""
     optimiser = adamw(factors.parameters(), lr=plan.lr, weight_decay=plan.weight_decay)
     if state.step:
         factors.assign(state.factors)
         optimiser.load_state_dict(state.optimiser)
     order = RowOrder(len(train), plan.batch_size, plan.seed)
     window = _Window(state.seconds)
-    with deterministic():
-        while True:
-            ending = _ending(state, plan, window, should_stop)
-            if ending is not None:
-                break
-            lr = plan.lr_at(state.step)
+    while True:
+        ending = _ending(state, plan, window, should_stop)
+        if ending is not None:
+            break
+        lr = plan.lr_at(state.step)
+        with deterministic():
             found, _ = task.losses([train[index] for index in order.batch(state.step)], task.adapt(factors.adapter()))
             found.total.backward()
             _step(optimiser, factors, lr, plan.clip_norm)
-            state.step += 1
-            window.add(found, plan.batch_size)
-            look = state.step % plan.steps_between_looks == 0 or state.step == plan.steps
-            val_loss = _look(task, factors, val, plan, state, watcher) if look and val else None
-            if look or state.step % plan.log_every == 0:
-                watcher.on_line(window.close(state.step, plan.batch_size, lr, val_loss))
-            if look:
-                _save(state, factors, optimiser, window, watcher)
+        state.step += 1
+        window.add(found, plan.batch_size)
+        look = state.step % plan.steps_between_looks == 0 or state.step == plan.steps
+        seen = _look(task, factors, val, plan, state, watcher, examine) if look and val else _Look()
+        if look or state.step % plan.log_every == 0:
+            watcher.on_line(window.close(state.step, plan.batch_size, lr, seen))
+        if look:
+            _save(state, factors, optimiser, window, watcher)
     _save(state, factors, optimiser, window, watcher)
     return ending
 
@@ -179,6 +195,12 @@ def _step(optimiser: torch.optim.AdamW, factors: Factors, lr: float, clip_norm: 
     optimiser.zero_grad(set_to_none=True)
 
 
+@dataclass(frozen=True)
+class _Look:
+    loss: float | None = None
+    held_out: HeldOut | None = None
+
+
 def _look(
     task: AdapterTask,
     factors: Factors,
@@ -186,14 +208,17 @@ def _look(
     plan: LoopPlan,
     state: TrainingState,
     watcher: LoopWatcher,
-) -> float:
+    examine: Examiner | None,
+) -> _Look:
     loss = _finite(task.judge(val, factors.adapter(), plan.batch_size), state.step)
+    held_out = None if examine is None else examine(factors.adapter())
     if state.best_loss is None or loss < state.best_loss:
         state.best_loss, state.best_step, state.looks_since_best = loss, state.step, 0
+        state.keep_held_out(held_out)
         watcher.on_better(state)
     else:
         state.looks_since_best += 1
-    return loss
+    return _Look(loss, held_out)
 
 
 def _finite(loss: float, step: int) -> float:
@@ -232,13 +257,16 @@ class _Window:
         self._found.append(torch.stack([value.detach().float() for value in values]))
         self._pictures += pictures
 
-    def close(self, step: int, batch_size: int, lr: float, val_loss: float | None) -> StepLine:
+    def close(self, step: int, batch_size: int, lr: float, seen: _Look) -> StepLine:
         means = torch.stack(self._found).mean(0).tolist()
         rate = self._pictures / max(1e-9, time.perf_counter() - self._since)
         self._found, self._pictures, self._since = [], 0, time.perf_counter()
         loss, text, coord, size, accuracy = means
         _finite(loss, step)
-        return StepLine(step, step * batch_size, rate, self.seconds, lr, loss, text, coord, size, accuracy, val_loss)
+        f1, ap50 = (None, None) if seen.held_out is None else (seen.held_out.f1, seen.held_out.ap50)
+        return StepLine(
+            step, step * batch_size, rate, self.seconds, lr, loss, text, coord, size, accuracy, seen.loss, f1, ap50
+        )
 
 
 @contextmanager
@@ -325,10 +353,16 @@ class TrainingState:
     best_loss: float | None = None
     best_step: int = 0
     looks_since_best: int = 0
+    best_f1: float | None = None
+    best_ap50: float | None = None
+    """In held-out pictures, of the factors with the best loss; None where nobody looked."""
     has_ended: bool = False
     """Whether all steps are done, or training ended early because it no longer helped."""
     factors: list[Tensor] = field(default_factory=list)
     optimiser: dict[str, Any] = field(default_factory=dict)
+
+    def keep_held_out(self, held_out: HeldOut | None) -> None:
+        self.best_f1, self.best_ap50 = (None, None) if held_out is None else (held_out.f1, held_out.ap50)
 
 
 def write_state(state: TrainingState, made_with: Mapping[str, Any], path: Path) -> None:

@@ -15,7 +15,7 @@ DEFAULT_EPOCHS = 10.0
 FOLDER_SUFFIX = ".training"
 MATRICES = ("qkv", "proj", "fc1", "fc2")
 """Those of a Moondream's blocks, which this training knows."""
-STATE, CURVES, PICTURE = "state.pt", "curves.csv", "curves.png"
+STATE, CURVES, PICTURE, HELD_OUT = "state.pt", "curves.csv", "curves.png", "held_out.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,9 @@ class AdapterRun:
     negatives: float = setting(0.2, "COCO: share of the questions that ask for something which is not there.")
     val_every: int | None = setting(
         None, "Steps between two looks at the validation loss. Default: one pass over the data."
+    )
+    val_pictures: int = setting(
+        16, "Held-out pictures in which objects are located at each look, for F1 and AP50; 0 for none."
     )
     patience: int = setting(5, "Looks without a better validation loss before training ends early; 0 never does.")
     max_seconds: float = setting(math.inf, "Stop after this time; --resume goes on.", show_default=False)
@@ -162,6 +165,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "val_share": (0.0, 0.9),
     "negatives": (0.0, 0.9),
     "val_every": (1, 10**9),
+    "val_pictures": (0, 10**6),
     "patience": (0, 10**6),
     "seed": (0, 2**63 - 1),
     "picture_memory_mb": (0, 2**20),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from kestrel.adapters import save_adapter
+from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.families import find_family, load, resolve
+from kestrel.families import find_family, find_model, find_repository, load, names_repository, resolve
 from kestrel.images.encoded import ImageLimits
 from kestrel.models.family import LoadedModel
 from kestrel.runtime.device import choose_device, choose_dtype, fast_dtype
@@ -20,6 +21,7 @@ from kestrel.train.adapter.encoding import EmbeddedPictures, SampleEncoder, Trai
 from kestrel.train.adapter.loop import (
     AdapterTask,
     Ending,
+    Examiner,
     Factors,
     LoopPlan,
     StepLine,
@@ -28,12 +30,18 @@ from kestrel.train.adapter.loop import (
     train_adapter,
     write_state,
 )
-from kestrel.train.adapter.options import CURVES, PICTURE, STATE, AdapterRun
+from kestrel.train.adapter.options import CURVES, HELD_OUT, PICTURE, STATE, AdapterRun
 from kestrel.train.adapter.samples import MistakeList, PictureFolder
 from kestrel.train.curves import CurveWriter, draw_curves
-from kestrel.train.model import moondream
+from kestrel.train.model import moondream, require_moondream
 
-CURVE_COLOURS = {"loss": "#2563eb", "val_loss": "#dc2626", "text": "#94a3b8", "token_accuracy": "#9333ea"}
+CURVE_COLOURS = {
+    "loss": "#2563eb",
+    "val_loss": "#dc2626",
+    "val_f1": "#16a34a",
+    "val_ap50": "#ca8a04",
+    "token_accuracy": "#9333ea",
+}
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,12 @@ class Beginning:
     num_train_tasks: int
     num_val_tasks: int
     num_left_out: int
+    num_objects: Mapping[str, int]
+    """Boxes, points and outlines to learn from, by name."""
     num_parameters: int
     steps: int
     first_step: int
+    steps_between_saves: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class Trained:
     step: int
     """Of the adapter that was written; 0 when the run was stopped before its first step, and none was."""
     val_loss: float | None
+    val_f1: float | None
+    val_ap50: float | None
     steps_done: int
     seconds: float
     ending: Ending
@@ -69,10 +82,20 @@ class RunReport(Protocol):
     def line(self, line: StepLine) -> None: ...
 
 
-def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[], bool] = lambda: False) -> Trained:
+MakeExaminer: TypeAlias = Callable[[LoadedModel[Any, Any], Dataset, PictureFolder, AdapterRun], Examiner | None]
+"""What locates objects in held-out pictures is above this room."""
+
+
+def run_adapter(
+    options: AdapterRun,
+    report: RunReport,
+    should_stop: Callable[[], bool] = lambda: False,
+    make_examiner: MakeExaminer = lambda *_: None,
+) -> Trained:
     """Trains and saves; ends early, saving all the same, after a step at which `should_stop` says so."""
     _check_output(options)
     config = options.runtime_config()
+    require_moondream(*_named_model(config))
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
     folder = PictureFolder(options.data, limits)
     choice = DataChoice(options.skill_names, options.val_share, options.negatives, options.seed)
@@ -89,15 +112,26 @@ def run_adapter(options: AdapterRun, report: RunReport, should_stop: Callable[[]
     report.beginning(
         Beginning(
             loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
-            factors.num_parameters, plan.steps, state.step,
+            dataset.num_objects, factors.num_parameters, plan.steps, state.step,
+            plan.steps_between_looks,
         )
     )  # fmt: skip
     pictures.prepare(report.picture, should_stop)
     assert profile.regions is not None
     task = AdapterTask(moondream(loaded), decoder.adapter_shape, pictures, profile.regions)
     keeper = _Keeper(options, dataset, loaded.name, factors, report)
-    ending = train_adapter(task, factors, train, val, plan, state, keeper, should_stop)
-    return keeper.finish(task, val, plan, state, ending)
+    examine = make_examiner(loaded, dataset, folder, options)
+    ending = train_adapter(task, factors, train, val, plan, state, keeper, should_stop, examine)
+    return keeper.finish(task, val, plan, state, ending, examine)
+
+
+def _named_model(config: RuntimeConfig) -> tuple[str, str]:
+    """Name and family, without the weights: nobody should wait for a model that cannot be trained."""
+    if config.weights is None and config.model is not None:
+        named = find_repository(config.model) if names_repository(config.model) else find_model(config.model)
+    else:
+        named = resolve(config)
+    return named.name, named.family
 
 
 def _check_output(options: AdapterRun) -> None:
@@ -181,38 +215,52 @@ class _Keeper:
         self._curves_path = options.folder / CURVES
         self._is_first_line = True
         self._curves = CurveWriter(self._curves_path)
+        names = sorted({sample.picture.path.relative_to(options.data).as_posix() for sample in dataset.val})
+        (options.folder / HELD_OUT).write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
 
     def on_line(self, line: StepLine) -> None:
         if self._is_first_line:
             self._begin_curves(line.step)
-        row = asdict(line)
-        self._curves.write({**row, "val_loss": "" if line.val_loss is None else line.val_loss})
+        self._curves.write({name: "" if value is None else value for name, value in asdict(line).items()})
         self._report.line(line)
 
     def on_better(self, state: TrainingState) -> None:
-        self._write_adapter(state.step, state.best_loss)
+        self._write_adapter(state.step, state)
 
     def on_state(self, state: TrainingState) -> None:
         write_state(state, self._made_with, self._options.folder / STATE)
 
     def finish(
-        self, task: AdapterTask, val: list[TrainingRow], plan: LoopPlan, state: TrainingState, ending: Ending
+        self,
+        task: AdapterTask,
+        val: list[TrainingRow],
+        plan: LoopPlan,
+        state: TrainingState,
+        ending: Ending,
+        examine: Examiner | None,
     ) -> Trained:
         """Without a look at the validation loss so far, the factors as they are now are written."""
-        step, loss = state.best_step, state.best_loss
-        if loss is None and state.step:
-            step, loss = state.step, task.judge(val, self._factors.adapter(), plan.batch_size) if val else None
-            self._write_adapter(step, loss)
+        step, best = state.best_step, state
+        if state.best_loss is None and state.step:
+            adapter = self._factors.adapter()
+            step = state.step
+            best = TrainingState(best_loss=task.judge(val, adapter, plan.batch_size) if val else None)
+            # Whoever interrupts a run does not want to wait for more than its files.
+            best.keep_held_out(None if examine is None or ending == "interrupted" else examine(adapter))
+            self._write_adapter(step, best)
         if self._curves_path.exists():
             draw_curves(self._curves_path, self._options.folder / PICTURE, "pictures", CURVE_COLOURS)
-        return Trained(self._options.output, step, loss, state.step, state.seconds, ending)
+        figures = best.best_loss, best.best_f1, best.best_ap50
+        return Trained(self._options.output, step, *figures, state.step, state.seconds, ending)
 
-    def _write_adapter(self, step: int, val_loss: float | None) -> None:
+    def _write_adapter(self, step: int, best: TrainingState) -> None:
         options, dataset = self._options, self._dataset
         metadata = {
             "skills": " ".join(dataset.skills),
             "steps": str(step),
-            "val_loss": "none" if val_loss is None else f"{val_loss:.6g}",
+            "val_loss": _told(best.best_loss),
+            "val_f1": _told(best.best_f1),
+            "val_ap50": _told(best.best_ap50),
             "data_digest": self._digest,
             "train_tasks": str(len(dataset.train)),
             "val_tasks": str(len(dataset.val)),
@@ -231,4 +279,8 @@ class _Keeper:
         self._curves_path.unlink()
         self._curves = CurveWriter(self._curves_path)
         for row in kept:
-            self._curves.write(row)
+            self._curves.write({**dict.fromkeys((each.name for each in fields(StepLine)), ""), **row})
+
+
+def _told(figure: float | None) -> str:
+    return "none" if figure is None else f"{figure:.6g}"

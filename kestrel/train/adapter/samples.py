@@ -167,14 +167,14 @@ class Mistake(ValueError):
 
 
 class DataError(ConfigError):
-    """The training data cannot be used as it is."""
+    """The data cannot be used as it is."""
 
-    def __init__(self, mistakes: list[str]) -> None:
+    def __init__(self, mistakes: list[str], outcome: str) -> None:
         shown = mistakes[:MAX_SHOWN]
         if len(mistakes) > len(shown):
             shown.append(f"and {len(mistakes) - len(shown)} more")
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-        super().__init__("data", "\n".join([f"{count}, nothing was trained:", *shown]))
+        super().__init__("data", "\n".join([f"{count}, {outcome}:", *shown]))
         self.mistakes = tuple(mistakes)
 
 
@@ -187,10 +187,10 @@ class MistakeList:
     def add(self, where: str, mistake: Exception | str) -> None:
         self._found.append(f"{where}: {mistake}")
 
-    def check(self) -> None:
+    def check(self, outcome: str = "nothing was trained") -> None:
         """Raises when there are any."""
         if self._found:
-            raise DataError(self._found)
+            raise DataError(self._found, outcome)
 
 
 # ---------------------------------------------------------------------- pictures
@@ -210,7 +210,7 @@ class PictureFolder:
     """Looks at pictures once each; nothing of them is kept but their size and digest."""
 
     def __init__(self, folder: Path, limits: ImageLimits) -> None:
-        self._folder = folder
+        self.folder = folder
         self._limits = limits
         self._seen: dict[str, Picture | Mistake] = {}
 
@@ -229,8 +229,17 @@ class PictureFolder:
             raise found
         return found
 
+    @property
+    def num_pictures(self) -> int:
+        """Found so far, by name."""
+        return sum(isinstance(found, Picture) for found in self._seen.values())
+
+    def name_of(self, picture: Picture) -> str:
+        """Its path below the folder."""
+        return picture.path.relative_to(self.folder).as_posix()
+
     def exists(self, name: str, under: str) -> bool:
-        return (self._folder / under / name).is_file()
+        return (self.folder / under / name).is_file()
 
     def read(self, picture: Picture) -> RgbImage:
         return decode_image(picture.path, self._limits)
@@ -240,9 +249,9 @@ class PictureFolder:
             raise Mistake("image", f"{shown(name)} is an absolute path; give one relative to the data folder")
         if ".." in PurePosixPath(name.replace("\\", "/")).parts:
             raise Mistake("image", f"{shown(name)} leaves the data folder; copy the picture into it")
-        path = self._folder / name
+        path = self.folder / name
         try:
-            if not path.resolve().is_relative_to(self._folder.resolve()):
+            if not path.resolve().is_relative_to(self.folder.resolve()):
                 raise Mistake("image", f"{shown(name)} is a link out of the data folder; copy the picture into it")
             # Absolute, because a relative path may begin with `~`, the home folder.
             image = decode_image(os.path.abspath(path), self._limits)
@@ -335,6 +344,26 @@ def outline_pieces(corners: Sequence[Point]) -> tuple[Piece, ...]:
         units = round((x - x_min) / (x_max - x_min) * UNITS), round((y - y_min) / (y_max - y_min) * UNITS)
         path += ["L" if index else "M", *units]
     return (*_box_tokens(box), Apart(tuple(path_pieces([*path, "Z"]))))
+
+
+def num_places(example: TaskExample) -> int:
+    """Boxes, points or outlines in a target."""
+    per_place = 2 if example.skill == "point" else 3
+    return sum(isinstance(piece, CoordToken | SizeToken) for piece in example.target) // per_place
+
+
+def boxes_of(example: TaskExample) -> list[Box]:
+    """Those of a detect task."""
+    sizes = [piece for piece in example.target if isinstance(piece, SizeToken)]
+    halves = [(size.width / 2, size.height / 2) for size in sizes]
+    centres = zip(points_of(example), halves, strict=True)
+    return [(x - width, y - height, x + width, y + height) for (x, y), (width, height) in centres]
+
+
+def points_of(example: TaskExample) -> list[Point]:
+    """Those of a point task, or centres of boxes."""
+    values = [piece.value for piece in example.target if isinstance(piece, CoordToken)]
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def _box_tokens(box: Box) -> tuple[Piece, ...]:

@@ -61,7 +61,10 @@ def test_an_outline_is_its_box_and_a_path_of_960_units_inside_it(tmp_path: Path)
 
 @pytest.mark.parametrize("key", ["points", "boxes", "polygon"])
 def test_an_empty_list_means_not_there(tmp_path: Path, key: str) -> None:
-    assert only(tmp_path, {"object": "dog", key: []}).target == ()
+    draw_picture(tmp_path / "a.png", 0)
+    rows = [{"image": "a.png", "object": "dog", key: []}, {"image": "a.png", "question": "why?", "answer": "so"}]
+    write_lines(tmp_path / "train.jsonl", rows)
+    assert read(tmp_path, val_share=0.0).train[0].example.target == ()
 
 
 def test_pixels_are_taken_as_pixels_when_the_row_says_so(tmp_path: Path) -> None:
@@ -150,18 +153,35 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+def _nothing_there(folder: Path, num_pictures: int) -> None:
+    small_folder(folder, num_pictures)
+    lines = [{"image": f"p{number}.png", "object": "dog", "boxes": []} for number in range(num_pictures)]
+    write_lines(folder / "train.jsonl", lines)
+
+
+def _coco(folder: Path, names: list[str]) -> None:
+    for name in names:
+        draw_picture(folder / name, 0)
+    images = [{"id": number, "file_name": name} for number, name in enumerate(names)]
+    content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "dog"}]}
+    (folder / "annotations.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: None, "has neither train.jsonl nor annotations.json"),
         (lambda folder: [(folder / name).write_text("{}") for name in ("train.jsonl", "annotations.json")], "has both"),
-        (lambda folder: (folder / "train.jsonl").write_text("\n"), "holds no tasks"),
+        (lambda folder: (folder / "train.jsonl").write_text("\n"), r"holds no tasks \(it has no pictures\); add some"),
+        (lambda folder: _nothing_there(folder, 12), "all 10 tasks of .* say that nothing is there.*2 set aside"),
+        (lambda folder: _coco(folder, []), r"holds no tasks \(it has no pictures\)"),
+        (lambda folder: _coco(folder, ["a.png"]), r"holds no tasks \(it has 1 pictures without annotations\)"),
     ],
 )
 def test_folders_without_data_are_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     make(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        read(tmp_path)
+        read(tmp_path, val_share=0.15)
 
 
 def test_a_picture_is_on_one_side_with_all_its_lines_even_under_two_names(tmp_path: Path) -> None:
@@ -200,6 +220,8 @@ def test_only_the_skills_asked_for_are_kept(tmp_path: Path) -> None:
     data = read(tmp_path, skills=("point", "query"))
     assert data.skills == ["point", "query"]
     assert data.num_left_out == 8
+    assert data.num_objects == {"cat": 3}
+    assert read(tmp_path, val_share=0.0).num_objects == {"cat": 8}
     with pytest.raises(ConfigError, match="holds no tasks for segment"):
         read(tmp_path, skills=("segment",))
 

@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from kestrel.adapters import Adapter
 from kestrel.errors import ConfigError, NumericalError
 from kestrel.models.adapting import SingleAdapter
 from kestrel.moondream.decoder import adapter_shape
 from kestrel.train.adapter.encoding import RowOrder
-from kestrel.train.adapter.loop import Factors, LoopPlan
+from kestrel.train.adapter.loop import Factors, HeldOut, LoopPlan
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import Trained, run_adapter
 from kestrel.train.model import merge_adapter
@@ -184,6 +185,35 @@ def test_a_run_that_was_stopped_and_resumed_is_an_uninterrupted_one_bit_by_bit(
     assert [(row["step"], row["loss"]) for row in rows[0]] == [(row["step"], row["loss"]) for row in rows[1]]
     with Image.open(parts.folder / "curves.png") as picture:
         assert picture.width > 100
+
+
+def test_figures_of_held_out_pictures_go_to_lines_curves_and_the_file_and_change_no_bit(
+    uninterrupted: tuple[AdapterRun, Trained, QuietReport], tmp_path: Path
+) -> None:
+    whole, done, _ = uninterrupted
+    chosen, report = replace(whole, output=tmp_path / "a.safetensors"), QuietReport()
+    seen: list[float] = []
+
+    def examine(adapter: Adapter) -> HeldOut:
+        seen.append(sum(pair.b.abs().sum().item() for pair in adapter.targets.values()))
+        return HeldOut(0.25 * len(seen), None if len(seen) == 1 else 0.5)
+
+    found = run_adapter(chosen, report, make_examiner=lambda *_: examine)
+    assert len(set(seen)) == 3  # the factors of each look
+    looks = [(line.val_f1, line.val_ap50) for line in report.lines if line.val_loss is not None]
+    assert looks == [(0.25, None), (0.5, 0.5), (0.75, 0.5)]
+    assert_same_file(whole.output, chosen.output)
+    best = looks[[line.step for line in report.lines if line.val_loss is not None].index(done.step)]
+    assert (found.val_f1, found.val_ap50) == best
+    metadata = loaded_adapter(chosen.output, task_of(chosen)[3]).metadata
+    assert float(metadata["val_f1"]) == best[0]
+    rows = list(csv.DictReader((chosen.folder / "curves.csv").read_text().splitlines()))
+    assert [row["val_f1"] for row in rows if row["val_f1"]] == ["0.25", "0.5", "0.75"]
+    again = run_adapter(replace(chosen, resume=True), QuietReport(), make_examiner=lambda *_: examine)
+    assert (again.val_f1, len(seen)) == (best[0], 3)
+    held_out = (chosen.folder / "held_out.txt").read_text().splitlines()
+    assert len(held_out) == 1
+    assert (chosen.data / held_out[0]).is_file()
 
 
 def test_resuming_with_other_options_data_or_nothing_is_refused(data: Path, tmp_path: Path) -> None:
