@@ -106,7 +106,10 @@ class PicturePool:
 
         Large ones may wait for long: before one is begun, `require_wanted` may raise, on another thread.
         """
-        decoded = await self._decoded(sources, require_wanted)
+        return self.hold(request_id, await self._decoded(sources, require_wanted))
+
+    def hold(self, request_id: str, decoded: Sequence[Picture]) -> list[Picture]:
+        """Count decoded pictures for a request, until `release`."""
         fresh = {image.digest: image for image in decoded if image.digest not in self._by_digest}
         num_bytes = sum(image.num_bytes for image in fresh.values())
         if fresh and self._num_bytes + num_bytes > self._max_pending_bytes:
@@ -146,6 +149,9 @@ class PicturePool:
         with self._room.waited_for(opened.work_bytes):
             require_wanted()
             return decode_opened(opened, self._recent, self._form, Pace(self._is_computing).rest)
+
+    def held(self, request_id: str) -> list[Picture]:
+        return self._held[request_id]
 
     def release(self, request_id: str) -> None:
         for image in self._held.pop(request_id, ()):

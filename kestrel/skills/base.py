@@ -315,6 +315,9 @@ class SkillSpec(ABC, Generic[RequestT]):
     name: str
     yields_outline: bool = False
     """Whether results hold `segments` with a path that a refiner may sharpen."""
+    finds_places: bool = False
+    """Whether it looks for `object` on the picture. The engine adds pixels to the places that it finds, and runs a
+    request per name where `object` is a list."""
 
     @abstractmethod
     def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> RequestT:

@@ -189,6 +189,7 @@ class ObjectSkill(BuiltinSkill[ObjectRequest]):
     between one more object and the end, while coordinates and sizes are always the most likely ones.
     """
 
+    finds_places = True
     field_table: ClassVar[FieldTable]
     tokens_per_object: ClassVar[int]
 
