@@ -254,7 +254,9 @@ class InferenceEngine(SkillCalls):
         try:
             adapter = None if request.adapter is None else await self._adapter(request.adapter)
             if pictures is None:
-                images = await self._pictures.decode(stream.request_id, request.images, stream.require_open)
+                images = await self._pictures.decode(
+                    stream.request_id, request.images, stream.require_open, request.max_crops
+                )
             else:
                 images = self._pictures.hold(stream.request_id, pictures)
             has_reader = is_stream if route.has_reader is None else route.has_reader

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from kestrel.engine.streams import EngineResult, EngineStream
-from kestrel.errors import EngineStopped, RequestError, shown
+from kestrel.errors import EngineStopped, RequestCancelled, RequestError, shown
 from kestrel.request import RequestMetrics
 from kestrel.settings import SETTINGS, text
 from kestrel.skills.states import compact_json
@@ -75,6 +75,7 @@ class JointCall:
         self._window = asyncio.Semaphore(at_once)
         self._began_s = time.monotonic()
         self._parts: list[Part] = []
+        self._num_first = 0
         self._answering: asyncio.Task[None] | None = None
         self.started_ids: list[str] = []
         """Of its requests, answered ones included."""
@@ -86,12 +87,13 @@ class JointCall:
         """
         wants_all = fields.get("instances") == "all"
         self._parts = [self._first_part(fields, index, name, wants_all) for index, name in enumerate(names)]
+        self._num_first = min(len(names), self._at_once)
         try:
-            for part in self._parts[: self._at_once]:
+            for part in self._parts[: self._num_first]:
                 await self._begin(part)
                 await asyncio.sleep(0)  # one begins in each turn of the event loop
         except BaseException as error:
-            self.end(error)
+            self.end(error if isinstance(error, Exception) else RequestCancelled("the call was left before it began"))
             raise
         self._answering = asyncio.create_task(self._answer(fields, wants_all, on_end))
 
@@ -179,7 +181,7 @@ class JointCall:
 
     def _metrics(self, parts: Sequence[RequestMetrics]) -> RequestMetrics:
         """Counts add up. Times until the first token are those of the part that had it first; the rest is decoding."""
-        first = min(parts, key=lambda part: part.ttft_ms)
+        first = min(parts[: self._num_first], key=lambda part: part.ttft_ms)
         took_ms = (time.monotonic() - self._began_s) * 1000.0
         return RequestMetrics(
             input_tokens=sum(part.input_tokens for part in parts),

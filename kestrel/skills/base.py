@@ -275,6 +275,8 @@ class SkillRequest:
     """Base of every skill's parsed request. `images` are still encoded; the engine decodes them."""
 
     images: tuple[Any, ...] = field(default=(), kw_only=True)
+    max_crops: int | None = field(default=None, kw_only=True)
+    """Most local crops of each picture; None: as many as the model makes by itself."""
     adapter: str | None = field(default=None, kw_only=True)
     response_format: ResponseFormat | None = field(default=None, kw_only=True)
     """When given, `prompt` is called on a thread where it may compile for a while."""

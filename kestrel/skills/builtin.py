@@ -208,6 +208,7 @@ class ObjectSkill(BuiltinSkill[ObjectRequest]):
             spatial_refs=values.own.get("spatial_refs", ()),
             sampling=self.greedy_sampling(values, self.tokens_per_object * max_objects),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
         )
 

@@ -69,6 +69,7 @@ class SegmentSkill(BuiltinSkill[SegmentRequest]):
             spatial_refs=values.own.get("spatial_refs", ()),
             sampling=self.greedy_sampling(values, profile.defaults.max_new_tokens),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
         )
 
