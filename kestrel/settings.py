@@ -71,6 +71,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
 MAX_OBJECTS = 10_000
+MAX_CROPS = 1024
+"""A model has a bound of its own, which is far lower."""
 MAX_LOGIT_BIAS = 300
 MAX_BIAS = 100.0
 MAX_STOP_TOKEN_IDS = 64
@@ -303,6 +305,8 @@ SETTINGS = _by_name(
             "drawn for each request", has_flag=True),
     Setting("logprobs", integer(0, MAX_LOGPROBS), "Add log-probabilities of each token and this many likely ones.",
             openai=(), has_flag=True),
+    Setting("max_crops", integer(1, MAX_CROPS), "Most local crops of a picture: fewer are faster, with less detail.",
+            _ITS_OWN, has_flag=True),
     Setting("adapter", text, "Name of the adapter to answer with.", "none", ("variant",), ("adapter",), has_flag=True),
     Setting("allowed_ids", some_token_ids, "Only these token ids may be drawn.", "all",
             openai=("allowed_token_ids",)),

@@ -95,7 +95,8 @@ def asked_in_python(served: Served, name: str, value: Any) -> str | None:
         if name == "max_objects":
             await served.engine.point(SCENE, "cow", **{name: value})
         else:
-            await served.engine.query(question="Who?", reasoning=False, **beside(name), **{name: value})
+            picture = SCENE if name == "max_crops" else None
+            await served.engine.query(picture, "Who?", reasoning=False, **beside(name), **{name: value})
 
     try:
         assert served.client.portal is not None
@@ -108,11 +109,14 @@ def asked_in_python(served: Served, name: str, value: Any) -> str | None:
 def native_body(name: str, value: Any) -> tuple[str, dict[str, Any]]:
     if name == "max_objects":
         return "/v1/point", {"image_url": TINY_PICTURE, "object": "cow", name: value}
-    return "/v1/query", {"question": "Who?", **beside(name), name: value}
+    picture = {"image_url": TINY_PICTURE} if name == "max_crops" else {}
+    return "/v1/query", {"question": "Who?", **picture, **beside(name), name: value}
 
 
 def chat_body(name: str, value: Any) -> tuple[str, dict[str, Any]]:
-    said = {"messages": [{"role": "user", "content": "Who?"}]}
+    picture = {"type": "image_url", "image_url": {"url": TINY_PICTURE}}
+    words = [picture, {"type": "text", "text": "Who?"}] if name == "max_crops" else "Who?"
+    said = {"messages": [{"role": "user", "content": words}]}
     return "/v1/chat/completions", {**said, **beside(name), name: value}
 
 

@@ -34,16 +34,24 @@ SMOOTHED_PIXELS = 8_000_000
 MAX_LABEL_LENGTH = 40
 
 
-def draw_result(picture: RgbImage, output: Mapping[str, Any], label: str) -> Image.Image:
-    """The picture with the points, boxes or outline of a skill's output on it, in the size it has."""
+def draw_result(picture: RgbImage, output: Mapping[str, Any], label: str | None) -> Image.Image:
+    """The picture with the points, boxes or outlines of a skill's output on it, in the size it has.
+
+    Without `label` each has the name that the output gives it, and a colour for that.
+    """
     canvas = Canvas(picture)
-    label = shortened(label)
-    if output.get("bbox") is not None:
-        canvas.outline(output["bbox"], output["path"], label)
-    for number, box in enumerate(output.get("objects", ()), start=1):
-        canvas.box(box, f"{number} {label}", COLOURS[(number - 1) % len(COLOURS)])
-    for number, point in enumerate(output.get("points", ()), start=1):
-        canvas.point(point["x"], point["y"], number, COLOURS[(number - 1) % len(COLOURS)])
+    outlines = output.get("segments", ()) if label is None else [output]
+    places = [*output.get("objects", ()), *output.get("points", ()), *(o for o in outlines if o.get("bbox"))]
+    names = list(dict.fromkeys(place.get("label") for place in places))
+    for number, place in enumerate(places, start=1):
+        turn = number - 1 if label is not None else names.index(place.get("label"))
+        colour, name = COLOURS[turn % len(COLOURS)], shortened(place["label"] if label is None else label)
+        if "path" in place:
+            canvas.outline(place["bbox"], place["path"], name, COLOURS[1] if label is not None else colour)
+        elif "x_min" in place:
+            canvas.box(place, f"{number} {name}", colour)
+        else:
+            canvas.point(place["x"], place["y"], number, colour, name if label is None else "")
     return canvas.finished()
 
 
@@ -73,8 +81,8 @@ class Canvas:
         self._labels: list[tuple[tuple[int, int], str, Colour]] = []  # drawn last, over everything else
         self._font = ImageFont.load_default(max(8.0 * scale, longest / 40))
 
-    def point(self, x: float, y: float, number: int, colour: Colour) -> None:
-        """A dot with a white rim and its number inside."""
+    def point(self, x: float, y: float, number: int, colour: Colour, name: str = "") -> None:
+        """A dot with a white rim and its number inside; above it the name, if it has one."""
         at = (x * self._width, y * self._height)
         text = str(number)
         left, top, right, bottom = self._pen.textbbox((0, 0), text, font=self._font)
@@ -82,6 +90,8 @@ class Canvas:
         for extra, fill in ((1.2, (*BLACK, 120)), (0.8, (*WHITE, 255)), (0.0, (*colour, 255))):
             self._pen.ellipse(_around(at, radius + extra * self._stroke), fill=fill)
         self._pen.text(at, text, font=self._font, fill=_text_colour(colour), anchor="mm")
+        if name:
+            self._labels.append(((round(at[0]), round(at[1] - radius - self._stroke)), name, colour))
 
     def box(self, box: Mapping[str, float], text: str, colour: Colour) -> None:
         """A frame with a label at its upper left corner; parts beyond the picture are cut off."""
@@ -89,9 +99,8 @@ class Canvas:
         self._pen.rectangle(frame, outline=(*colour, 255), width=self._stroke)
         self._labels.append((frame[:2], text, colour))
 
-    def outline(self, box: Mapping[str, float], path: str, text: str) -> None:
+    def outline(self, box: Mapping[str, float], path: str, text: str, colour: Colour) -> None:
         """A tinted shape with a firm edge, in its frame."""
-        colour = COLOURS[1]
         mask = rasterise_path(path, box, self._height, self._width, supersample=1)
         self._tint(mask, (*colour, MASK_OPACITY))
         self._tint(mask & ~_shrunk(mask, self._stroke), (*colour, 255))

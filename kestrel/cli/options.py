@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import typer
 
 from kestrel.config import RuntimeConfig
+from kestrel.engine.joint_calls import object_names
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.families import random_names
@@ -24,7 +25,13 @@ from kestrel.skills.fields import FieldTable
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 
 ImageArgument = Annotated[str, typer.Argument(metavar="IMAGE", help="A picture file, or - to read one from stdin.")]
-ObjectArgument = Annotated[str, typer.Argument(metavar="OBJECT", help='What to look for, such as "red car".')]
+ObjectArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="OBJECT",
+        help='What to look for, such as "red car". Commas separate several: gear,bolt; \\, is a comma in a name.',
+    ),
+]
 ReasoningOption = Annotated[
     bool | None,
     typer.Option("--reasoning/--no-reasoning", help="Think before answering. Default: as the model prefers."),
@@ -167,6 +174,12 @@ def check_random(random: str | None, config: RuntimeConfig) -> None:
 def split_names(texts: Sequence[str]) -> list[str]:
     """Of a repeatable option with values separated by commas."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def object_or_objects(text: str) -> str | list[str]:
+    """A name, or those between commas; a backslash before a comma makes it part of a name."""
+    parts = [part.replace("\\,", ",").strip() for part in re.split(r"(?<!\\),", text)]
+    return parts[0] if len(parts) == 1 else list(object_names(parts))
 
 
 def parse_size(flag: str, text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kestrel.cli.console import note, stderr_console, write
 from kestrel.engine import EngineResult, StreamChunk
+from kestrel.engine.streams import PLACE_SIDES
 from kestrel.request import RequestMetrics
 
 
@@ -25,8 +26,9 @@ class Printer(Protocol):
 class JsonPrinter:
     """The whole result as one object; of a stream, one object per line, the last of kind "result"."""
 
-    def __init__(self, model: str, streamed: bool) -> None:
+    def __init__(self, model: str, file: str | None, streamed: bool) -> None:
         self._model = model
+        self._file = file
         self._streamed = streamed
 
     def chunk(self, chunk: StreamChunk) -> None:
@@ -34,6 +36,8 @@ class JsonPrinter:
 
     def result(self, result: EngineResult) -> None:
         whole = result_as_json(result, self._model)
+        if self._file is not None:
+            whole["file"] = self._file
         if self._streamed:
             write_json_line({"kind": "result", **whole})
         else:
@@ -78,10 +82,11 @@ class TextPrinter:
 
 
 class PlacesPrinter:
-    """Points and boxes, one numbered line each."""
+    """Points and boxes, one numbered line each; with names where several were asked for."""
 
-    def __init__(self, streamed: bool) -> None:
+    def __init__(self, streamed: bool, several: bool) -> None:
         self._streamed = streamed
+        self._several = several
         self._num_printed = 0
 
     def chunk(self, chunk: StreamChunk) -> None:
@@ -98,8 +103,8 @@ class PlacesPrinter:
 
     def _place(self, place: Mapping[str, Any]) -> None:
         self._num_printed += 1
-        numbers = {name: value for name, value in place.items() if isinstance(value, float)}
-        write(f"{self._num_printed}: {numbers_line(numbers)}\n")
+        name = f"{place['label']}  " if self._several else ""
+        write(f"{self._num_printed}: {name}{numbers_line(place)}\n")
 
 
 class OutlinePrinter:
@@ -129,12 +134,42 @@ class OutlinePrinter:
             note(f"the model wrote no usable outline: {reason}")
 
 
-def printer_for(skill: str, model: str, as_json: bool, streamed: bool) -> Printer:
+class OutlinesPrinter:
+    """Boxes and paths of several outlines. They are written at the same time, so paths are printed at the end."""
+
+    def __init__(self, streamed: bool) -> None:
+        self._streamed = streamed
+
+    def chunk(self, chunk: StreamChunk) -> None:
+        if chunk.kind == "bbox" and chunk.data is not None:
+            self._box(chunk.data["index"], chunk.data)
+
+    def result(self, result: EngineResult) -> None:
+        for index, segment in enumerate(result.output["segments"]):
+            if not self._streamed and segment["bbox"] is not None:
+                self._box(index, segment)
+            if segment["path"]:
+                write(f"{index + 1}: {segment['label']}  path: {segment['path']}\n")
+            if segment["bbox"] is None or not segment["path"]:
+                note(f"{index + 1}: no usable outline: {segment.get('parse_error', 'it has no box')}")
+        if not result.output["segments"]:
+            note("nothing was found")
+
+    def _box(self, index: int, segment: Mapping[str, Any]) -> None:
+        write(f"{index + 1}: {segment['label']}  box: {numbers_line(segment['bbox'])}\n")
+
+
+def printer_for(
+    skill: str, model: str, *, file: str | None, as_json: bool, streamed: bool, several: bool = False
+) -> Printer:
+    """`file`: where the picture came from; `several`: the result tells which name each of its places has."""
     if as_json:
-        return JsonPrinter(model, streamed)
+        return JsonPrinter(model, file, streamed)
     if skill in ("point", "detect"):
-        return PlacesPrinter(streamed)
-    return OutlinePrinter(streamed) if skill == "segment" else TextPrinter(streamed, continues=skill == "complete")
+        return PlacesPrinter(streamed, several)
+    if skill == "segment":
+        return OutlinesPrinter(streamed) if several else OutlinePrinter(streamed)
+    return TextPrinter(streamed, continues=skill == "complete")
 
 
 def chunk_as_json(chunk: StreamChunk) -> dict[str, Any]:
@@ -163,8 +198,8 @@ def write_json_line(value: Mapping[str, Any]) -> None:
     write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
-def numbers_line(values: Mapping[str, float]) -> str:
-    return "  ".join(f"{name}={value:.4f}" for name, value in values.items())
+def numbers_line(place: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name}={place[name]:.4f}" for name in (*PLACE_SIDES, "score") if name in place)
 
 
 def note_limit(result: EngineResult, flag: str) -> None:

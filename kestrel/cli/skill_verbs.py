@@ -28,6 +28,7 @@ from kestrel.cli.options import (
     TextOutputOptions,
     TextSettings,
     check_settings,
+    object_or_objects,
     parse_spatial_refs,
     read_picture,
     refuse_path_as_question,
@@ -111,7 +112,7 @@ def point(
 
     Prints x and y of each, from 0 to 1 across and down the picture.
     """
-    fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
+    fields = {"object": object_or_objects(object), "spatial_refs": parse_spatial_refs(spatial_ref)}
     _run_skill(_SkillCall("point", fields, image, settings, output, config))
 
 
@@ -128,7 +129,7 @@ def detect(
 
     Prints the sides of each, from 0 to 1 across and down the picture; a box may reach beyond it.
     """
-    _run_skill(_SkillCall("detect", {"object": object}, image, settings, output, config))
+    _run_skill(_SkillCall("detect", {"object": object_or_objects(object)}, image, settings, output, config))
 
 
 @with_flags
@@ -136,6 +137,9 @@ def segment(
     image: ImageArgument,
     object: ObjectArgument,
     spatial_ref: SpatialRefOption = None,
+    instances: Annotated[
+        str | None, typer.Option("--instances", help="one, or all: then they are looked for first.", show_default=False)
+    ] = None,
     *,
     settings: TextSettings,
     output: SaveOptions,
@@ -145,7 +149,8 @@ def segment(
 
     Prints its box, from 0 to 1 across and down the picture, and an SVG path relative to that box.
     """
-    fields = {"object": object, "spatial_refs": parse_spatial_refs(spatial_ref)}
+    fields = {"object": object_or_objects(object), "spatial_refs": parse_spatial_refs(spatial_ref)}
+    fields["instances"] = instances
     _run_skill(_SkillCall("segment", fields, image, settings, output, config))
 
 
@@ -186,6 +191,10 @@ class _SkillCall:
     output: OutputOptions
     config: RuntimeConfig
 
+    @property
+    def asks_for_several(self) -> bool:
+        return isinstance(self.fields.get("object"), list) or self.fields.get("instances") == "all"
+
 
 def _run_skill(call: _SkillCall) -> None:
     check_settings(call.skill, call.settings, call.output)
@@ -208,7 +217,14 @@ async def _answer(call: _SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
     async with open_engine(call.config) as engine:
         require_skill(engine.profile, call.skill)
-        printer = printer_for(call.skill, engine.model_name, call.output.as_json, call.output.stream)
+        printer = printer_for(
+            call.skill,
+            engine.model_name,
+            file=call.source,
+            as_json=call.output.as_json,
+            streamed=call.output.stream,
+            several=call.asks_for_several,
+        )
         fields = {"image": picture, "settings": call.settings.given(), "read_along": call.output.stream, **call.fields}
         stream: EngineStream = await engine.run(call.skill, stream=True, **fields)
         note_default_model(call.config)
@@ -225,5 +241,6 @@ async def _answer(call: _SkillCall) -> None:
 def _save(call: _SkillCall, picture: RgbImage | None, result: EngineResult) -> None:
     if not isinstance(call.output, SaveOptions) or call.output.save is None or picture is None:
         return
-    save_picture(draw_result(picture, result.output, call.fields["object"]), call.output.save)
+    label = None if call.asks_for_several else call.fields["object"]
+    save_picture(draw_result(picture, result.output, label), call.output.save)
     note(f"drew the result into {call.output.save}")

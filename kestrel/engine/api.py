@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Container, Sequence
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
 from kestrel.engine.intake import QueueRoom, Route, generation_request, require_readable, size_of, take_route
+from kestrel.engine.joint_calls import JointCall, object_names
 from kestrel.engine.pools import FormatThreads, PicturePool
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
@@ -30,12 +32,13 @@ from kestrel.engine.streams import EngineResult, EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
 from kestrel.families import ready_model
+from kestrel.images.picture import Picture
 from kestrel.models.family import Progress
 from kestrel.ready_model import ReadyModel
 from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate, require_free_id
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
-from kestrel.skills.base import ModelProfile, SkillRegistry
+from kestrel.skills.base import ModelProfile, SkillRegistry, SkillSpec
 from kestrel.threads import Threads
 
 
@@ -55,6 +58,7 @@ class InferenceEngine(SkillCalls):
         self._ready = ready
         self._loop = loop
         self._streams: dict[str, EngineStream] = {}
+        self._joint: dict[str, JointCall] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config, ready.picture_form, self._computes_here)
         self._formats = FormatThreads(ready.profile.constraints)
@@ -164,12 +168,14 @@ class InferenceEngine(SkillCalls):
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a request has had its first step, or is over; False while it waits for one."""
+        if request_id in self._joint:
+            return any(map(self.has_begun, self._joint[request_id].started_ids))
         return request_id not in self._streams or self._scheduler.has_begun(request_id)
 
     @property
     def taken_ids(self) -> Container[str]:
         """Of requests, also of those that were cancelled and whose last step still runs."""
-        return self._streams.keys()
+        return ChainMap[str, Any](self._streams, self._joint)
 
     def require_room(self, num_coming: int = 0) -> None:
         """Raises QueueFull when the queue is full, with so many requests on their way here."""
@@ -189,23 +195,70 @@ class InferenceEngine(SkillCalls):
     # ------------------------------------------------------------------ one request
 
     async def _call(self, skill_name: str, stream: bool, fields: dict[str, Any]) -> EngineResult | EngineStream:
-        handle = await self._start(skill_name, fields, stream)
+        self._require_running()
+        skill = self.skills.get(skill_name)
+        wants_all = skill.yields_outline and fields.get("instances") == "all" and fields.get("object") is not None
+        if skill.finds_places and (wants_all or isinstance(fields.get("object"), (list, tuple))):
+            handle = await self._start_joint(skill, fields, stream)
+        else:
+            handle = await self._start(skill, fields, stream)
         return handle if stream else await handle.result()
 
-    async def _start(self, skill_name: str, fields: dict[str, Any], is_stream: bool) -> EngineStream:
-        """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own."""
+    async def _start_joint(self, skill: SkillSpec[Any], fields: dict[str, Any], is_stream: bool) -> EngineStream:
+        """A call that several requests answer; `at_once` bounds how many of them run at the same time."""
+        at_once = min(fields.pop("at_once", self.max_batch_size), self.max_batch_size)
+        asked = {name: value for name, value in fields.items() if value is not None}
+        request_id = take_route(asked).request_id or uuid.uuid4().hex
+        names = object_names(fields["object"])
+        skill.parse({**asked, "object": names[0]}, self.profile)  # says what is wrong before anything is looked for
+        require_free_id(request_id, self.taken_ids)
+        whole = EngineStream(request_id, skill.name, self.cancel, self._list_threads)
+        image, pictures = fields.pop("image", None), None
+
+        async def start(part_skill: str, part: dict[str, Any]) -> EngineStream:
+            nonlocal image, pictures
+            stream = await self._start(self.skills.get(part_skill), {**part, "image": image}, is_stream, pictures)
+            if pictures is None:
+                pictures = self._pictures.hold(request_id, self._pictures.held(stream.request_id))
+                image = pictures[0]  # the file is not needed any more
+            return stream
+
+        def end() -> None:
+            self._joint.pop(request_id, None)
+            self._pictures.release(request_id)
+
+        self._joint[request_id] = joint = JointCall(whole, start, self.cancel, at_once)
+        try:
+            await joint.begin(names, fields, end)
+        except BaseException:
+            end()
+            raise
+        return whole
+
+    async def _start(
+        self,
+        skill: SkillSpec[Any],
+        fields: dict[str, Any],
+        is_stream: bool,
+        pictures: Sequence[Picture] | None = None,
+    ) -> EngineStream:
+        """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own. `pictures` are those of
+        the request where they are decoded already."""
         submitted_s = time.monotonic()
-        self._require_running()
         route = take_route(fields)
-        skill = self.skills.get(skill_name)
         size = size_of(fields, self.vocab_size, self.max_model_length)
         require_readable(size.num_characters, self.max_model_length)
         request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
-        stream = self._open_stream(route, skill_name)
+        stream = self._open_stream(route, skill.name)
         self._unsent.add(stream)
         try:
             adapter = None if request.adapter is None else await self._adapter(request.adapter)
-            images = await self._pictures.decode(stream.request_id, request.images, stream.require_open)
+            if pictures is None:
+                images = await self._pictures.decode(
+                    stream.request_id, request.images, stream.require_open, request.max_crops
+                )
+            else:
+                images = self._pictures.hold(stream.request_id, pictures)
             has_reader = is_stream if route.has_reader is None else route.has_reader
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id, has_reader)
             if request.response_format is not None:
@@ -218,6 +271,8 @@ class InferenceEngine(SkillCalls):
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions
+            if skill.finds_places and images:
+                stream.picture_size = (images[0].width, images[0].height)
             self._send(stream, generation)
         except BaseException:
             self._close_stream(stream.request_id)
@@ -248,7 +303,7 @@ class InferenceEngine(SkillCalls):
 
     def _open_stream(self, route: Route, skill: str) -> EngineStream:
         request_id = route.request_id or uuid.uuid4().hex
-        require_free_id(request_id, self._streams)
+        require_free_id(request_id, self._streams, self._joint)
         self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
         stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream
@@ -268,10 +323,14 @@ class InferenceEngine(SkillCalls):
     def cancel(self, request_id: str, error: BaseException | None = None) -> None:
         """End a request. Its caller gets `error`, by default RequestCancelled, now; its pages, its id and what its
         pictures count come back within a step. Unknown ids are ignored."""
+        error = error or RequestCancelled(f"request {request_id} was cancelled")
+        if request_id in self._joint:
+            self._joint[request_id].end(error)
+            return
         stream = self._streams.get(request_id)
         if stream is None or stream.is_done:
             return
-        stream.fail(error or RequestCancelled(f"request {request_id} was cancelled"))
+        stream.fail(error)
         if stream not in self._unsent:
             self._worker.try_send(Cancel(request_id))
 
@@ -316,6 +375,8 @@ class InferenceEngine(SkillCalls):
                 self._close_stream(update.request_id)
 
     def _fail_streams(self, error: EngineStopped) -> None:
+        for joint in list(self._joint.values()):
+            joint.end(error)
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._close_stream(stream.request_id)
@@ -327,7 +388,7 @@ class InferenceEngine(SkillCalls):
         that has not ended its step by then is left behind."""
         self._accepting = False
         deadline = time.monotonic() + (timeout_s if self.fault is None else 0.0)
-        while drain and self._unsent and time.monotonic() < deadline:
+        while drain and (self._unsent or self._joint) and time.monotonic() < deadline:
             await asyncio.sleep(0.001)
         if not drain:
             cut_off = EngineStopped("the engine was shut down before the request finished")

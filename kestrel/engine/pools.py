@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kestrel.config import RuntimeConfig
@@ -100,13 +101,30 @@ class PicturePool:
         self._is_closed = False
 
     async def decode(
-        self, request_id: str, sources: Sequence[Any], require_wanted: Callable[[], None] = lambda: None
+        self,
+        request_id: str,
+        sources: Sequence[Any],
+        require_wanted: Callable[[], None] = lambda: None,
+        max_crops: int | None = None,
     ) -> list[Picture]:
         """The pictures of a request; they count until `release`. Equal ones of several requests are one in memory.
 
-        Large ones may wait for long: before one is begun, `require_wanted` may raise, on another thread.
+        Large ones may wait for long: before one is begun, `require_wanted` may raise, on another thread. `max_crops`
+        bounds the local crops of each.
         """
-        decoded = await self._decoded(sources, require_wanted)
+        limits = self._limits if max_crops is None else self._limits_with(max_crops, len(sources))
+        return self.hold(request_id, await self._decoded(sources, limits, require_wanted))
+
+    def _limits_with(self, max_crops: int, num_pictures: int) -> ImageLimits:
+        if not num_pictures:
+            raise RequestError("max_crops", "bounds the crops of pictures, and there is none; leave it out")
+        own = max_crops if self._form is None else self._form.tiling.max_crops
+        if max_crops > own:
+            raise RequestError("max_crops", f"must be at most {own}, as many as this model makes (got {max_crops})")
+        return replace(self._limits, max_crops=max_crops if max_crops < own or self._form is None else None)
+
+    def hold(self, request_id: str, decoded: Sequence[Picture]) -> list[Picture]:
+        """Count decoded pictures for a request, until `release`."""
         fresh = {image.digest: image for image in decoded if image.digest not in self._by_digest}
         num_bytes = sum(image.num_bytes for image in fresh.values())
         if fresh and self._num_bytes + num_bytes > self._max_pending_bytes:
@@ -117,21 +135,23 @@ class PicturePool:
         self._held[request_id] = [self._by_digest[image.digest] for image in decoded]
         return self._held[request_id]
 
-    async def _decoded(self, sources: Sequence[Any], require_wanted: Callable[[], None]) -> list[Picture]:
-        known = known_images(sources, self._limits, self._recent)
+    async def _decoded(
+        self, sources: Sequence[Any], limits: ImageLimits, require_wanted: Callable[[], None]
+    ) -> list[Picture]:
+        known = known_images(sources, limits, self._recent)
         if known is not None:
             return known
-        return await asyncio.gather(*(self._decoded_alone(source, require_wanted) for source in sources))
+        return await asyncio.gather(*(self._decoded_alone(source, limits, require_wanted) for source in sources))
 
-    async def _decoded_alone(self, source: Any, require_wanted: Callable[[], None]) -> Picture:
-        found = await self.run(self._decode_if_small, source)
+    async def _decoded_alone(self, source: Any, limits: ImageLimits, require_wanted: Callable[[], None]) -> Picture:
+        found = await self.run(self._decode_if_small, source, limits)
         if not isinstance(found, OpenedImage):
             return found
         return await self._run(self._large, self._decode_in_turn, found, require_wanted)
 
-    def _decode_if_small(self, source: Any) -> Picture | OpenedImage:
+    def _decode_if_small(self, source: Any, limits: ImageLimits) -> Picture | OpenedImage:
         """The picture, unless it is large or there is no room for it now."""
-        found = find_or_open(source, self._limits, self._recent)
+        found = find_or_open(source, limits, self._recent)
         if not isinstance(found, OpenedImage):
             return found
         self._room.require_possible(found)
@@ -146,6 +166,9 @@ class PicturePool:
         with self._room.waited_for(opened.work_bytes):
             require_wanted()
             return decode_opened(opened, self._recent, self._form, Pace(self._is_computing).rest)
+
+    def held(self, request_id: str) -> list[Picture]:
+        return self._held[request_id]
 
     def release(self, request_id: str) -> None:
         for image in self._held.pop(request_id, ()):

@@ -97,7 +97,7 @@ class SkillCalls(ABC):
     async def point(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         spatial_refs: Refs | None = None,
         settings: Settings | None = None,
@@ -109,7 +109,7 @@ class SkillCalls(ABC):
     async def point(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         spatial_refs: Refs | None = None,
         settings: Settings | None = None,
@@ -120,14 +120,14 @@ class SkillCalls(ABC):
     async def point(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         spatial_refs: Refs | None = None,
         settings: Settings | None = None,
         stream: bool = False,
         **options: Any,
     ) -> EngineResult | EngineStream:
-        """Points on every instance of an object."""
+        """Points on every instance of an object, or of each of several."""
         fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
         return await self._call("point", stream, {**fields, **options})
 
@@ -135,7 +135,7 @@ class SkillCalls(ABC):
     async def detect(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         settings: Settings | None = None,
         stream: Literal[False] = False,
@@ -146,7 +146,7 @@ class SkillCalls(ABC):
     async def detect(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         settings: Settings | None = None,
         stream: Literal[True],
@@ -156,22 +156,23 @@ class SkillCalls(ABC):
     async def detect(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         settings: Settings | None = None,
         stream: bool = False,
         **options: Any,
     ) -> EngineResult | EngineStream:
-        """Boxes around every instance of an object."""
+        """Boxes around every instance of an object, or of each of several."""
         return await self._call("detect", stream, {"image": image, "object": object, "settings": settings, **options})
 
     @overload
     async def segment(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         spatial_refs: Refs | None = None,
+        instances: str | None = None,
         settings: Settings | None = None,
         stream: Literal[False] = False,
         **options: Any,
@@ -181,9 +182,10 @@ class SkillCalls(ABC):
     async def segment(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         spatial_refs: Refs | None = None,
+        instances: str | None = None,
         settings: Settings | None = None,
         stream: Literal[True],
         **options: Any,
@@ -192,16 +194,18 @@ class SkillCalls(ABC):
     async def segment(
         self,
         image: Any,
-        object: str | None = None,
+        object: str | Sequence[str] | None = None,
         *,
         spatial_refs: Refs | None = None,
+        instances: str | None = None,
         settings: Settings | None = None,
         stream: bool = False,
         **options: Any,
     ) -> EngineResult | EngineStream:
-        """The outline of an object as an SVG path inside its box."""
-        fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "settings": settings}
-        return await self._call("segment", stream, {**fields, **options})
+        """The outline of an object, or of each of several, as an SVG path inside its box; of all its `instances`
+        where that is "all"."""
+        fields = {"image": image, "object": object, "spatial_refs": spatial_refs, "instances": instances}
+        return await self._call("segment", stream, {**fields, "settings": settings, **options})
 
     async def embed(
         self,

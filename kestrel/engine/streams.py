@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kestrel.errors import EngineStopped
 from kestrel.request import RequestMetrics, StreamUpdate
 from kestrel.threads import Threads, listed
 
 T = TypeVar("T")
+Size: TypeAlias = tuple[int, int]
+"""Width and height of a picture in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class EngineStream:
         self.skill = skill
         self.num_prompt_tokens = 0  # positions of the laid-out prompt, set by the engine
         self.adapter: str | None = None  # set by the engine once it is loaded
+        self.picture_size: Size | None = None  # set by the engine when places on the picture are asked for
         self._cancel = cancel
         self._threads = threads
         self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
@@ -144,13 +147,17 @@ class EngineStream:
             return
         if update.delta is not None:
             delta = update.delta
-            chunk = StreamChunk(delta.text, update.token_index, delta.kind, delta.data, delta.logprobs)
-            self._chunks.put_nowait(chunk)
+            data = delta.data
+            if self.picture_size is not None and data is not None:
+                data = _chunk_with_pixels(data, self.picture_size)
+            self.put(StreamChunk(delta.text, update.token_index, delta.kind, data, delta.logprobs))
         if update.error is not None:
             self.fail(update.error)
         elif update.output is not None and update.finish_reason is not None and update.metrics is not None:
             self._late = update.output.late
-            self._result.set_result(
+            if self.picture_size is not None:
+                _add_pixels(update.output.fields, self.picture_size)
+            self.end(
                 EngineResult(
                     request_id=self.request_id,
                     skill=self.skill,
@@ -162,7 +169,15 @@ class EngineStream:
                     adapter=self.adapter,
                 )
             )
-            self._chunks.put_nowait(None)
+
+    def put(self, chunk: StreamChunk) -> None:
+        self._chunks.put_nowait(chunk)
+
+    def end(self, result: EngineResult) -> None:
+        if self._result.done():
+            return
+        self._result.set_result(result)
+        self._chunks.put_nowait(None)
 
     def fail(self, error: BaseException) -> None:
         if self._result.done():
@@ -186,7 +201,35 @@ def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
         case "reasoning":
             return {"type": "reasoning", "reasoning": chunk.text, **place}
         case "path_delta":
-            return {"type": "path_delta", "chunk": chunk.text, **place}
+            return {"type": "path_delta", "chunk": chunk.text, **(chunk.data or {}), **place}
         case "bbox":
             return {"type": "bbox", **(chunk.data or {}), **place}
     return {"type": chunk.kind, chunk.kind: chunk.data, **place}
+
+
+# ---------------------------------------------------------------------- places in pixels
+
+
+def _add_pixels(fields: dict[str, Any], size: Size) -> None:
+    """Beside the shares in a result: the same places in pixels, and the picture's size."""
+    for place in (*fields.get("objects", ()), *fields.get("points", ())):
+        place["pixels"] = _pixels(place, size)
+    for outline in (fields, *fields.get("segments", ())):
+        if "bbox" in outline:
+            outline["pixels"] = None if outline["bbox"] is None else _pixels(outline["bbox"], size)
+    fields["image"] = {"width": size[0], "height": size[1]}
+
+
+def _chunk_with_pixels(data: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
+    pixels = _pixels(data.get("bbox", data), size)
+    return {**data, "pixels": pixels} if pixels else data
+
+
+def _pixels(place: Mapping[str, Any], size: Size) -> dict[str, float]:
+    """Shares across (x) and down (y), inside the picture."""
+    sides = {side: size[side.startswith("y")] for side in PLACE_SIDES if side in place}
+    return {side: round(min(max(place[side], 0.0), 1.0) * length, 2) for side, length in sides.items()}
+
+
+PLACE_SIDES = ("x_min", "y_min", "x_max", "y_max", "x", "y")
+"""What places are made of."""

@@ -17,7 +17,7 @@ from PIL import Image
 
 from kestrel.errors import RequestError
 from kestrel.images.encoded import EncodedPicture, ImageLimits, canvas_from_pillow, reading
-from kestrel.images.picture import Canvas, Picture, PictureForm, RgbImage, file_digest
+from kestrel.images.picture import Canvas, Picture, PictureForm, RgbImage, crops_digest, file_digest
 
 FEW_BYTES = 2**17
 """They are hashed in less time than it takes to hand them to another thread and back."""
@@ -45,6 +45,8 @@ class OpenedImage:
     """Of a file; that of pixels is computed from them."""
     given: RgbImage | None = None
     """Decoded already by the caller."""
+    max_crops: int | None = None
+    """Most local crops that a model makes of it, where that was asked for."""
 
     @property
     def is_large(self) -> bool:
@@ -72,15 +74,15 @@ def find_or_open(source: Any, limits: ImageLimits, recent: RecentPictures | None
         return _find_or_open_file(_read_file(source, limits), limits, recent)
     if isinstance(source, np.ndarray):
         canvas = Canvas(_pixels_from_array(np.asarray(source), limits))
-        return _opened(canvas, 3, lambda: canvas)
+        return _opened(canvas, limits, 3, lambda: canvas)
     if not isinstance(source, (RgbImage, Image.Image)) and not _is_vips_image(source):
         raise RequestError("image", f"a {type(source).__name__} is not a picture; pass {_ACCEPTED}")
     limits.check_size(source.height, source.width)
     if isinstance(source, RgbImage):
-        return _opened(source, 0, lambda: Canvas(source.pixels), source.digest, given=source)
+        return _opened(source, limits, 0, lambda: Canvas(source.pixels), source.digest, given=source)
     if isinstance(source, Image.Image):
-        return _opened(source, PILLOW_BYTES_PER_PIXEL, lambda: canvas_from_pillow(source))
-    return _opened(source, VIPS_BYTES_PER_PIXEL, lambda: Canvas(_pixels_from_vips(source, limits)))
+        return _opened(source, limits, PILLOW_BYTES_PER_PIXEL, lambda: canvas_from_pillow(source))
+    return _opened(source, limits, VIPS_BYTES_PER_PIXEL, lambda: Canvas(_pixels_from_vips(source, limits)))
 
 
 def decode_opened(
@@ -94,11 +96,19 @@ def decode_opened(
     `rest` is called again and again while a large picture is reduced.
     """
 
+    max_crops = opened.max_crops
+
     def decode() -> Picture:
+        picture = decode_whole()
+        if max_crops is None:
+            return picture
+        return replace(picture, digest=crops_digest(picture.digest, max_crops), max_crops=max_crops)
+
+    def decode_whole() -> Picture:
         with reading("picture"):
             canvas = replace(opened.load(), rest=rest)
             if form is not None and not form.takes_as_it_is(opened.height, opened.width):
-                return form.shrink(canvas, opened.digest or canvas.digest())
+                return form.shrink(canvas, opened.digest or canvas.digest(), max_crops)
             if opened.given is not None:
                 return opened.given
             if opened.digest is not None:
@@ -107,11 +117,12 @@ def decode_opened(
 
     if recent is None or opened.digest is None or opened.given is not None:
         return decode()
-    return recent.get(opened.digest, decode)
+    return recent.get(crops_digest(opened.digest, max_crops), decode)
 
 
 def _opened(
     sized: Any,
+    limits: ImageLimits,
     bytes_per_pixel: int,
     load: Callable[[], Canvas],
     digest: str | None = None,
@@ -120,7 +131,7 @@ def _opened(
     """`bytes_per_pixel`: the most that `load` takes, and what is kept of it while it is reduced."""
     num_pixels = sized.height * sized.width
     work_bytes = num_pixels * bytes_per_pixel + min(num_pixels, LARGE_PIXELS) * RGB_BYTES_PER_PIXEL
-    return OpenedImage(sized.height, sized.width, work_bytes, load, digest, given)
+    return OpenedImage(sized.height, sized.width, work_bytes, load, digest, given, limits.max_crops)
 
 
 def known_images(sources: Sequence[Any], limits: ImageLimits, recent: RecentPictures) -> list[Picture] | None:
@@ -130,7 +141,7 @@ def known_images(sources: Sequence[Any], limits: ImageLimits, recent: RecentPict
         return None
     found: list[Picture] = []
     for file in files:
-        picture = recent.find(_digest(file, limits))
+        picture = recent.find(crops_digest(_digest(file, limits), limits.max_crops))
         if picture is None:
             return None
         found.append(picture)
@@ -143,11 +154,11 @@ def _digest(data: bytes, limits: ImageLimits) -> str:
 
 def _find_or_open_file(data: bytes, limits: ImageLimits, recent: RecentPictures | None) -> Picture | OpenedImage:
     digest = _digest(data, limits)
-    found = None if recent is None else recent.find(digest)
+    found = None if recent is None else recent.find(crops_digest(digest, limits.max_crops))
     if found is not None:
         return found
     file = EncodedPicture(data, limits)
-    return _opened(file, file.format.bytes_per_pixel, file.load, digest)
+    return _opened(file, limits, file.format.bytes_per_pixel, file.load, digest)
 
 
 def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:

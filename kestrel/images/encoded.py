@@ -147,6 +147,8 @@ class ImageLimits:
     """Largest encoded picture."""
     honour_exif: bool = True
     """Turn encoded pictures upright by their EXIF orientation tag."""
+    max_crops: int | None = None
+    """Most local crops that a model makes of it; None: as many as it makes by itself."""
 
     def check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:

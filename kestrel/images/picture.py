@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -22,7 +22,9 @@ class RgbImage:
     pixels: np.ndarray = field(compare=False, repr=False)
     """[height, width, 3] uint8, C-contiguous, read-only."""
     digest: str
-    """Hex BLAKE2b-256 of what the pixels follow from: the encoded file, or their shape and bytes."""
+    """Hex BLAKE2b-256 of what the pixels follow from: the encoded file, or their shape and bytes; and `max_crops`."""
+    max_crops: int | None = field(default=None, compare=False)
+    """Most local crops to make of it; None: as many as the model makes by itself."""
 
     @classmethod
     def from_pixels(cls, pixels: np.ndarray, *, copy: bool = True) -> RgbImage:
@@ -60,6 +62,11 @@ def file_digest(data: bytes, how: str) -> str:
     millisecond counts, and a file that was decoded before is known before it is decoded again.
     """
     return _digest(f"file:{how}:", [data])
+
+
+def crops_digest(digest: str, max_crops: int | None) -> str:
+    """Of a picture that is cut into at most so many local crops: in caches it is another one."""
+    return digest if max_crops is None else _digest(f"crops:{max_crops}:", [digest.encode()])
 
 
 def _owned(pixels: np.ndarray, copy: bool) -> np.ndarray:
@@ -282,8 +289,11 @@ class TilingPlan:
         return tuple((row * step, col * step) for row in range(self.rows) for col in range(self.cols))
 
 
-def plan_tiling(height: int, width: int, params: TilingParams) -> TilingPlan:
-    rows, cols = select_tiling(height, width, params)
+def plan_tiling(height: int, width: int, params: TilingParams, max_crops: int | None = None) -> TilingPlan:
+    """`max_crops`: a request's own bound, which holds for pictures of any shape."""
+    rows, cols = select_tiling(height, width, params if max_crops is None else replace(params, max_crops=max_crops))
+    if max_crops is not None:
+        rows, cols = min(rows, max_crops), min(cols, max_crops)  # where they are too many, there is one row or column
     return TilingPlan(params=params, height=height, width=width, rows=rows, cols=cols)
 
 
@@ -328,6 +338,8 @@ class ShrunkImage:
     width: int = field(compare=False)
     digest: str
     """As an `RgbImage` of the same picture has it."""
+    max_crops: int | None = field(default=None, compare=False)
+    """Likewise."""
 
     @property
     def num_bytes(self) -> int:
@@ -352,8 +364,8 @@ class PictureForm:
     def takes_as_it_is(self, height: int, width: int) -> bool:
         return height * width <= self.max_device_pixels
 
-    def shrink(self, canvas: Canvas, digest: str) -> ShrunkImage:
-        plan = plan_tiling(canvas.height, canvas.width, self.tiling)
+    def shrink(self, canvas: Canvas, digest: str, max_crops: int | None = None) -> ShrunkImage:
+        plan = plan_tiling(canvas.height, canvas.width, self.tiling, max_crops)
         size = self.tiling.crop_size
         tiled = resize(canvas, plan.resized_height, plan.resized_width) if plan.has_distinct_locals else None
         return ShrunkImage(

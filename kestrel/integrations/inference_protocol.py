@@ -83,6 +83,12 @@ class Input:
     field: str
     datatype: str
     read: Callable[[str, Any], Any]
+    takes_several: bool = False
+    """Whether it may hold more than one element."""
+
+    @property
+    def shape(self) -> list[int]:
+        return [-1 if self.takes_several else 1]
 
 
 # ---------------------------------------------------------------------- what goes in
@@ -111,7 +117,8 @@ def _as_it_is(field: str, value: Any) -> Any:
 INPUTS = (
     Input("SKILL", "skill", BYTES, _text),
     Input("QUESTION", "question", BYTES, _text),
-    Input("OBJECT", "object", BYTES, _text),
+    Input("OBJECT", "object", BYTES, _text, takes_several=True),
+    Input("INSTANCES", "instances", BYTES, _text),
     Input("LENGTH", "length", BYTES, _text),
     Input("IMAGE", "image", BYTES, _as_it_is),
     Input("STREAM", "stream", BOOL, _as_it_is),
@@ -137,7 +144,8 @@ async def read_call(tensors: Iterable[InputTensor], max_image_bytes: int, thread
             raise RequestError(shown(tensor.name), f"is not an input; known inputs: {', '.join(_BY_NAME)}")
         if known.field in fields:
             raise RequestError(known.name, "is given twice; give it once")
-        fields[known.field] = known.read(known.name, _single_value(known, tensor))
+        values = [known.read(known.name, value) for value in _values(known, tensor)]
+        fields[known.field] = values[0] if len(values) == 1 else values
     skill, stream = fields.pop("skill", None), fields.pop("stream", False)
     if skill not in SKILLS:
         given = "is required" if skill is None else f"{shown(skill)} is no skill"
@@ -149,12 +157,14 @@ async def read_call(tensors: Iterable[InputTensor], max_image_bytes: int, thread
     return SkillCall(skill, stream, fields)
 
 
-def _single_value(known: Input, tensor: InputTensor) -> Any:
+def _values(known: Input, tensor: InputTensor) -> Sequence[Any]:
     if tensor.datatype != known.datatype:
         raise RequestError(known.name, f"must be {known.datatype} (got {shown(tensor.datatype)})")
-    if tensor.shape != (1,) or len(tensor.values) != 1:
-        raise RequestError(known.name, f"must hold one element, with shape [1] (got {shown(list(tensor.shape))})")
-    return tensor.values[0]
+    wanted = (len(tensor.values),) if known.takes_several and tensor.values else (1,)
+    if tensor.shape != wanted or len(tensor.values) != wanted[0]:
+        what = "one element or more, with shape [n]" if known.takes_several else "one element, with shape [1]"
+        raise RequestError(known.name, f"must hold {what} (got {shown(list(tensor.shape))})")
+    return tensor.values
 
 
 async def _picture(data: bytes, max_bytes: int, threads: Threads) -> bytes:

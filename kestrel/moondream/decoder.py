@@ -77,7 +77,7 @@ class MoondreamVision:
         return PictureForm(self._tiling, outline_side, LARGE_PIXELS if on_gpu else 0)
 
     def prepare_image(self, image: RgbImage | ShrunkImage) -> PreparedImage:
-        plan = plan_tiling(image.height, image.width, self._tiling)
+        plan = plan_tiling(image.height, image.width, self._tiling, image.max_crops)
         if isinstance(image, ShrunkImage):
             patches_NPC = self._cut_shrunk(image, plan)
         else:

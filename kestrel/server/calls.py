@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope
 
 from kestrel.api_keys import ApiKeys
 from kestrel.engine import EngineResult, EngineStream
+from kestrel.engine.joint_calls import num_at_once
 from kestrel.errors import KestrelError, NotAllowed, RequestCancelled, shown
 from kestrel.request import require_free_id
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
@@ -74,17 +75,21 @@ async def engine_request(
     _require_priority(state.keys, info.client, fields.get("priority"))
     fields = {**fields, "tenant": tenant, "client": info.client, "request_id": info.request_id}
     fields["read_along"] = fields["has_reader"] = info.stream
+    num_prompts, asked = 1, fields.get("object")
+    if isinstance(asked, (list, tuple)) or (asked is not None and fields.get("instances") == "all"):
+        num_prompts = fields["at_once"] = num_at_once(fields, state.config.max_requests_per_client)
     outcome: EngineResult | BaseException = RequestCancelled(f"request {info.request_id} was left before its end")
     state.running[info.request_id] = info
     state.tell_started(info)
     try:
-        async with await accepted.run(info, fields) as stream:
-            record = RequestRecord.current()
-            if record is not None:
-                record.add_settings(fields)
-            yield stream
-            if stream.is_done:
-                outcome = await stream.result()
+        with state.clients.all_counted(info.client, num_prompts, "object"):
+            async with await accepted.run(info, fields) as stream:
+                record = RequestRecord.current()
+                if record is not None:
+                    record.add_settings(fields)
+                yield stream
+                if stream.is_done:
+                    outcome = await stream.result()
     except BaseException as error:
         outcome = accepted.reason or error
         raise

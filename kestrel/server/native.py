@@ -30,6 +30,7 @@ from kestrel.server.schemas import (
     Schema,
     body_schema,
     described,
+    names,
     skill_responses,
     text,
 )
@@ -84,7 +85,7 @@ NATIVE_SKILLS = (
         "point",
         {
             "image_url": PICTURE,
-            "object": text("What to point at.", "cow"),
+            "object": names("What to point at.", "cow"),
             "max_points": described("Another name for `max_objects`.", SETTINGS["max_objects"].kind.schema),
             "spatial_refs": described("Points and boxes the object is near to.", REFS),
         },
@@ -93,7 +94,7 @@ NATIVE_SKILLS = (
     ),
     NativeSkill(
         "detect",
-        {"image_url": PICTURE, "object": text("What to box.", "cow")},
+        {"image_url": PICTURE, "object": names("What to box.", "cow")},
         required=("image_url", "object"),
         counts_tokens=False,
     ),
@@ -101,8 +102,9 @@ NATIVE_SKILLS = (
         "segment",
         {
             "image_url": PICTURE,
-            "object": text("What to outline.", "cow"),
+            "object": names("What to outline.", "cow"),
             "spatial_refs": described("Points and boxes that say which one.", REFS),
+            "instances": described("Outline one, or look for all of them first.", {"enum": ["one", "all"]}),
         },
         required=("image_url", "object"),
     ),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kestrel import settings
+from kestrel.engine.joint_calls import MAX_NAMES
 from kestrel.settings import OTHER_BOUND, ROUTING, SETTINGS, Schema
 
 NULL: Schema = {"type": "null"}
@@ -21,6 +22,19 @@ def described(description: str, schema: Schema) -> Schema:
 def text(description: str, example: str) -> Schema:
     """Text with at least one visible character."""
     return {**settings.text.schema, "description": description, "examples": [example]}
+
+
+def names(description: str, example: str) -> Schema:
+    """A text, or a list of distinct ones."""
+    several = {
+        "type": "array",
+        "items": settings.text.schema,
+        "minItems": 1,
+        "maxItems": MAX_NAMES,
+        "uniqueItems": True,
+    }
+    described = {"description": f"{description} A list asks for several in one call.", "examples": [example]}
+    return {"anyOf": [settings.text.schema, several], **described}
 
 
 def number(low: float, high: float) -> Schema:
@@ -102,13 +116,25 @@ def nullable(schema: Schema) -> Schema:
 
 AMOUNT: Schema = {"type": "number", "minimum": 0}
 COUNT: Schema = {"type": "integer", "minimum": 0}
-POINT = record({"x": {"type": "number"}, "y": {"type": "number"}})
-BOX = record({side: {"type": "number"} for side in ("x_min", "y_min", "x_max", "y_max")})
-GROUND = record({"start_idx": COUNT, "end_idx": COUNT, "points": list_of(list_of({"type": "number"}))})
+SIZE = described("Of the picture as it came, upright.", record({"width": COUNT, "height": COUNT}))
+
 NAMED: Mapping[str, Schema] = {
     "label": described("What was asked for.", {"type": "string"}),
     "score": described("How sure the model was of it.", {"type": "number", "minimum": 0, "maximum": 1}),
 }
+
+
+def place(*sides: str) -> Schema:
+    """Shares of the picture, and the same in pixels."""
+    shares: dict[str, Schema] = {side: {"type": "number"} for side in sides}
+    pixels = described("The same in pixels, inside the picture.", record(dict.fromkeys(sides, AMOUNT)))
+    return record({**shares, **NAMED, "pixels": pixels})
+
+
+BOX_SIDES = ("x_min", "y_min", "x_max", "y_max")
+BOX = record({side: {"type": "number"} for side in BOX_SIDES})
+PIXEL_BOX = {"anyOf": [record(dict.fromkeys(BOX_SIDES, AMOUNT)), NULL]}
+GROUND = record({"start_idx": COUNT, "end_idx": COUNT, "points": list_of(list_of({"type": "number"}))})
 METRICS = record(
     {
         "input_tokens": described("The prompt's, pictures included.", COUNT),
@@ -128,17 +154,35 @@ RESULTS: Mapping[str, Mapping[str, Schema]] = {
         ),
     },
     "caption": {"caption": {"type": "string"}},
-    "point": {"points": list_of(record({**POINT["properties"], **NAMED}))},
-    "detect": {"objects": list_of(record({**BOX["properties"], **NAMED}))},
+    "point": {"points": list_of(place("x", "y")), "image": SIZE},
+    "detect": {"objects": list_of(place(*BOX_SIDES)), "image": SIZE},
     "segment": {
-        "path": described("An SVG path, relative to the box.", {"type": "string"}),
+        "path": described("An SVG path, relative to the box. Of a single outline, as `bbox`.", {"type": "string"}),
         "bbox": {"anyOf": [BOX, NULL]},
+        "pixels": described("The box in pixels.", PIXEL_BOX),
         "label": NAMED["label"],
         "score": nullable(NAMED["score"]),
-        "segments": list_of(record({"svg_path": {"type": "string"}, "bbox": {"anyOf": [BOX, NULL]}})),
+        "segments": list_of(
+            record(
+                {
+                    "svg_path": {"type": "string"},
+                    "bbox": {"anyOf": [BOX, NULL]},
+                    "pixels": PIXEL_BOX,
+                    "label": NAMED["label"],
+                    "score": nullable(NAMED["score"]),
+                    "path": described("As `svg_path`, where several may be outlined.", {"type": "string"}),
+                },
+                "path",
+            )
+        ),
+        "image": SIZE,
     },
 }
 """What each skill adds to the answer."""
+
+
+OF_ONE_OUTLINE = ("path", "bbox", "pixels", "label", "score")
+"""Where several may be outlined, only the entries of `segments` have them."""
 
 
 def result_schema(skill: str) -> Schema:
@@ -152,7 +196,7 @@ def result_schema(skill: str) -> Schema:
         "decode_tokens_per_s": AMOUNT,
         "logprobs": described("When they were asked for.", list_of({"type": "object"})),
     }
-    return record({**common, **RESULTS[skill]}, "reasoning", "logprobs")
+    return record({**common, **RESULTS[skill]}, "reasoning", "logprobs", *OF_ONE_OUTLINE)
 
 
 ERROR = record(
@@ -194,6 +238,15 @@ EVENT: Schema = {
     },
 }
 
+OUTLINE_EVENT: Schema = {
+    **EVENT,
+    "properties": {
+        **EVENT["properties"],
+        "label": described("Whose piece it is, where several are outlined.", {"type": "string"}),
+        "index": described("Likewise: its place in `segments`.", COUNT),
+    },
+}
+
 
 def stream_schema(payload: Schema | None) -> Schema:
     """What `text/event-stream` holds, as OpenAPI before 3.2 has it: one event, whose data is JSON of this schema."""
@@ -206,7 +259,7 @@ def stream_schema(payload: Schema | None) -> Schema:
 def skill_responses(skill: str) -> dict[int | str, dict[str, Any]]:
     content = {
         "application/json": {"schema": result_schema(skill)},
-        "text/event-stream": {"schema": stream_schema(EVENT)},
+        "text/event-stream": {"schema": stream_schema(OUTLINE_EVENT if skill == "segment" else EVENT)},
     }
     return {200: {"description": "The answer.", "content": content}, **refusals(*REFUSALS)}
 

@@ -275,6 +275,8 @@ class SkillRequest:
     """Base of every skill's parsed request. `images` are still encoded; the engine decodes them."""
 
     images: tuple[Any, ...] = field(default=(), kw_only=True)
+    max_crops: int | None = field(default=None, kw_only=True)
+    """Most local crops of each picture; None: as many as the model makes by itself."""
     adapter: str | None = field(default=None, kw_only=True)
     response_format: ResponseFormat | None = field(default=None, kw_only=True)
     """When given, `prompt` is called on a thread where it may compile for a while."""
@@ -315,6 +317,9 @@ class SkillSpec(ABC, Generic[RequestT]):
     name: str
     yields_outline: bool = False
     """Whether results hold `segments` with a path that a refiner may sharpen."""
+    finds_places: bool = False
+    """Whether it looks for `object` on the picture. The engine adds pixels to the places that it finds, and runs a
+    request per name where `object` is a list."""
 
     @abstractmethod
     def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> RequestT:

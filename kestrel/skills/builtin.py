@@ -189,6 +189,7 @@ class ObjectSkill(BuiltinSkill[ObjectRequest]):
     between one more object and the end, while coordinates and sizes are always the most likely ones.
     """
 
+    finds_places = True
     field_table: ClassVar[FieldTable]
     tokens_per_object: ClassVar[int]
 
@@ -207,6 +208,7 @@ class ObjectSkill(BuiltinSkill[ObjectRequest]):
             spatial_refs=values.own.get("spatial_refs", ()),
             sampling=self.greedy_sampling(values, self.tokens_per_object * max_objects),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
         )
 

@@ -51,6 +51,7 @@ class CaptionSkill(BuiltinSkill[CaptionRequest]):
             length=length,
             sampling=self.text_sampling(values, profile),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
         )
 

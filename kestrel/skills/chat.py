@@ -185,6 +185,7 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
             writing=writing,
             sampling=self.text_sampling(values, profile),
             images=images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
             response_format=_format(values, use, chat),
             tools=None if use is None or use.choice.kind == "none" else use,

@@ -76,6 +76,7 @@ class CompleteSkill(BuiltinSkill[CompleteRequest]):
             prompt_logprobs=num_scored,
             sampling=self.text_sampling(values, profile),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
             response_format=values.own.get("response_format"),
         )

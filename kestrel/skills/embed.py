@@ -52,6 +52,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
             token_ids=ids,
             sampling=SamplingParams(max_new_tokens=0),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
         )
 
@@ -87,5 +88,5 @@ class EmbedState(SkillState):
 
 def _require_no_sampling(values: Values) -> None:
     for name in values.settings:
-        if name != "adapter":
+        if name not in ("adapter", "max_crops"):
             raise RequestError(name, "means nothing to embed, which generates no tokens; leave it out")

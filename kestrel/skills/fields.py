@@ -46,6 +46,10 @@ class Values:
     def adapter(self) -> str | None:
         return self.settings.get("adapter")
 
+    @property
+    def max_crops(self) -> int | None:
+        return self.settings.get("max_crops")
+
     def sampling(
         self,
         *,

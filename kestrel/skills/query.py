@@ -59,6 +59,7 @@ class QuerySkill(BuiltinSkill[QueryRequest]):
             spatial_refs=refs,
             sampling=self.text_sampling(values, profile),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
             response_format=values.own.get("response_format"),
         )

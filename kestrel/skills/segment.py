@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kestrel.errors import RequestError, shown
 from kestrel.request import SkillOutput, StreamDelta
 from kestrel.settings import text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
@@ -29,7 +30,16 @@ from kestrel.tokens import CoordToken, ImageSpan, SizeToken, Token
 
 DEFAULT_LAST_CONTROL_ID = 20
 
-_FIELDS = FieldTable("segment", {"object": text, "spatial_refs": spatial_refs}, refused=TEXT_SETTINGS)
+
+def _instances(name: str, value: Any) -> str:
+    if value not in ("one", "all"):
+        raise RequestError(name, f'must be "one" or "all" (got {shown(value)})')
+    return value
+
+
+_FIELDS = FieldTable(
+    "segment", {"object": text, "spatial_refs": spatial_refs, "instances": _instances}, refused=TEXT_SETTINGS
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +49,27 @@ class SegmentRequest(SampledRequest):
 
 
 class SegmentSkill(BuiltinSkill[SegmentRequest]):
-    """Result: {"path", "bbox", "label", "score", "segments": [details]}. Greedy unless a temperature is given."""
+    """Result: {"path", "bbox", "label", "score", "segments": [details]}. Greedy unless a temperature is given.
+
+    `instances` is "one" unless given; for "all" the engine looks for them first, and asks here about each.
+    """
 
     name = "segment"
     yields_outline = True
+    finds_places = True
 
     def parse(self, fields: Mapping[str, Any], profile: ModelProfile) -> SegmentRequest:
         template_of(profile, self.name)
         values = _FIELDS.read(fields)
         check_pictures(profile, values.images, needed_by=self.name)
+        if values.own.get("instances") == "all" and values.own.get("spatial_refs"):
+            raise RequestError("spatial_refs", 'say which one to outline, and instances is "all"; give one of them')
         return SegmentRequest(
             object=values.required("object", "the name of what to outline"),
             spatial_refs=values.own.get("spatial_refs", ()),
             sampling=self.greedy_sampling(values, profile.defaults.max_new_tokens),
             images=values.images,
+            max_crops=values.max_crops,
             adapter=values.adapter,
         )
 

@@ -82,7 +82,7 @@ def test_places_come_as_numbered_lines_streamed_or_not(kestrel: Kestrel, verb: s
     assert whole.out == streamed.out
     assert places
     assert whole.out.splitlines() == [
-        f"{number}: " + "  ".join(f"{name}={value:.4f}" for name, value in place.items() if name != "label")
+        f"{number}: " + "  ".join(f"{name}={place[name]:.4f}" for name in (*place["pixels"], "score"))
         for number, place in enumerate(places, start=1)
     ]
 
@@ -92,7 +92,22 @@ def test_golden_points_come_out_of_the_command_line(kestrel: Kestrel) -> None:
     picture = GOLDENS / f"image_{case['image']}.png"
     limit = ("--max-objects", str(case["settings"]["max_objects"])) if case.get("settings") else ()
     outcome = kestrel("point", picture, case["object"], *GOLDEN_MD3, *limit, "--json")
-    assert bare(json.loads(outcome.out)["output"]) == case["output"]
+    found = json.loads(outcome.out)
+    assert bare(found["output"]) == case["output"]
+    assert found["file"] == str(picture)
+    with Image.open(picture) as opened:
+        assert found["output"]["image"] == {"width": opened.width, "height": opened.height}
+
+
+@pytest.mark.parametrize(("verb", "key"), [("point", "points"), ("detect", "objects")])
+def test_commas_separate_names_and_may_be_part_of_one(kestrel: Kestrel, verb: str, key: str, tmp_path: Path) -> None:
+    arguments = (verb, SMALL, r"the red circle, a\, b", *MD3, "--max-objects", "2")
+    places = json.loads(kestrel(*arguments, "--json").out)["output"][key]
+    assert {place["label"] for place in places} == {"the red circle", "a, b"}
+    lines = kestrel(*arguments, "--save", tmp_path / "drawn.png").out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"{n}: {place['label']}" for n, place in enumerate(places, 1)]
+    twice = kestrel(verb, SMALL, "cow,cow", *MD3)
+    assert (twice.code, "object[1]: 'cow' is given twice" in twice.err) == (2, True)
 
 
 @pytest.mark.parametrize("verb", ["point", "detect"])

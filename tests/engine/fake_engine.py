@@ -21,7 +21,9 @@ from tests.engine.conftest import GOLDENS
 def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> InferenceEngine:
     """Started on the running loop; shut it down."""
     runtime = runtime or FakeRuntime(fake_limits(), vocab_size=320)
-    config = MoondreamConfig.from_dict(json.loads((GOLDENS / "md3" / "config.json").read_text()))
+    described = json.loads((GOLDENS / "md3" / "config.json").read_text())
+    described["tokenizer"]["templates"]["segment"] = {"prefix": [1, 313, 2], "suffix": [3]}
+    config = MoondreamConfig.from_dict(described)
     tokenizer = TextTokenizer.from_file(GOLDENS / "md3" / "tokenizer.json")
     ready = ReadyModel(
         runtime=runtime,

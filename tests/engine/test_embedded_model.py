@@ -7,6 +7,7 @@ gets wrong.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,36 @@ async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str, scene: P
         calls = [running.query(scene, question, reasoning=False, **GREEDY) for question in asked]
         boxes, points, *answers = await asyncio.gather(running.detect(scene, "bee"), running.point(scene, name), *calls)
         assert [a.text for a in answers] == list(asked.values())
-        found = [tuple(box.values()) for box in boxes.output["objects"]]
+        found = [corners(box) for box in boxes.output["objects"]]
         assert len(found) == len(BEES)
         for truth in BEES:
-            assert max(box_iou((b[0], b[1], b[2], b[3]), truth) for b in found) > 0.7
+            assert max(box_iou(box, truth) for box in found) > 0.7
         matches = match_points([(p["x"], p["y"]) for p in points.output["points"]], places)
         assert matches.num_matched == matches.num_predicted == matches.num_true
+
+
+async def test_every_instance_is_outlined_in_its_own_box_piece_by_piece() -> None:
+    async with await engine(dtype="bfloat16") as running:
+        boxes = (await running.detect(SCENE, ["bee", "dog", "red cross"])).output["objects"]
+        stream = await running.segment(SCENE, ["bee", "dog", "red cross"], instances="all", stream=True)
+        pieces = [chunk async for chunk in stream]
+        output = (await stream.result()).output
+    segments = output["segments"]
+    assert [one["label"] for one in segments] == [box["label"] for box in boxes]
+    assert [one["label"] for one in segments].count("bee") == len(BEES) > 1
+    for index, (box, segment) in enumerate(zip(boxes, segments, strict=True)):
+        own = [piece for piece in pieces if piece.data is not None and piece.data["index"] == index]
+        assert {piece.data["label"] for piece in own if piece.data is not None} == {box["label"]}
+        assert box_iou(corners(box), corners(segment["bbox"])) > 0.7
+        assert "".join(piece.text for piece in own if piece.kind == "path_delta") == segment["path"] != ""
+        [first] = [piece.data for piece in own if piece.kind == "bbox"]
+        assert first is not None
+        assert (first["bbox"], first["pixels"]) == (segment["bbox"], segment["pixels"])
+    assert output["image"] == {"width": 372, "height": 279}
+
+
+def corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
+    return box["x_min"], box["y_min"], box["x_max"], box["y_max"]
 
 
 async def test_thinking_points_at_what_it_counts() -> None:

@@ -22,6 +22,7 @@ from kestrel.errors import (
     RequestCancelled,
     RequestError,
 )
+from kestrel.images.picture import ShrunkImage
 from kestrel.runtime.contract import StepOutput
 from kestrel.runtime.fake import FakeRuntime, FakeStep
 from tests.engine.conftest import GOLDENS, MakeEngine, cases, picture
@@ -66,6 +67,27 @@ async def test_the_second_question_about_a_picture_computes_its_own_words_only(m
     assert first.metrics.cached_tokens == 0
     assert second.metrics.cached_tokens >= POSITIONS
     assert second.metrics.input_tokens - second.metrics.cached_tokens < 20
+
+
+@pytest.mark.parametrize("family", ["md2", "md3"])
+async def test_one_crop_of_a_large_picture_is_the_picture_reduced_to_it(
+    make_coarse_engine: MakeEngine, family: str
+) -> None:
+    """Whoever bounds the crops differently shares nothing; the model's own number is no bound."""
+    engine = await make_coarse_engine(family)
+    form = engine._ready.picture_form
+    assert form is not None
+    [whole] = await engine._pictures.decode("test", [picture("multi")])
+    engine._pictures.release("test")
+    assert isinstance(whole, ShrunkImage)
+    assert whole.tiled is not None
+    options = {"logprobs": 2, "reasoning": False, "temperature": 0.0, "max_new_tokens": 6}
+    reduced = await engine.query(whole.whole, QUESTION, **options)
+    asked = [await engine.query(picture("multi"), QUESTION, max_crops=n, **options) for n in (None, 1, 2, 1)]
+    full = await engine.query(picture("multi"), QUESTION, max_crops=form.tiling.max_crops, **options)
+    assert [one.metrics.cached_tokens >= POSITIONS for one in (*asked, full)] == [False, False, False, True, True]
+    assert asked[1].output == reduced.output != asked[0].output
+    assert (asked[3].text, full.text) == (asked[1].text, asked[0].text)
 
 
 async def test_pictures_in_any_form_give_one_answer(make_coarse_engine: MakeEngine) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from kestrel import threads
 from kestrel.config import RuntimeConfig
@@ -19,7 +22,7 @@ from kestrel.images import decode
 from kestrel.images import picture as picture_module
 from kestrel.images.decode import OpenedImage, find_or_open
 from kestrel.images.encoded import ImageLimits
-from kestrel.images.picture import PictureForm, RgbImage, ShrunkImage, TilingParams
+from kestrel.images.picture import Picture, PictureForm, RgbImage, ShrunkImage, TilingParams
 from kestrel.runtime.fake import FakeRuntime
 from tests.engine.fake_engine import fake_engine, fake_limits
 
@@ -138,6 +141,45 @@ async def test_what_is_kept_is_what_the_model_needs() -> None:
     assert pool._num_bytes == picture.num_bytes < 4_000_000
     pool.release("a")
     assert pool._num_bytes == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("form", [FORM, replace(FORM, max_device_pixels=2**30)], ids=["shrunk", "as it is"])
+@pytest.mark.parametrize("is_file", [False, True])
+async def test_another_bound_of_crops_makes_another_picture(form: PictureForm, is_file: bool) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (800, 900, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "BMP")
+    source = file.getvalue() if is_file else pixels
+    pool = PicturePool(RuntimeConfig(), form)
+    found: dict[int | None, Picture] = {}
+    for max_crops in (None, 1, 4, 12, 1):  # twice, so that recent files are found
+        [found[max_crops]] = await pool.decode("a", [source], max_crops=max_crops)
+        pool.release("a")
+    pool.close()
+    assert [picture.max_crops for picture in found.values()] == [None, 1, 4, None]
+    assert found[12] == found[None], "as many as the model makes by itself"
+    assert len({picture.digest for picture in found.values()}) == 3
+    if isinstance(found[1], ShrunkImage):
+        assert [None if picture.tiled is None else picture.tiled.shape for picture in shrunk(found)] == [
+            (910, 910, 3),
+            None,
+            (644, 644, 3),
+            (910, 910, 3),
+        ]
+
+
+def shrunk(found: dict[int | None, Picture]) -> list[ShrunkImage]:
+    return [picture for picture in found.values() if isinstance(picture, ShrunkImage)]
+
+
+@pytest.mark.parametrize(
+    ("sources", "max_crops", "message"), [([SMALL], 13, "at most 12, as many as this model makes"), ([], 1, "is none")]
+)
+async def test_a_bound_of_crops_that_means_nothing_is_refused(sources: list[Any], max_crops: int, message: str) -> None:
+    pool = PicturePool(RuntimeConfig(), FORM)
+    with pytest.raises(RequestError, match=f"max_crops: .*{message}"):
+        await pool.decode("a", sources, max_crops=max_crops)
     pool.close()
 
 

@@ -65,6 +65,14 @@ def test_local_crops_cover_the_resized_picture_exactly(height: int, width: int):
 
 
 @settings(deadline=None)
+@given(height=sides, width=sides, max_crops=st.integers(1, 12))
+def test_a_bound_of_a_request_holds_for_every_shape(height: int, width: int, max_crops: int):
+    plan = plan_tiling(height, width, MOONDREAM, max_crops)
+    assert 1 <= plan.rows * plan.cols <= max_crops
+    assert max_crops > 1 or plan.num_crops == 1
+
+
+@settings(deadline=None)
 @given(height=st.integers(1, 4000), width=st.integers(1, 4000))
 def test_ordinary_shapes_stay_within_max_crops(height: int, width: int):
     rows, cols = select_tiling(height, width, MOONDREAM)

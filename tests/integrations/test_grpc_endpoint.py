@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import trustme
@@ -28,6 +30,7 @@ from kestrel.server.config import ServerConfig
 from kestrel.server.state import ServerState
 from tests.integrations.asking import open_stream, tensors
 from tests.integrations.endpoints import Endpoint, start_native
+from tests.scene import SCENE
 from tests.server.long_request import long_query
 
 KEY = "first-key"
@@ -96,6 +99,14 @@ def test_one_request_has_one_response(client: grpcclient.InferenceServerClient) 
     response = result.get_response()
     assert (response.model_name, response.id, response.model_version) == ("house/model", "mine", "1")
     assert response.parameters["triton_final_response"].bool_param
+
+
+def test_several_objects_are_one_request(client: grpcclient.InferenceServerClient) -> None:
+    several = grpcclient.InferInput("OBJECT", [2], "BYTES")
+    several.set_data_from_numpy(np.array(["bee", "cross"], np.object_))
+    asked = [*tensors(skill="detect", image=SCENE.read_bytes(), settings={"max_crops": 1}), several]
+    found = json.loads(client.infer("moondream", asked, headers=BEARER).as_numpy("TEXT_OUTPUT")[0])
+    assert {box["label"] for box in found["objects"]} == {"bee", "cross"}
 
 
 def test_the_servers_own_bound_on_answers_holds(client: grpcclient.InferenceServerClient) -> None:

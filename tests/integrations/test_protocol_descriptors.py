@@ -85,7 +85,9 @@ def test_the_model_repository_declares_the_inputs_that_are_read() -> None:
     text = (ROOT / "triton" / "model_repository" / MODEL / "config.pbtxt").read_text(encoding="utf-8")
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     declared = {i.name: (model_config_pb2.DataType.Name(i.data_type), list(i.dims), i.optional) for i in config.input}
-    read = {known.name: ("TYPE_BOOL" if known.datatype == BOOL else "TYPE_STRING", [1], True) for known in INPUTS}
+    read = {
+        known.name: ("TYPE_BOOL" if known.datatype == BOOL else "TYPE_STRING", known.shape, True) for known in INPUTS
+    }
     assert declared == read
     assert [output.name for output in config.output] == [OUTPUT]
     assert (config.name, config.max_batch_size, config.model_transaction_policy.decoupled) == (MODEL, 0, True)

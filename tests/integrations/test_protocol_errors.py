@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -56,3 +58,16 @@ async def test_json_too_large_for_the_event_loop_is_refused_before_it_is_parsed(
     settings = InputTensor("SETTINGS", "BYTES", (1,), [b"[" * (MAX_JSON_BYTES + 1)])
     with pytest.raises(RequestError, match=f"at most {MAX_JSON_BYTES}"):
         await read_call([settings], 1000, Threads("test", 1))
+
+
+async def test_names_of_objects_are_one_element_each() -> None:
+    async def asked(name: str, *values: bytes) -> dict[str, Any]:
+        tensors = [InputTensor("SKILL", "BYTES", (1,), [b"detect"]), InputTensor(name, "BYTES", (len(values),), values)]
+        return (await read_call(tensors, 1000, Threads("test", 1))).fields
+
+    assert await asked("OBJECT", b"gear") == {"object": "gear"}
+    assert await asked("OBJECT", b"gear", b"bolt") == {"object": ["gear", "bolt"]}
+    with pytest.raises(RequestError, match="OBJECT: must hold one element or more"):
+        await asked("OBJECT")
+    with pytest.raises(RequestError, match="INSTANCES: must hold one element, with shape"):
+        await asked("INSTANCES", b"one", b"all")

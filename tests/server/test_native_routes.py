@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
+import json
 from typing import Any
 
 import httpx
 import pytest
+from PIL import ExifTags, Image
 
 from kestrel.evals.metrics import box_iou
 from tests.scene import BEES, SCENE
-from tests.server.conftest import GREEDY, SCENE_BYTES, SCENE_URL, RunningServer
+from tests.server.conftest import GREEDY, SCENE_BYTES, SCENE_URL, RunningServer, data_url
 
 METRICS = {
     "input_tokens",
@@ -72,11 +75,48 @@ def test_caption_says_what_the_engine_says(client: httpx.Client, server: Running
 
 def test_detect_boxes_the_cows(client: httpx.Client) -> None:
     answer = ask(client, "detect", image_url=SCENE_URL, object="bee")
-    assert answer.keys() == COMMON | {"objects"}
+    assert answer.keys() == COMMON | {"objects", "image"}
     found = [(b["x_min"], b["y_min"], b["x_max"], b["y_max"]) for b in answer["objects"]]
     assert len(found) == len(BEES)
     for truth in BEES:
         assert max(box_iou(box, truth) for box in found) > 0.7
+
+
+def test_places_are_told_in_pixels_of_the_picture_as_it_came(client: httpx.Client) -> None:
+    """Whose stored rows are its columns: turned by its orientation tag."""
+    with Image.open(SCENE) as scene:
+        stored = scene.resize((600, 200)).transpose(Image.Transpose.ROTATE_90)
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6
+        file = io.BytesIO()
+        stored.save(file, "PNG", exif=exif)
+    answer = ask(client, "detect", image_url=data_url(file.getvalue()), object=["bee", "cross"])
+    assert answer["image"] == {"width": 600, "height": 200}
+    assert answer["objects"]
+    for box in answer["objects"]:
+        lengths = {side: 600 if side.startswith("x") else 200 for side in box["pixels"]}
+        inside = {side: min(max(box[side], 0.0), 1.0) * length for side, length in lengths.items()}
+        assert box["pixels"] == pytest.approx(inside, abs=0.005)
+        assert inside.keys() == {"x_min", "y_min", "x_max", "y_max"}
+
+
+def test_several_objects_are_one_call(client: httpx.Client, server: RunningServer) -> None:
+    names = ["bee", "dog", "cross"]
+    alone = [ask(client, "detect", image_url=SCENE_URL, object=name)["objects"] for name in names]
+    expected = [{**box, "label": name} for name, found in zip(names, alone, strict=True) for box in found]
+    answer = ask(client, "detect", image_url=SCENE_URL, object=names)
+    assert answer["objects"] == expected
+    with client.stream("POST", "/v1/detect", json={"image_url": SCENE_URL, "object": names, "stream": True}) as events:
+        data = [json.loads(line.removeprefix("data: ")) for line in events.iter_lines() if line]
+    assert sorted((one["object"] for one in data[:-1]), key=str) == sorted(expected, key=str)
+    assert (data[-1]["type"], data[-1]["objects"]) == ("final", expected)
+    refused = client.post("/v1/detect", json={"image_url": SCENE_URL, "object": ["bee", "bee"], "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "object[1]")
+    refused = client.post("/v1/segment", json={"image_url": SCENE_URL, "instances": "all"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "object")
+    outlines = ask(client, "segment", image_url=SCENE_URL, object="bee", instances="all")["segments"]
+    assert [one["score"] for one in outlines] == [box["score"] for box in alone[0]]
+    assert server.engine.num_requests == 0
 
 
 def test_point_points_where_the_engine_does_and_stops_at_max_points(
@@ -92,7 +132,7 @@ def test_point_points_where_the_engine_does_and_stops_at_max_points(
 def test_segment_outlines_what_the_engine_outlines(client: httpx.Client, server: RunningServer) -> None:
     answer = ask(client, "segment", image_url=SCENE_URL, object="red cross", settings=GREEDY)
     direct = server.on_loop(lambda: server.engine.segment(SCENE, "red cross", **GREEDY))
-    assert answer.keys() == COMMON | {"path", "bbox", "label", "score", "segments"}
+    assert answer.keys() == COMMON | {"path", "bbox", "pixels", "label", "score", "segments", "image"}
     assert (answer["path"], answer["bbox"]) == (direct.output["path"], direct.output["bbox"])
     assert answer["path"].startswith("M ")
     assert answer["segments"][0]["svg_path"] == answer["path"]

@@ -52,6 +52,13 @@ def test_a_picture_has_a_vector_with_or_without_words(client: httpx.Client, serv
     assert both == [pytest.approx(alone, abs=1e-5), pytest.approx(with_words, abs=1e-5)]
 
 
+def test_crops_of_pictures_are_bounded_and_words_have_none(client: httpx.Client) -> None:
+    alone = vectors(client, [[PICTURE]])
+    assert vectors(client, [[PICTURE], "a cat"], max_crops=1)[0] == pytest.approx(alone[0], abs=1e-5)  # it has one crop
+    refused = client.post("/v1/embeddings", json={"input": ["a cat"], "max_crops": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_crops")
+
+
 def test_base64_is_the_same_vector_in_little_endian_floats(client: httpx.Client) -> None:
     (plain,) = vectors(client, "a bee", encoding_format="float", dimensions=None)
     (packed,) = vectors(client, "a bee", encoding_format="base64", dimensions=len(plain))

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kestrel.server.config import ServerConfig
-from tests.server.conftest import RunningServer, runtime_config, start_server
+from tests.server.conftest import SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import end_id_of, long_query
 from tests.server.pages import Page
 from tests.server.sockets import JSON, POST_QUERY, eventually, send
@@ -169,6 +169,7 @@ MANY_ANSWERS = [
     ("/v1/completions", {"prompt": "I", "n": 4}, "n"),
     ("/v1/completions", {"prompt": ["I", "You"], "n": 2}, "prompt"),
     ("/v1/embeddings", {"input": ["I", "you", "we", "they"]}, "input"),
+    ("/v1/detect", {"image_url": SCENE_URL, "object": ["bee", "dog", "cow", "cross"]}, "object"),
 ]
 
 

@@ -118,7 +118,7 @@ class InferenceService:
             name=request.name,
             versions=[VERSION],
             platform="kestrel",
-            inputs=[{"name": known.name, "datatype": known.datatype, "shape": [1]} for known in INPUTS],
+            inputs=[{"name": known.name, "datatype": known.datatype, "shape": known.shape} for known in INPUTS],
             outputs=[{"name": OUTPUT, "datatype": "BYTES", "shape": [1]}],
         )
 
@@ -128,7 +128,7 @@ class InferenceService:
             {
                 "name": known.name,
                 "data_type": "TYPE_BOOL" if known.datatype == BOOL else "TYPE_STRING",
-                "dims": [1],
+                "dims": known.shape,
                 "optional": True,
             }
             for known in INPUTS

@@ -40,6 +40,9 @@ async def embeddings(request: Request) -> Response:
     common = {name: body[name] for name in ("model", "adapter", "priority") if name in body}
     take_model(state, common)
     fields = [{**common, **one} for one in await _inputs(body, PartReader(accepted))]
+    if "max_crops" in body:  # of those with a picture; where there is none, it is refused
+        for one in [one for one in fields if one.get("image") is not None] or fields:
+            one["max_crops"] = body["max_crops"]
     names: dict[str, str] = dict.fromkeys(("text", "token_ids", "image", "prompt"), "input")
     work = EngineWork("embed", fields, names, many="input")
 

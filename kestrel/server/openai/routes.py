@@ -146,6 +146,7 @@ EMBEDDING_REQUEST = body(
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
         "adapter": SETTINGS["adapter"].schema,
+        "max_crops": SETTINGS["max_crops"].schema,
         "priority": COMMON_FIELDS["priority"],
         "user": _COMMON["user"],
     },
