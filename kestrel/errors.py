@@ -167,3 +167,11 @@ class NotServing(KestrelError):
 
 class QueueTimeout(CapacityError):
     """The request waited too long for its turn."""
+
+
+class ServerAway(CapacityError):
+    """A server that work is sent to cannot be reached, or has answered nothing for long."""
+
+
+class RequestFailed(KestrelError):
+    """A server that answers others broke at this request, or was too slow for it, every time."""

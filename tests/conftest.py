@@ -25,6 +25,7 @@ TOGETHER = {
     "programs to fork": (
         "tests/cli/test_cli_batch",
         "tests/cli/test_cli_chat",
+        "tests/cli/test_cli_label",
         "tests/cli/test_cli_program",
         "tests/engine/test_compute_process",
         "tests/integrations/",

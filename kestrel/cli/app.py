@@ -28,6 +28,7 @@ VERBS = {
     "segment": "Outline an object.",
     "chat": "Talk with a model in the terminal.",
     "complete": "Continue a text, as it is: no template is added.",
+    "label": "Label folders of pictures and videos.",
     "schedule": "Ask many questions at once and show what each took.",
     "serve": "Serve a model over HTTP.",
     "batch": "Answer a file of requests, or of prompts, into a file.",

@@ -312,6 +312,13 @@ class EncodedPicture:
             self._limits.check_size(image.height, image.width)
             return image
 
+    @property
+    def upright_size(self) -> Size:
+        """As `load` gives it, known without decoding."""
+        image = self._open() if self._image is None else self._image
+        is_turned = self._limits.honour_exif and self.format.name != "TIFF" and _orientation(image) in (5, 6, 7, 8)
+        return (self.width, self.height) if is_turned else (self.height, self.width)
+
     def load(self) -> Canvas:
         """Decode the first frame. Its orientation tag is followed when `limits.honour_exif` says so; that of a TIFF is
         part of the format and is always followed."""

@@ -37,7 +37,7 @@ class Journal:
     @classmethod
     def open(cls, path: Path, job: Mapping[str, Any]) -> Journal:
         """A new journal, or one of the same job to go on with. Raises ConfigError when another program has it, or when
-        it is another job's: the message names the first difference."""
+        it holds work of another job: the message names the first difference."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -45,6 +45,8 @@ class Journal:
             except OSError:
                 raise ConfigError("output", f"{path} is in use by another run; wait for it or end it") from None
             found, places, end = _read(path)
+            if not places:
+                found, end = None, 0
             os.ftruncate(descriptor, end)
             if found is None:
                 header = {"kestrel_journal": VERSION, "job": dict(job)}

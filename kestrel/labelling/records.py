@@ -74,6 +74,8 @@ class Row:
     digest: str = ""
     """Of the encoded picture (SHA-256, hex): equal ones are labelled once."""
     found: tuple[Found, ...] = ()
+    objects: tuple[str, ...] | None = None
+    """What was looked for, where the item brought names of its own."""
     question: str | None = None
     answer: str | None = None
     """Of query and caption."""
@@ -91,6 +93,8 @@ class Row:
     def from_json(cls, data: Mapping[str, Any]) -> Row:
         values = dict(data)
         values["found"] = tuple(_found(one) for one in data.get("found", ()))
+        if data.get("objects") is not None:
+            values["objects"] = tuple(data["objects"])
         if data.get("frame") is not None:
             values["frame"] = Frame(**data["frame"])
         return cls(**values)

@@ -54,6 +54,7 @@ def test_every_verb_that_loads_a_model_takes_every_field() -> None:
         "point",
         "detect",
         "eval",
+        "label",
         "segment",
         "profile",
         "schedule",

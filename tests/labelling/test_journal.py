@@ -56,8 +56,12 @@ def test_of_one_key_the_last_line_counts(tmp_path: Path) -> None:
 
 def test_another_job_and_a_second_program_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with Journal.open(path, JOB), pytest.raises(ConfigError, match="in use by another run"):
-        Journal.open(path, JOB)
+    with Journal.open(path, {**JOB, "task": "point"}):
+        pass
+    with Journal.open(path, JOB) as journal:  # where nothing was done, any job may begin
+        journal.add("a", {})
+        with pytest.raises(ConfigError, match="in use by another run"):
+            Journal.open(path, JOB)
     with pytest.raises(ConfigError, match=r"objects = \['gear', 'bolt'\], not \['gear'\]"):
         Journal.open(path, {**JOB, "objects": ["gear"]})
     path.write_text('{"hello": 1}\n')

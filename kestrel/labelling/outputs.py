@@ -1,0 +1,130 @@
+"""What a labelling job leaves behind its journal: formats and the review page, all made from the journal's rows.
+
+They are written whole at the end of a run, and again at the end of one that went on. Pictures beside labels are hard
+links where the file system has them, copies elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kestrel.errors import CapacityError, ConfigError
+from kestrel.labelling.formats import FormatOptions, require_fits, write_labels
+from kestrel.labelling.journal import Journal
+from kestrel.labelling.picture_finder import PictureFinder
+from kestrel.labelling.records import Item, Row
+from kestrel.labelling.review import Decisions, write_review
+from kestrel.labelling.sources import Names, SourceOptions
+from kestrel.labelling.task import LabelTask
+
+REVIEW_FILE = "review.html"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPlan:
+    formats: tuple[str, ...] = ()
+    split: Mapping[str, float] | None = None
+    """Shares by name, such as {"train": 0.9, "val": 0.1}."""
+    with_pictures: bool = False
+    """Also for formats that can do without them."""
+    review: bool = False
+
+    def require_fits(self, task: LabelTask) -> None:
+        for name in self.formats:
+            require_fits(name, task.task)
+
+
+class RowPictures:
+    """The pictures of rows, found in their sources again. Close it when they are written."""
+
+    def __init__(self, sources: Names, options: SourceOptions, output: Path) -> None:
+        self._finder = PictureFinder(sources, options, output)
+
+    def _item(self, row: Row) -> Item:
+        item = self._finder.find(row.key)
+        if item is None:
+            raise ConfigError("SOURCE", f"{row.key} was labelled and is not there any more; put it back")
+        return item
+
+    def read(self, row: Row) -> bytes:
+        return self._item(row).read()
+
+    def place(self, row: Row, path: Path) -> None:
+        item = self._item(row)
+        if item.path is None:
+            path.write_bytes(item.read())
+            return
+        try:
+            os.link(item.path, path)
+        except OSError:
+            shutil.copyfile(item.path, path)
+
+    def close(self) -> None:
+        self._finder.close()
+
+
+def rows_of(journal: Journal) -> Iterator[Row]:
+    """All of them, sorted by key, one in memory at a time."""
+    return (Row.from_json(record) for record in journal.records())
+
+
+def write_outputs(
+    journal: Journal, task: LabelTask, sources: Names, options: SourceOptions, plan: OutputPlan
+) -> list[Path]:
+    """The files to look at, in the journal's folder."""
+    output = journal.path.parent
+    with closing(RowPictures(sources, options, output)) as pictures:
+        form = FormatOptions(
+            place=pictures.place,
+            classes=task.objects,
+            split=plan.split,
+            with_pictures=plan.with_pictures,
+            min_score=task.min_score,
+        )
+        written = [path for name in plan.formats for path in write_labels(name, lambda: rows_of(journal), output, form)]
+        if plan.review:
+            written += write_review(rows_of(journal), pictures.read, output / REVIEW_FILE, output.resolve().name)
+    return written
+
+
+def apply_decisions(journal: Journal, decisions: Decisions) -> list[str]:
+    """Puts a reviewer's decisions into the journal, where later runs find them; says what could not be applied."""
+    refused = [f"{key} is not a picture of this job" for key in decisions.unknown(journal.keys)]
+    for key in decisions.pictures:
+        if key in journal:
+            row = Row.from_json(journal.record(key))
+            refused += decisions.refused(row)
+            decided = decisions.apply(row)
+            if decided != row:
+                journal.add(key, decided.as_json())
+    return refused
+
+
+@contextmanager
+def named_faults(output: Path) -> Iterator[None]:
+    """What the disk refuses in this folder, as errors that say what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE or "disk is full" in str(error):
+            remedy = "free some space and run the same command to go on"
+            raise CapacityError(f"{output}: the disk is full; {remedy}") from error
+        if not _is_about(error, output.absolute()):
+            raise
+        where, reason = error.filename or output, error.strerror
+        raise ConfigError("output", f"{where} cannot be written ({reason}); choose another folder") from error
+
+
+def _is_about(error: OSError, output: Path) -> bool:
+    """Of a file that is open, the system does not say its name."""
+    if error.filename is None:
+        return error.errno not in (None, errno.EPIPE)
+    path = Path(os.fsdecode(error.filename)).absolute()
+    return path == output or path in output.parents or output in path.parents
