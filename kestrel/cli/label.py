@@ -120,13 +120,14 @@ class OutputFlags:
         default=None, metadata={"help": "Decisions that a review page exported.", "metavar": "FILE"}
     )
 
-    def plan(self, task: LabelTask) -> OutputPlan:
+    def plan(self, task: LabelTask, config: RuntimeConfig) -> OutputPlan:
         default = ("coco",) if task.task in OBJECT_TASKS else ("jsonl",)
         plan = OutputPlan(
             formats=tuple(dict.fromkeys(split_names(self.format))) or default,
             split=None if self.split is None else parse_split(self.split),
             with_pictures=self.with_pictures,
             review=self.review,
+            honour_exif=config.honour_exif_orientation,
         )
         plan.require_fits(task)
         return plan
@@ -186,7 +187,7 @@ def label(
     ended. Files appear whole at the end. Their names go to stdout.
     """
     asked = task.label_task()
-    work = Work(sources, asked, source.options(output), source.limit, output, outputs.plan(asked), run, config)
+    work = Work(sources, asked, source.options(output), source.limit, output, outputs.plan(asked, config), run, config)
     decisions = None if outputs.apply_review is None else read_decisions(outputs.apply_review)
     work.check()
     if run.dry_run:

@@ -35,6 +35,8 @@ class OutputPlan:
     with_pictures: bool = False
     """Also for formats that can do without them."""
     review: bool = False
+    honour_exif: bool = True
+    """As the engine does: the page turns pictures as they were turned when their labels were made."""
 
     def require_fits(self, task: LabelTask) -> None:
         for name in self.formats:
@@ -90,7 +92,13 @@ def write_outputs(
         )
         written = [path for name in plan.formats for path in write_labels(name, lambda: rows_of(journal), output, form)]
         if plan.review:
-            written += write_review(rows_of(journal), pictures.read, output / REVIEW_FILE, output.resolve().name)
+            written += write_review(
+                rows_of(journal),
+                pictures.read,
+                output / REVIEW_FILE,
+                output.resolve().name,
+                honour_exif=plan.honour_exif,
+            )
     return written
 
 
