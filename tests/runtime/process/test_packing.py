@@ -140,7 +140,7 @@ def test_our_errors_travel_as_they_are(error: Exception) -> None:
 
 
 def test_errors_with_more_to_say_keep_it() -> None:
-    mistake = DataError(["line 3: label: is missing", "line 4: label: is missing"])
+    mistake = DataError(["line 3: label: is missing", "line 4: label: is missing"], "nothing was trained")
     arrived = unpack(pack(mistake))
     assert (str(arrived), arrived.mistakes) == (str(mistake), mistake.mistakes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import base64
 import io
@@ -220,7 +221,8 @@ async def test_copied_code_gives_what_the_page_shows(
     said = await output_of(["bash", "-euo", "pipefail", "-c", codes["curl"]], tmp_path, environment)
     assert json.loads(said)["objects"] == shown
     assert (tmp_path / "fish.webp").read_bytes() == (FOLDER / "samples/fish.webp").read_bytes()
-    assert await output_of([sys.executable, "-c", codes["python"]], tmp_path, environment) == f"{shown}\n"
+    printed = await output_of([sys.executable, "-c", codes["python"]], tmp_path, environment)
+    assert ast.literal_eval(printed) == shown
 
 
 async def output_of(command: list[str], folder: Path, environment: dict[str, str]) -> str:
