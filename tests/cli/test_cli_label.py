@@ -127,6 +127,39 @@ def test_what_a_reviewer_rejects_stays_out_of_this_and_later_runs(kestrel: Kestr
         assert kestrel(*command).code == 0
 
 
+@pytest.mark.exhaustive
+def test_the_walk_of_the_guide_from_labels_to_an_adapter_and_back(kestrel: Kestrel, tmp_path: Path) -> None:
+    """docs/labelling.md, with the embedded model: label, reject one box, train, evaluate, label with the adapter."""
+    output, decided, adapters = tmp_path / "labels", tmp_path / "decided.json", tmp_path / "adapters"
+    photos = made_folder(tmp_path / "in", 4)
+    command = ("label", photos, "--objects", "bee", "--output", output, "--with-pictures", *ON_CPU)
+    assert kestrel(*command).code == 0
+    row = next(row for row in map(Row.from_json, rows_in(output)) if row.found)
+    place = [round(number, 4) for number in row.found[0].box or ()]
+    rejected = {"index": 0, "label": "bee", "place": place, "decision": "rejected"}
+    picture = {"key": row.key, "about": digest_of(row), "objects": [rejected]}
+    decided.write_text(json.dumps({"kestrel_review": 1, "pictures": [picture]}))
+    before = len(json.loads((output / "coco" / "annotations.json").read_bytes())["annotations"])
+    applied = kestrel(*command, "--apply-review", decided)
+    assert (applied.code, "not applied" in applied.err) == (0, False)
+    assert len(json.loads((output / "coco" / "annotations.json").read_bytes())["annotations"]) == before - 1
+    adapters.mkdir()
+    trained = kestrel(
+        "train", "adapter", "--data", output / "coco", "--output", adapters / "bees.safetensors", "--steps", "1",
+        "--batch-size", "1", "--val-share", "0.25", "--device", "cpu",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+    assert "F1" in trained.err
+    use = ("--adapter", "bees", "--adapter-dir", adapters, *ON_CPU)
+    held_out = adapters / "bees.training" / "held_out.txt"
+    judged = kestrel("eval", "adapter", "--data", output / "coco", "--only", held_out, *use)
+    assert judged.code == 0, judged.err
+    assert "detect: 1 pictures" in judged.out
+    again = kestrel("label", photos, "--objects", "bee", "--output", tmp_path / "better", *use)
+    assert again.code == 0, again.err
+    assert len(rows_in(tmp_path / "better")) == 4
+
+
 def test_a_dry_run_tells_what_all_would_take_and_writes_nothing(kestrel: Kestrel, tmp_path: Path) -> None:
     pictures = made_folder(tmp_path / "in", 4)
     before = files_below(tmp_path)
