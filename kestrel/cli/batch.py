@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,12 +140,24 @@ async def _answerer(options: BatchOptions, config: RuntimeConfig, concurrency: i
         return
     if config.max_queue_size == RuntimeConfig.max_queue_size:
         config = replace(config, max_queue_size=NO_QUEUE_LIMIT)  # what waits is bounded by --concurrency
-    logging.getLogger("kestrel.server.access").setLevel(logging.CRITICAL)  # what a line says is in its answer
-    async with (
-        open_engine(config) as engine,
-        over_engine(engine, options.served_model_names, options.allowed_image_hosts) as answerer,
-    ):
-        yield answerer
+    with _no_lines_of_requests():
+        async with (
+            open_engine(config) as engine,
+            over_engine(engine, options.served_model_names, options.allowed_image_hosts) as answerer,
+        ):
+            yield answerer
+
+
+@contextmanager
+def _no_lines_of_requests() -> Iterator[None]:
+    """What such a line says is in the answer."""
+    log = logging.getLogger("kestrel.server.access")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class LineBar:
