@@ -61,8 +61,8 @@ async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str, scene: P
 
 async def test_every_instance_is_outlined_in_its_own_box_piece_by_piece() -> None:
     async with await engine(dtype="bfloat16") as running:
-        boxes = (await running.detect(SCENE, ["bee", "dog", "red cross"])).output["objects"]
-        stream = await running.segment(SCENE, ["bee", "dog", "red cross"], instances="all", stream=True)
+        boxes = (await running.detect(SCENE, ["bee", "red cross"])).output["objects"]
+        stream = await running.segment(SCENE, ["bee", "red cross"], instances="all", stream=True)
         pieces = [chunk async for chunk in stream]
         output = (await stream.result()).output
     segments = output["segments"]
