@@ -318,9 +318,10 @@ async def test_stored_decisions_about_other_labels_are_left_out_and_told(open_pa
     page = await open_page(written(tmp_path))
     await page.evaluate("document.querySelector('.tile').focus()")
     await press(page, "A", "a", "Home", "ArrowDown", "a", "r")
+    await page.wait_for("document.querySelector('#export-state').textContent === '2 not exported yet'")
     changed = row("a.png", GEAR, Found(label="nut", score=0.3, box=BOLT.box))
     page = await open_page(written(tmp_path, [changed, *ROWS[2:]]))
-    assert "2 earlier decisions left out" in await page.text("#notices")
+    await page.wait_for("document.querySelector('#notices').innerText.includes('2 earlier decisions left out')")
     assert "Decisions about 1 earlier picture left out" in await page.text("#notices")
     assert await page.text('[data-key="a.png"] .state') == "1 of 2 decided"
     assert await page.evaluate("document.querySelector('#export-state').textContent") == "1 not exported yet"
