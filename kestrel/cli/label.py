@@ -160,7 +160,7 @@ class RunFlags:
 
     def server(self, url: str, num_requests: int = 1) -> Endpoint:
         key = self.api_key or os.environ.get(KEY_VARIABLE) or None
-        return Endpoint(url, key, num_connections=num_requests)
+        return Endpoint(url, key, num_connections=num_requests, told=note)
 
 
 @with_flags
@@ -201,8 +201,11 @@ def label(
     with named_faults(output), open_journal(output, asked, model, sources, work.options) as journal:
         run_to_end(_label(work, journal))
         try:
-            for refused in [] if decisions is None else apply_decisions(journal, decisions):
-                note(f"not applied: {refused}")
+            if decisions is not None:
+                num_changed, refused = apply_decisions(journal, decisions)
+                note(f"decisions changed {num_changed} pictures")
+                for reason in refused:
+                    note(f"not applied: {reason}")
             for path in write_outputs(journal, asked, sources, work.options, work.plan):
                 write(f"{path}\n")
         except KeyboardInterrupt:
@@ -226,6 +229,9 @@ class Work:
     def check(self) -> None:
         """What can be refused before anything is written or loaded."""
         items(self.sources, self.options)
+        self.task.require_complete(self.sources)
+        if any(Path(source).resolve() == self.output.resolve() for source in self.sources):
+            raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
         if self.run.endpoint is not None:
             for known in fields(RuntimeConfig):
                 if getattr(self.config, known.name) != known.default:
@@ -290,7 +296,11 @@ async def _label(work: Work, journal: Journal) -> None:
         counting.cancel()
     for line in job.notes.lines():
         note(line)
+    if not len(journal):
+        raise ConfigError("SOURCE", "there are no pictures to label; name a folder, archive, list or video with some")
     note(view.summary())
+    if job.progress.num_errors:
+        note(f"{work.output / 'errors.csv'} says what is wrong with {job.progress.num_errors} of them")
 
 
 async def _estimate(work: Work) -> str:

@@ -147,7 +147,10 @@ class BatchJob:
             "prompt_body": dict(lines.prompts.body),
             "answers of": dict(answers_of),
         }
-        return cls(lines, Journal.open(journal, job), output)
+        try:
+            return cls(lines, Journal.open(journal, job), output)
+        except OSError as error:
+            raise ConfigError("--output", f"{journal} cannot be written ({error.strerror}); choose another") from error
 
     @property
     def counts(self) -> Counts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -44,10 +44,18 @@ class Endpoint:
     """Use it with `async with`. `url` is the server's, with or without /v1."""
 
     def __init__(
-        self, url: str, api_key: str | None = None, *, num_connections: int = 32, patience_s: float | None = None
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        num_connections: int = 32,
+        patience_s: float | None = None,
+        told: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`told` hears when the server has gone."""
         self.url = _base(url)
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._told = told
         self._away_since_s: float | None = None
         self._num_failed = 0
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -89,6 +97,8 @@ class Endpoint:
                 response = await self._client.post(path, content=body)
             except httpx.TransportError as error:
                 said = _reason(error)
+                if self._away_since_s is None:
+                    self._told(f"{self.url} is away ({said}); waiting for it up to {self._patience_s:.0f} s")
             else:
                 said, retry_after_s = _said(response), _retry_after_s(response)
                 num_faults += response.status_code in FAULTS

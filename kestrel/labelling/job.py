@@ -23,6 +23,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import (
     CapacityError,
+    ConfigError,
     KestrelError,
     NumericalError,
     RequestError,
@@ -65,6 +67,10 @@ class Picture:
     data: bytes = b""
     digest: str = ""
     error: str | None = None
+
+
+def _refuse(reason: str) -> bytes:
+    raise ValueError(reason)
 
 
 def read_picture(item: Item) -> Picture:
@@ -170,6 +176,7 @@ class LabelJob:
         retry_errors: bool = False,
     ) -> None:
         """`limit`: only the first so many pictures. `retry_errors`: pictures whose row is an error are asked again."""
+        task.require_complete(sources)
         self.task = task
         self.journal = journal
         self.progress = Progress()
@@ -213,7 +220,10 @@ class LabelJob:
         for num_given, item in enumerate(found):
             if self._limit is not None and self._done.num_met + num_given >= self._limit:
                 return
-            self.task.require_askable(item)
+            try:
+                self.task.require_askable(item)
+            except ConfigError as error:
+                item = replace(item, read=partial(_refuse, str(error)))
             yield item
 
     async def _rows(self, asker: Asker, pictures: ReadAhead, first: Picture) -> AsyncIterator[Row]:
@@ -366,6 +376,7 @@ async def label(
     """Label what is not labelled yet, then write what `plan` says; see the head of this module."""
     plan = plan or OutputPlan()
     plan.require_fits(task)
+    task.require_complete(sources)
     options = replace(options or SourceOptions(), exclude=(str(output),))
     if isinstance(answering, Endpoint):
         model, asker = await answering.model_name(), EndpointAsker(answering)

@@ -7,8 +7,8 @@ links where the file system has them, copies elsewhere.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -52,21 +52,24 @@ class RowPictures:
     def _item(self, row: Row) -> Item:
         item = self._finder.find(row.key)
         if item is None:
-            raise ConfigError("SOURCE", f"{row.key} was labelled and is not there any more; put it back")
+            raise ConfigError(
+                "SOURCE", f"{row.key} was labelled and is not there any more; put it back, or choose another --output"
+            )
         return item
 
     def read(self, row: Row) -> bytes:
-        return self._item(row).read()
+        """Raises for one that has changed: the labels are not its own."""
+        data = self._item(row).read()
+        if row.digest and row.frame is None and hashlib.sha256(data).hexdigest() != row.digest:
+            raise ConfigError(
+                "SOURCE",
+                f"{row.key} has changed since it was labelled; put the old picture back, or choose another --output",
+            )
+        return data
 
     def place(self, row: Row, path: Path) -> None:
-        item = self._item(row)
-        if item.path is None:
-            path.write_bytes(item.read())
-            return
-        try:
-            os.link(item.path, path)
-        except OSError:
-            shutil.copyfile(item.path, path)
+        """A copy: who changes the pictures of a dataset must not change the user's own."""
+        path.write_bytes(self.read(row))
 
     def close(self) -> None:
         self._finder.close()
@@ -102,8 +105,10 @@ def write_outputs(
     return written
 
 
-def apply_decisions(journal: Journal, decisions: Decisions) -> list[str]:
-    """Puts a reviewer's decisions into the journal, where later runs find them; says what could not be applied."""
+def apply_decisions(journal: Journal, decisions: Decisions) -> tuple[int, list[str]]:
+    """Puts a reviewer's decisions into the journal, where later runs find them; says how many pictures they changed,
+    and what could not be applied."""
+    num_changed = 0
     refused = [f"{key} is not a picture of this job" for key in decisions.unknown(journal.keys)]
     for key in decisions.pictures:
         if key in journal:
@@ -112,7 +117,8 @@ def apply_decisions(journal: Journal, decisions: Decisions) -> list[str]:
             decided = decisions.apply(row)
             if decided != row:
                 journal.add(key, decided.as_json())
-    return refused
+                num_changed += 1
+    return num_changed, refused
 
 
 @contextmanager

@@ -137,6 +137,8 @@ def _glob(path: str) -> tuple[str, Reader]:
         raise ConfigError("SOURCE", f"there is no {text(path)!r}; name a folder, picture, video, archive or list")
     start = path.rfind("/", 0, sign.start()) + 1
     folder = os.path.realpath(path[:start] or ".")
+    if not os.path.isdir(folder):
+        raise ConfigError("SOURCE", f"{text(path)!r} matches nothing: there is no folder {text(folder)!r}")
     pattern = [piece for piece in path[start:].split("/") if piece not in ("", ".")]
     if next(_Walk(folder, Gathering(SourceOptions(), (), Notes()), pattern).entries(), None) is None:
         raise ConfigError("SOURCE", f"{text(path)!r} matches nothing; compare it with what `ls` shows")

@@ -17,6 +17,7 @@ TASKS = (*OBJECT_TASKS, "query", "caption")
 LENGTHS = ("short", "normal", "long")
 COUNTED_IN_OBJECTS = ("detect", "point")
 PLACE_DIGITS = 6
+TABLES = (".jsonl", ".parquet")
 SCORE_DIGITS = 3
 """In float32 a probability can differ by a millionth with the batch that a request shares; finer digits would make rows
 depend on what was labelled beside them."""
@@ -79,6 +80,11 @@ class LabelTask:
         if self.task != "query":
             return None
         return self.question if item.question is None else item.question
+
+    def require_complete(self, sources: Iterable[str]) -> None:
+        """Rows of a table may bring what to ask; of other sources all pictures are asked the same."""
+        if not any(str(name).lower().endswith(TABLES) for name in sources):
+            self.require_askable(Item(key="", file="", read=bytes))
 
     def require_askable(self, item: Item) -> None:
         """An item brings what the task does not say, or nothing can be asked about it."""

@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 import re
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -44,9 +46,14 @@ MISSING_S = 0.1
 REMEDY = "needs PyAV, which is not installed; run `pip install -e '.[video]'` in the checkout"
 
 
+_LOADING = threading.Lock()
+
+
 def require_av(path: str) -> None:
     if find_spec("av") is None:
         raise ConfigError("SOURCE", f"{text(path)} {REMEDY}")
+    with _LOADING:  # its modules import each other in a circle: a second thread would meet half of one
+        import_module("av.video.reformatter")
 
 
 def video_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:

@@ -84,7 +84,7 @@ def test_a_folder_becomes_files_and_the_same_command_needs_no_model(
     monkeypatch.setattr(label_verb, "LINE_INTERVAL_S", -1.0)
     first = kestrel(*command)
     assert first.code == 0, first.err
-    assert re.search(r"^4 of [5?] pictures, [0-9.]+ pictures/s, [0-9]+ objects", first.err, re.MULTILINE)
+    assert re.search(r"^[1-5] of [5?] pictures, [0-9.]+ pictures/s, [0-9]+ objects", first.err, re.MULTILINE)
     assert [str(Path(line).relative_to(output)) for line in first.out.splitlines()] == [
         "coco/annotations.json",
         "labels.csv",
@@ -160,6 +160,30 @@ def test_the_walk_of_the_guide_from_labels_to_an_adapter_and_back(kestrel: Kestr
     assert len(rows_in(tmp_path / "better")) == 4
 
 
+def test_a_dataset_is_a_copy_and_a_picture_that_changed_is_named(kestrel: Kestrel, tmp_path: Path) -> None:
+    pictures, output = made_folder(tmp_path / "in", 1), tmp_path / "out"
+    command = ("label", pictures, *ASK, "--output", output, "--format", "yolo", *MD3)
+    assert kestrel(*command).code == 0
+    (placed,) = (output / "yolo" / "images").rglob("*.png")
+    placed.write_bytes(b"changed by a training program")
+    assert (pictures / "0000.png").read_bytes() == small_scenes(1)[0]
+    (pictures / "0000.png").write_bytes(small_scenes(2)[1])
+    again = kestrel(*command)
+    assert again.code == 2
+    assert "0000.png has changed since it was labelled" in again.err
+
+
+def test_a_row_without_a_question_is_one_error(kestrel: Kestrel, tmp_path: Path) -> None:
+    made_folder(tmp_path / "in", 1)
+    rows = [{"image": "in/0000.png", "question": "Who?"}, {"image": "in/0000.png"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = tmp_path / "out"
+    told = kestrel("label", tmp_path / "rows.jsonl", "--task", "query", "--output", output, "--max-tokens", "2", *MD3)
+    assert told.code == 0, told.err
+    assert f"{output / 'errors.csv'} says what is wrong with 1 of them" in told.err
+    assert sorted("error" in row for row in rows_in(output)) == [False, True]
+
+
 def test_a_dry_run_tells_what_all_would_take_and_writes_nothing(kestrel: Kestrel, tmp_path: Path) -> None:
     pictures = made_folder(tmp_path / "in", 4)
     before = files_below(tmp_path)
@@ -190,6 +214,7 @@ def test_a_dry_run_tells_what_all_would_take_and_writes_nothing(kestrel: Kestrel
         (("--objects", "bee", "--apply-review", "none.json"), "--apply-review: none.json cannot be read"),
         (("--max-tokens", "3", "--objects", "bee"), "--max-tokens"),
         ((), "--objects: is needed by detect"),
+        (("--task", "query"), "--question: is needed by query"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(
@@ -207,6 +232,9 @@ def test_wrong_sources_and_folders_leave_nothing_behind(kestrel: Kestrel, tmp_pa
     assert "SOURCE: there is no" in missing.err
     assert not (tmp_path / "out").exists()
     (tmp_path / "a.png").touch()
+    itself = kestrel("label", tmp_path, *ASK, "--output", tmp_path / "." / "")
+    assert itself.code == 2
+    assert "is labelled itself" in itself.err
     outcome = kestrel("label", tmp_path / "a.png", *ASK, "--output", tmp_path / "a.png" / "out")
     assert outcome.code == 2
     assert "--output: " in outcome.err
