@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import note_default_model, open_engine, require_skill
-from kestrel.cli.options import check_parent_folder, parse_size, split_names
+from kestrel.cli.options import check_parent_folder, flag, parse_size, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.evals.adapter import (
@@ -97,6 +98,54 @@ def eval(
         _write_json(as_json(evaluation, run_on), json_file)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterFlags:
+    """What is asked about annotated pictures, and what is written."""
+
+    adapter: str | None = flag("Judge this adapter of --adapter-dir. Default: the model.", metavar="NAME")
+    baseline: bool = flag("Judge the model without the adapter too.", False, flags=("--baseline",), show_default=False)
+    skill: str = flag("What to ask.", LocatePlan.skill, metavar="detect|point")
+    images: Path | None = field(
+        default=None, metadata={"help": "Where the pictures are. Default: beside --data.", "metavar": "DIR"}
+    )
+    only: Path | None = field(
+        default=None,
+        metadata={
+            "help": "Only the pictures that this file lists, such as NAME.training/held_out.txt of a training run.",
+            "metavar": "FILE",
+        },
+    )
+    negatives: float = flag(
+        "COCO: share of the questions that ask for something which is not there. 1 asks for every category in every "
+        "picture, as COCO judges.",
+        LocatePlan.negatives,
+    )
+    json_file: Path | None = field(
+        default=None,
+        metadata={"help": "Write all figures to this file as JSON.", "flags": ("--json",), "metavar": "FILE"},
+    )
+    page: Path | None = field(
+        default=None,
+        metadata={"help": "Write a page (HTML, self-contained) that shows the worst pictures.", "metavar": "FILE"},
+    )
+    concurrency: int = flag("Pictures asked about at the same time.", LocatePlan.concurrency, metavar="N")
+    max_objects: int = flag("Most objects in an answer.", LocatePlan.max_objects, metavar="N")
+    seed: int = flag("Of the negatives, when not all are asked.", LocatePlan.seed)
+
+    def plan(self, config: RuntimeConfig) -> LocatePlan:
+        """Checked, with everything else that can be refused before a model is loaded."""
+        plan = LocatePlan(self.skill, self.negatives, self.seed, self.concurrency, self.max_objects)
+        if self.baseline and self.adapter is None:
+            raise ConfigError("--baseline", "compares an adapter with its model; name one with --adapter")
+        if self.concurrency > config.max_queue_size:
+            raise ConfigError(
+                "concurrency", f"{self.concurrency} exceeds --max-queue-size {config.max_queue_size}; raise that"
+            )
+        _check_file("--json", self.json_file)
+        _check_file("--page", self.page)
+        return plan
+
+
 @with_flags
 def adapter(
     data: Annotated[
@@ -108,50 +157,8 @@ def adapter(
             "it, of which val_annotations.json or val.jsonl is taken when it is there.",
         ),
     ],
-    adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", metavar="NAME", help="Judge this adapter of --adapter-dir. Default: the model."),
-    ] = None,
-    baseline: Annotated[
-        bool, typer.Option("--baseline", help="Judge the model without the adapter too.", show_default=False)
-    ] = False,
-    skill: Annotated[str, typer.Option("--skill", metavar="detect|point", help="What to ask.")] = LocatePlan.skill,
-    images: Annotated[
-        Path | None, typer.Option("--images", metavar="DIR", help="Where the pictures are. Default: beside --data.")
-    ] = None,
-    only: Annotated[
-        Path | None,
-        typer.Option(
-            "--only",
-            metavar="FILE",
-            help="Only the pictures that this file lists, such as NAME.training/held_out.txt of a training run.",
-        ),
-    ] = None,
-    negatives: Annotated[
-        float,
-        typer.Option(
-            "--negatives",
-            help="COCO: share of the questions that ask for something which is not there. 1 asks for every category "
-            "in every picture, as COCO judges.",
-        ),
-    ] = LocatePlan.negatives,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to this file as JSON.")
-    ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--page", metavar="FILE", help="Write a page (HTML, self-contained) that shows the worst pictures."
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option("--concurrency", metavar="N", help="Pictures asked about at the same time.")
-    ] = LocatePlan.concurrency,
-    max_objects: Annotated[
-        int, typer.Option("--max-objects", metavar="N", help="Most objects in an answer.")
-    ] = LocatePlan.max_objects,
-    seed: Annotated[int, typer.Option("--seed", help="Of the negatives, when not all are asked.")] = LocatePlan.seed,
     *,
+    options: AdapterFlags,
     config: RuntimeConfig,
 ) -> None:
     """Judge a model, or an adapter over it, on your own annotated pictures.
@@ -161,30 +168,23 @@ def adapter(
     AP and AP50 are COCO's; precision, recall and F1 count boxes that overlap a true one by half, or points inside of
     it, at the score threshold with the best F1. Answers are greedy. The tables go to stdout.
     """
-    plan = LocatePlan(skill, negatives, seed, concurrency, max_objects)
-    if baseline and adapter is None:
-        raise ConfigError("--baseline", "compares an adapter with its model; name one with --adapter")
-    if concurrency > config.max_queue_size:
-        raise ConfigError("concurrency", f"{concurrency} exceeds --max-queue-size {config.max_queue_size}; raise that")
-    _check_file("--json", json_file)
-    _check_file("--page", page)
-    path = annotations_in(data)
+    plan, path = options.plan(config), annotations_in(data)
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
-    pictures = open_pictures(path, images, limits)
+    pictures = open_pictures(path, options.images, limits)
     questions = read_questions(path, pictures, plan)
-    if only is not None:
-        questions = only_listed(questions, only, pictures)
-    adapters = (adapter, None) if baseline else (adapter,)
+    if options.only is not None:
+        questions = only_listed(questions, options.only, pictures)
+    adapters = (options.adapter, None) if options.baseline else (options.adapter,)
     sides = run_to_end(_judge_all(questions, pictures, plan, adapters, config))
     stdout_console().print(as_locate_tables(sides, plan))
     for side in sides:
         if side.errors:
             note(f"{side.name}: {len(side.errors)} requests failed; the first: {side.errors[0]}")
-    if json_file is not None:
-        _write_json(locate_json(sides, plan, path, _run_on(config)), json_file)
-    if page is not None:
-        page.write_text(render(sides, plan, pictures), encoding="utf-8")
-        note(f"wrote the worst pictures to {page}")
+    if options.json_file is not None:
+        _write_json(locate_json(sides, plan, path, _run_on(config)), options.json_file)
+    if options.page is not None:
+        options.page.write_text(render(sides, plan, pictures), encoding="utf-8")
+        note(f"wrote the worst pictures to {options.page}")
 
 
 async def _judge_all(

@@ -78,7 +78,7 @@ def test_generated_requests_find_no_fault_in_any_route(
         for status in ("200", "400")
     )
     assert all(refused)
-    # Whether any of so few examples is right for a skill is chance: all or nearly none of them are.
+    # By chance all bodies for a skill can name a picture, model, key or adapter that is not there.
     assert sum(map(bool, answered)) >= (1 if max_examples == FEW_EXAMPLES else 3), answered
     assert described.state.running == {}
 
