@@ -52,7 +52,9 @@ class Ops:
     small_linear: Op
     gated_linear: Op
     max_small_rows: int
-    """Rows up to which `small_linear` and `gated_linear` are the better linear layers."""
+    """Rows up to which `small_linear` is the better linear layer."""
+    max_gated_rows: int
+    """The same of `gated_linear`."""
     gelu_linear: Op
     rotate_and_store: Op
     attend_rows: Op
@@ -92,6 +94,7 @@ PLAIN = Ops(
     small_linear=small_linear,
     gated_linear=gated_linear,
     max_small_rows=16,
+    max_gated_rows=16,
     gelu_linear=gelu_linear,
     rotate_and_store=rotate_and_store,
     attend_rows=attend_rows,

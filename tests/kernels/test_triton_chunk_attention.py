@@ -7,6 +7,7 @@ from tests.kernels.triton_mode import HALF, Draw, devices, distance  # isort: sk
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from tests.exhaustive import sweep
 
 BLOCKS = {"more keys": ChunksTuning(16, 32), "more queries": ChunksTuning(32, 16), "chosen": None}
 PICTURE, TEXT = 1, 0
-CASES = {
+Span: TypeAlias = tuple[int, int, int]
+"""Positions before a chunk, its own, and whether they all see each other."""
+CASES: dict[str, tuple[int, int, int, int, list[Span]]] = {
     "one query": (1, 1, 64, 16, [(0, 1, TEXT)]),
     "full blocks": (2, 2, 64, 16, [(0, 64, PICTURE), (64, 32, TEXT), (0, 32, TEXT)]),
     "odd sizes, an empty chunk": (3, 3, 40, 7, [(0, 29, PICTURE), (29, 5, TEXT), (3, 0, TEXT), (0, 0, PICTURE)]),
@@ -63,8 +66,13 @@ class Chunks:
 
 
 def chunks(case: str, device: str, dtype: torch.dtype = torch.float32) -> Chunks:
+    return chunks_of(*CASES[case], device=device, dtype=dtype)
+
+
+def chunks_of(
+    heads: int, kv_heads: int, head_dim: int, page_size: int, spans: list[Span], device: str, dtype: torch.dtype
+) -> Chunks:
     """Pages in disorder, then entries that name no page; slots that no chunk has keys in are full of NaN."""
-    heads, kv_heads, head_dim, page_size, spans = CASES[case]
     draw = Draw(device, dtype)
     width = 2 + max(((start + count) // page_size for start, count, _ in spans), default=0)
     order = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(1))

@@ -109,6 +109,15 @@ def test_gated_products_are_those_of_the_plain_version(
 
 
 @devices
+@pytest.mark.parametrize("num_rows", [17, 40, 64])
+def test_gated_products_of_many_rows_are_those_of_the_plain_version(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, weight = draw(num_rows, 96), draw(2 * 80, 96, scale=0.3)
+    expected = plain_gated(x.double(), weight.double()).float()
+    torch.testing.assert_close(gated_linear(x, weight), expected, rtol=1e-4, atol=3e-5)
+
+
+@devices
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_gated_weights_of_float8_are_read_with_a_scale_per_output(num_rows: int, device: str) -> None:
     draw = Draw(device)
@@ -118,7 +127,7 @@ def test_gated_weights_of_float8_are_read_with_a_scale_per_output(num_rows: int,
 
 
 @devices
-@pytest.mark.parametrize("num_rows", [1, 16])
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
 def test_gated_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_rows: int, device: str) -> None:
     draw = Draw(device, HALF[device])
     x, weight, norm = draw(num_rows, 256), draw(128, 256, scale=0.1), draw(256)

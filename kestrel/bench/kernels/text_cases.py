@@ -29,10 +29,12 @@ from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_s
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.rotary import rope_tables
+from kestrel.kernels.triton.launch import HOPPER
 from kestrel.kernels.triton.low_rank import usual_rows_per_tile
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import moe_small
 from kestrel.kernels.triton.ops import TRITON
+from kestrel.kernels.triton.paged_attention import attend_chunks, attend_chunks_on_hopper
 from kestrel.layers.mlp import MAX_EXACT_ROWS
 
 FACTOR_BYTES = 4
@@ -186,14 +188,23 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
     width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
     kv_numbers = 2 * prompts * num_keys * text.n_kv_heads * text.head_dim
     counts = " and ".join(f"{c.count} after {c.start}" for c in chunks)
-    return op_case(
+    return Case(
         "attend_chunks",
         f"{prompts} prompts, {counts}{'' if cache_dtype is None else ', fp8'}",
+        PLAIN.attend_chunks,
+        _attend_chunks,
         make,
         bytes_moved=kv_numbers * width + 2 * num_queries * text.n_heads * text.head_dim * HALF_BYTES,
         flop=4 * prompts * sum(chunk.num_pairs for chunk in chunks) * text.n_heads * text.head_dim,
         tunings=chunk_tunings(max_count),
     )
+
+
+def _attend_chunks(q_THD: Tensor, *where: Any, **blocks: Any) -> Tensor:
+    """What engines run on a Hopper GPU; the portable kernel elsewhere, and where its block sizes are asked for."""
+    if blocks or not q_THD.is_cuda or torch.cuda.get_device_capability(q_THD.device)[0] != HOPPER:
+        return attend_chunks(q_THD, *where, **blocks)
+    return attend_chunks_on_hopper(q_THD, *where)
 
 
 def _linear_case(

@@ -1,9 +1,8 @@
-"""Attention inside each crop on Hopper GPUs (H100, H200), written in Gluon, Triton's language for warps and barriers.
+"""Attention inside each crop on Hopper GPUs (H100, H200), written in Gluon.
 
 Programs stay on their multiprocessors and take tile after tile: 192 queries of one head of one crop, 64 for each of
-three groups of warps. A fourth group loads, ahead of them. The three take turns at the tensor cores: while one
-multiplies, the others raise to powers. In a turn a group issues the product with the values of one block of keys and
-the scores of the next block.
+three groups of warps. In a turn a group issues the product with the values of one block of keys and the scores of the
+next block.
 
 A head of 65 to 80 numbers lies in two tiles, 64 and 16 wide. Loads fill up what lies past the head and past the crop
 with zeros, and stores leave it out, so nothing is masked but the scores of keys past the crop. Those keys come first.
@@ -30,9 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Names of Triton 3.9, and those of 3.6.
-_load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from kestrel.kernels.triton.hopper import load_async, new_barriers, pass_turn, store_async, wait_for_turn, weigh
 
 MAIN, REST = gl.constexpr(64), gl.constexpr(16)
 GROUPS = gl.constexpr(3)
@@ -61,8 +58,8 @@ def _place_of(tile, num_heads, tiles_per_head):
 def _load(main, rest, crop, first, head, arrived, main_tile, rest_tile):
     """Rows of one head as (64, 16) wide tiles."""
     mbarrier.expect(arrived, main.block_type.nbytes + rest.block_type.nbytes)
-    _load_async(main, [crop, first, head, 0], arrived, main_tile)
-    _load_async(rest, [crop, first, head, MAIN], arrived, rest_tile)
+    load_async(main, [crop, first, head, 0], arrived, main_tile)
+    load_async(rest, [crop, first, head, MAIN], arrived, rest_tile)
 
 
 @gluon.jit
@@ -93,20 +90,6 @@ def _load_tiles(q_main, q_rest, kv_main, kv_rest, tiles, barriers, counts):
 
 
 @gluon.jit
-def _wait_for_turn(turns, count, GROUP: gl.constexpr):
-    """The first group may begin; the others wait to be let in."""
-    if GROUP == 0:
-        mbarrier.wait(turns.index(GROUP), (count & 1) ^ 1)
-    else:
-        mbarrier.wait(turns.index(GROUP), count & 1)
-
-
-@gluon.jit
-def _pass_turn(turns, GROUP: gl.constexpr):
-    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
-
-
-@gluon.jit
 def _begin_scores(q, q_rest, k_tile, k_rest, scores):
     k = k_tile.reshape([KEYS, MAIN]).permute((1, 0))
     scores = warpgroup_mma(q, k, scores, use_acc=False, is_async=True)
@@ -125,10 +108,10 @@ def _begin_sums(p, v_tile, v_rest, sums, rest_sums):
 def _first_scores(q, q_rest, tiles, barriers, turns, block, count, GROUP: gl.constexpr):
     at = block % STAGES
     mbarrier.wait(barriers[K_ARRIVED].index(at), block // STAGES & 1)
-    _wait_for_turn(turns, count, GROUP)
+    wait_for_turn(turns, count, GROUP)
     scores = gl.zeros([QUERIES, KEYS], gl.float32, SCORES)
     scores = _begin_scores(q, q_rest, tiles[K].index(at), tiles[K_REST].index(at), scores)
-    _pass_turn(turns, GROUP)
+    pass_turn(turns, GROUP, GROUPS)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(barriers[K_FREE].index(at))
     return scores
@@ -140,12 +123,12 @@ def _next_scores(q, q_rest, p, scores, sums, rest_sums, tiles, barriers, turns, 
     at, next_at = block % STAGES, (block + 1) % STAGES
     mbarrier.wait(barriers[V_ARRIVED].index(at), block // STAGES & 1)
     mbarrier.wait(barriers[K_ARRIVED].index(next_at), (block + 1) // STAGES & 1)
-    _wait_for_turn(turns, count, GROUP)
+    wait_for_turn(turns, count, GROUP)
     sums, rest_sums = _begin_sums(p, tiles[V].index(at), tiles[V_REST].index(at), sums, rest_sums)
     # Without this wait, scores and probabilities would not fit into the registers together.
     sums, rest_sums = warpgroup_mma_wait(0, deps=[sums, rest_sums])
     scores = _begin_scores(q, q_rest, tiles[K].index(next_at), tiles[K_REST].index(next_at), scores)
-    _pass_turn(turns, GROUP)
+    pass_turn(turns, GROUP, GROUPS)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(barriers[V_FREE].index(at))
     mbarrier.arrive(barriers[K_FREE].index(next_at))
@@ -156,21 +139,12 @@ def _next_scores(q, q_rest, p, scores, sums, rest_sums, tiles, barriers, turns, 
 def _last_sums(p, sums, rest_sums, tiles, barriers, turns, block, count, GROUP: gl.constexpr):
     at = block % STAGES
     mbarrier.wait(barriers[V_ARRIVED].index(at), block // STAGES & 1)
-    _wait_for_turn(turns, count, GROUP)
+    wait_for_turn(turns, count, GROUP)
     sums, rest_sums = _begin_sums(p, tiles[V].index(at), tiles[V_REST].index(at), sums, rest_sums)
-    _pass_turn(turns, GROUP)
+    pass_turn(turns, GROUP, GROUPS)
     sums, rest_sums = warpgroup_mma_wait(0, deps=[sums, rest_sums])
     mbarrier.arrive(barriers[V_FREE].index(at))
     return sums, rest_sums
-
-
-@gluon.jit
-def _weigh(scores, top, weight, score_scale):
-    """(probabilities before they are divided by their weight, highest score so far, weight, what earlier sums keep)."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * score_scale)
-    p = gl.exp2(scores * score_scale - new_top[:, None])
-    kept = gl.exp2(top - new_top)
-    return p.to(gl.bfloat16), new_top, weight * kept + gl.sum(p, 1), kept
 
 
 @gluon.jit
@@ -182,7 +156,7 @@ def _scaled(sums, rest_sums, factor):
 
 @gluon.jit
 def _attend_tiles(out_main, out_rest, tiles, barriers, turns, counts, num_rows, score_scale, GROUP: gl.constexpr):
-    """A group that computes. Scores are to the base 2."""
+    """A group that computes."""
     num_tiles, num_heads, tiles_per_head, num_blocks = counts
     is_key = (num_blocks - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES)) < num_rows
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -199,14 +173,14 @@ def _attend_tiles(out_main, out_rest, tiles, barriers, turns, counts, num_rows, 
         scores = gl.where(is_key[None, :], scores, float("-inf"))
         top = gl.full([QUERIES], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
         weight = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(1, SCORES))
-        p, top, weight, kept = _weigh(scores, top, weight, score_scale)
+        p, top, weight, kept = weigh(scores, top, weight, score_scale)
         sums = gl.zeros([QUERIES, MAIN], gl.float32, MAIN_SUMS)
         rest_sums = gl.zeros([QUERIES, REST], gl.float32, REST_SUMS)
         for n in range(1, num_blocks):
             scores, sums, rest_sums = _next_scores(
                 q, q_rest, p, scores, sums, rest_sums, tiles, barriers, turns, block + n - 1, count + n, GROUP
             )
-            p, top, weight, kept = _weigh(scores, top, weight, score_scale)
+            p, top, weight, kept = weigh(scores, top, weight, score_scale)
             sums, rest_sums = _scaled(sums, rest_sums, kept)
         sums, rest_sums = _last_sums(
             p, sums, rest_sums, tiles, barriers, turns, block + num_blocks - 1, count + num_blocks, GROUP
@@ -217,17 +191,9 @@ def _attend_tiles(out_main, out_rest, tiles, barriers, turns, counts, num_rows, 
         fence_async_shared()
         number, head, crop = _place_of(tile, num_heads, tiles_per_head)
         first = (number * GROUPS + GROUP) * QUERIES
-        _store_async(out_main, [crop, first, head, 0], tiles[Q].index(mine))
-        _store_async(out_rest, [crop, first, head, MAIN], tiles[Q_REST].index(mine))
+        store_async(out_main, [crop, first, head, 0], tiles[Q].index(mine))
+        store_async(out_rest, [crop, first, head, MAIN], tiles[Q_REST].index(mine))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_heads", "tiles_per_head", "num_blocks", "num_rows"])
@@ -241,10 +207,10 @@ def _attend_crops(
     k_rests = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, KEYS, 1, REST], kv_rest.layout)
     v_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, KEYS, 1, MAIN], kv_main.layout)
     v_rests = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, KEYS, 1, REST], kv_rest.layout)
-    q_arrived, q_free = _barriers(2 * GROUPS, 1), _barriers(2 * GROUPS, 1)
-    k_arrived, k_free = _barriers(STAGES, 1), _barriers(STAGES, GROUPS)
-    v_arrived, v_free = _barriers(STAGES, 1), _barriers(STAGES, GROUPS)
-    turns = _barriers(GROUPS, 1)
+    q_arrived, q_free = new_barriers(2 * GROUPS, 1), new_barriers(2 * GROUPS, 1)
+    k_arrived, k_free = new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS)
+    v_arrived, v_free = new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS)
+    turns = new_barriers(GROUPS, 1)
     fence_async_shared()
     tiles = (q_tiles, q_rests, k_tiles, k_rests, v_tiles, v_rests)
     barriers = (q_arrived, q_free, k_arrived, k_free, v_arrived, v_free)

@@ -3,13 +3,14 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 # ---------------------------------------------------------------------- measured block sizes
@@ -96,3 +97,24 @@ def _has_gpu() -> bool:
 @lru_cache(maxsize=64)
 def _is_supported(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= FIRST_CAPABILITY
+
+
+# ---------------------------------------------------------------------- kernels for Hopper alone
+# They are written in Gluon, a young language: a compiler of another version may fail in any way. So each is tried
+# before it is used, and where it fails the portable one does the work.
+
+
+HOPPER = 9
+"""Major number of the capability of an H100 or H200."""
+CLOSE = 0.01
+"""Relative distance of a right result in bfloat16; it is 0.002."""
+
+
+def fault_of(kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> str | None:
+    """Why a kernel cannot be used: what it raised, or how far it is from the right result."""
+    try:
+        expected, got = plain().float(), kernel().float()
+        distance = float((got - expected).norm() / expected.norm())
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no message'}"
+    return None if distance < CLOSE else f"its result is {distance:.2g} from the right one"

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from kestrel.kernels.triton.device_functions import RowTiles, gelu_tanh, load_tile, widened
 from kestrel.kernels.triton.fp8 import RowTuning, store_row
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, has_room, wait_for_inputs
+from kestrel.kernels.triton.launch import HOPPER, NO_TABLE, TuningTable, dependent, has_room, wait_for_inputs
 from kestrel.kernels.triton.norms import rms_norm
 
 # ---------------------------------------------------------------------- a handful of rows
-# A linear layer for at most 16 rows: the weights stream through once, and everything else hides behind them.
+# A linear layer for at most 16 rows, or 64 of a gated one: the weights stream through once, and everything else hides
+# behind them.
 #
 # Up to `SUMMED_ROWS` rows, a program takes a few outputs and adds products lane by lane; lanes meet once, after the
 # last block. With more rows the tensor cores do it, outputs as their long side and the rows of x, padded to 16, as the
@@ -24,9 +25,17 @@ from kestrel.kernels.triton.norms import rms_norm
 
 
 MAX_ROWS = 16
+MAX_GATED_ROWS = 64
 SUMMED_ROWS = 1
-MANY_OUTPUTS = 3072
-"""Fewer are cut into narrow blocks, so that all multiprocessors work."""
+MANY_OUTPUTS, LONG_ROWS = 3072, 8192
+"""Fewer outputs of shorter rows are cut into narrow blocks, so that all multiprocessors work."""
+MANY_SUMS = 8192
+"""Up to so many outputs, larger blocks of a row hide more of the wait for x."""
+
+
+def max_gated_rows(capability: tuple[int, int]) -> int:
+    """Up to which one kernel was faster than a product and a gate: for many rows this is known of Hopper alone."""
+    return MAX_GATED_ROWS if capability[0] == HOPPER else MAX_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +56,23 @@ class Tuning:
         is_gated: bool = False,
         has_room: bool = False,
     ) -> Tuning:
-        """A gated layer reads two rows of weights for each output. `has_room`: blocks may take 160 KiB together."""
+        """A gated layer reads two rows of weights for each output. `has_room`: blocks may take 180 KiB together."""
         width = 1 + is_gated
         if num_rows <= SUMMED_ROWS:
             if has_room and num_out % 4 == 0 and num_in % 512 == 0 and num_in <= 4096:
+                if not is_gated and num_out <= MANY_SUMS and num_in % 1024 == 0:
+                    return cls(block_out=4 if num_in <= 2048 else 2, block_in=1024)
                 return cls(block_out=2 if is_gated else 4, block_in=512, num_warps=2)
             if num_in > 4096:
                 return cls(block_out=1, block_in=1024)
             block_out = 2 if num_out % 2 == 0 and not is_gated else 1
             return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
+        if num_rows > MAX_ROWS:
+            return cls(64, 64, num_stages=5) if has_room and bytes_per_number == 2 else cls(16, 64, num_stages=2)
         if has_room and bytes_per_number == 2 and num_in % 512 == 0:
-            return cls(64, 128, num_stages=5) if num_out >= MANY_OUTPUTS else cls(16, 512 // width, num_stages=5)
+            if num_out >= MANY_OUTPUTS or num_in >= LONG_ROWS:
+                return cls(64, 128, num_stages=5 if is_gated else 9)
+            return cls(16, 512 // width, num_stages=5)
         block_out = max(16, next((size for size in (64, 32) if num_out * width >= 132 * size), 16) // width)
         row = max(16, triton.next_power_of_2(num_in))
         if bytes_per_number > 2:  # twice the bytes: fewer of them at a time, so that every GPU has room
@@ -252,7 +267,7 @@ def gated_linear(
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
-    """hidden [M, F / 2] in the dtype of x, M ≤ 16. Rows of x may lie apart."""
+    """hidden [M, F / 2] in the dtype of x, M ≤ 64. Rows of x may lie apart."""
     num_rows, width = x_MD.shape[0], weight_FD.shape[0]
     found = tuning or table.find("gated_linear", num_rows, tuple(weight_FD.shape), x_MD.dtype, weight_FD.dtype)
     hidden_MI = torch.empty(num_rows, width // 2, dtype=x_MD.dtype, device=x_MD.device)
@@ -276,7 +291,7 @@ def _launch_small(
 ) -> None:
     num_rows, num_in = x_MD.shape
     num_out = y_MF.shape[1]
-    assert num_rows <= MAX_ROWS
+    assert num_rows <= (MAX_GATED_ROWS if is_gated else MAX_ROWS)
     assert weight_FD.shape == (num_out * (1 + is_gated), num_in)
     assert weight_FD.is_contiguous()
     assert x_MD.stride(1) == 1
@@ -289,9 +304,9 @@ def _launch_small(
     chosen = tuning or Tuning.of(
         num_rows, num_out, num_in, x_MD.element_size(), is_gated=is_gated, has_room=has_room(x_MD.device)
     )
-    kernel, padded_rows = _by_dots, MAX_ROWS
-    if num_rows <= SUMMED_ROWS:
-        kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
+    kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
+    if num_rows > SUMMED_ROWS:
+        kernel, padded_rows = _by_dots, max(MAX_ROWS, padded_rows)
     has_full_rows = kernel is _by_dots or padded_rows == num_rows
     kernel[(triton.cdiv(num_out, chosen.block_out),)](
         x_MD, weight_FD, y_MF,

@@ -32,7 +32,12 @@ from kestrel.kernels.triton.vision import patchify, resample
 from kestrel.kernels.vision import attend_crops
 
 
-def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
+def triton_ops(
+    table: TuningTable,
+    attend_crops: Op = attend_crops,
+    attend_chunks: Op = attend_chunks,
+    max_gated_rows: int = MAX_ROWS,
+) -> Ops:
     """The bundle with the block sizes of a table; rules decide where it has none."""
     return Ops(
         layer_norm=partial(layer_norm, table=table),
@@ -40,6 +45,7 @@ def triton_ops(table: TuningTable, attend_crops: Op = attend_crops) -> Ops:
         small_linear=partial(small_linear, table=table),
         gated_linear=partial(gated_linear, table=table),
         max_small_rows=MAX_ROWS,
+        max_gated_rows=max_gated_rows,
         gelu_linear=gelu_linear_epilogue,
         rotate_and_store=partial(rotate_and_store, table=table),
         attend_rows=partial(attend_rows, table=table),

@@ -3,16 +3,21 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel.kernels.ops import Op
+from kestrel.kernels.paged_attention import attend_chunks as plain_attend_chunks
 from kestrel.kernels.triton.device_functions import widened
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
+from kestrel.kernels.triton.launch import HOPPER, NO_TABLE, TuningTable, dependent, fault_of, wait_for_inputs
 
 # ---------------------------------------------------------------------- one query a row
 # Decode attention over pages, keys split between programs: each split leaves its share, a second kernel adds them up.
@@ -44,8 +49,11 @@ class RowsTuning:
         """Found on an H200. Numbers of one byte take more work to unpack than to read. A group of heads has its keys in
         one program, and few splits are added up sooner than many."""
         if group > 1:
-            few = num_rows <= FEW_ROWS
-            return cls(32 if few else 64, num_warps=4, target_programs=132 if few else 264)
+            if num_rows <= FEW_ROWS:
+                return cls(block_keys=16 if num_rows == 1 else 32, num_warps=4, target_programs=132)
+            if num_rows >= MANY_ROWS:
+                return cls(block_keys=32, num_warps=4, num_stages=4, target_programs=264)
+            return cls(block_keys=64, num_warps=4, target_programs=264)
         if cache_dtype.itemsize == 1:
             return cls(block_keys=16) if num_rows >= MANY_ROWS else cls(num_warps=4)
         return cls(block_keys=64) if num_rows >= MANY_ROWS else cls()
@@ -411,3 +419,63 @@ def attend_chunks(
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     return out_THD
+
+
+# Which of them is the fastest that runs here: long chunks by the Hopper kernel where there is one.
+
+
+logger = logging.getLogger("kestrel.kernels")
+
+LONG = {64: 640, 128: 256}
+"""Queries by size of a head: up to so many, tiles of the Hopper kernel have few keys and mostly wait."""
+
+
+def fastest_attend_chunks(capability: tuple[int, int]) -> Op:
+    return attend_chunks_on_hopper if capability[0] == HOPPER else attend_chunks
+
+
+def attend_chunks_on_hopper(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *where: Any,
+    out_THD: Tensor | None = None,
+    table: TuningTable = NO_TABLE,
+) -> Tensor:
+    """As `attend_chunks`; by the Hopper kernel if it takes these sizes."""
+    page_size, max_count = where[5:7]
+    if not _suits_hopper(q_THD, k_cache, page_size, max_count):
+        return attend_chunks(q_THD, k_cache, v_cache, *where, out_THD=out_THD, table=table)
+    # Here and not above: other GPUs, and Triton before 3.6, have no use for the module.
+    from kestrel.kernels.triton import hopper_chunk_attention as hopper  # noqa: PLC0415
+
+    return hopper.attend_chunks(q_THD, k_cache, v_cache, *where, out_THD=out_THD)
+
+
+def _suits_hopper(q_THD: Tensor, k_cache: Tensor, page_size: int, max_count: int) -> bool:
+    """Long chunks, heads of one or two loads, addresses that a load can start from, and pages of whole loads."""
+    _, num_heads, head_dim = q_THD.shape
+    if not q_THD.dtype == k_cache.dtype == torch.bfloat16:
+        return False
+    if max_count <= LONG.get(head_dim, max_count) or page_size % 16 or q_THD.stride(0) % 8 or q_THD.data_ptr() % 16:
+        return False
+    return _is_right_on_hopper(num_heads // k_cache.shape[1], head_dim, q_THD.device)
+
+
+@lru_cache(maxsize=64)
+def _is_right_on_hopper(group: int, head_dim: int, device: torch.device) -> bool:
+    """Tried once for heads of a kind, by the first step of a process, which is not a captured one."""
+    from kestrel.kernels.triton import hopper_chunk_attention as hopper  # noqa: PLC0415
+
+    page_size, (start, count) = 16, torch.tensor([[0, 77], [200, 130]], device=device)
+    pages = torch.randperm(2 * 16, device=device).view(2, 16)
+    q_THD = torch.randn(count.sum(), 2 * group, head_dim, device=device, dtype=torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, 2 * 16 * page_size, 2, head_dim, device=device, dtype=torch.bfloat16)
+    where = pages, count.cumsum(0) - count, count, start, torch.zeros_like(count), page_size, 200
+    fault = fault_of(
+        lambda: hopper.attend_chunks(q_THD, k_cache, v_cache, *where),
+        lambda: plain_attend_chunks(q_THD.float(), k_cache.float(), v_cache.float(), *where),
+    )
+    if fault is not None:
+        logger.warning("attention of prompts runs without the Hopper kernel: %s", fault)
+    return fault is None
