@@ -136,9 +136,11 @@ class Attention(nn.Module):
         """From the fused projection to what attention leaves, [T, heads · head_dim]."""
         return step.attend(layer, Heads(self, qkv_TF, step), out_TD)
 
-    def forward(self, y: Rows, layer: int, step: Step) -> Tensor:
-        """Without the deltas of adapters: blocks know which of their inputs those read."""
-        return self.proj(self.mix(self.qkv(y), layer, step))
+    def forward(self, y: Rows, layer: int, step: Step, wanted_N: Tensor | None = None) -> Tensor:
+        """Of the wanted positions, or of all. Without the deltas of adapters: blocks know which of their inputs those
+        read."""
+        mixed_TD = self.mix(self.qkv(y), layer, step)
+        return self.proj(mixed_TD if wanted_N is None else mixed_TD[wanted_N])
 
 
 @dataclass(slots=True)

@@ -67,19 +67,25 @@ class ParallelBlock(nn.Module):
         proj.become_part(back, columns=slice(proj.in_features))
         fc2.become_part(back, columns=slice(proj.in_features, None))
 
-    def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
-        """(residual stream, what is still to be added to it): first before the block, then after it."""
+    def forward(
+        self, x_TD: Tensor, pending: Pending, step: Step, wanted_N: Tensor | None = None
+    ) -> tuple[Tensor, Pending]:
+        """(residual stream, what is still to be added to it): first before the block, then after it, there of the
+        wanted positions alone."""
         adapt, is_dense = step.adapt, isinstance(self.mlp, Mlp)
         fits_joined = x_TD.shape[0] <= self.ops.max_small_rows and (adapt is None or adapt.is_base_T is not None)
         if self._joined is not None and fits_joined:
-            return self._forward_joined(x_TD, pending, step, *self._joined)
+            return _wanted(wanted_N, *self._forward_joined(x_TD, pending, step, *self._joined))
         to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
-            return x_TD, (self.attn(y, self.layer, step), self.mlp(y))
+            a_TD = self.attn(y, self.layer, step, wanted_N)
+            if wanted_N is not None:
+                x_TD, y = x_TD[wanted_N], y[wanted_N]
+            return x_TD, (a_TD, self.mlp(y))
         assert not isinstance(y, Fp8Rows)
         run = self._adapted_dense if is_dense else self._adapted_moe
-        return x_TD, run(y, step, adapt)
+        return _wanted(wanted_N, x_TD, run(y, step, adapt))
 
     def _forward_joined(
         self, x_TD: Tensor, pending: Pending, step: Step, wide: Linear, back: Linear
@@ -144,22 +150,28 @@ class SequentialBlock(nn.Module):
         for matrix in (*attention, *(getattr(self.mlp, name) for name in self.mlp.matrices)):
             matrix.to_fp8()
 
-    def forward(self, x_TD: Tensor, pending: Pending, step: Step) -> tuple[Tensor, Pending]:
-        """(residual stream, what is still to be added to it): first before the block, then after it."""
+    def forward(
+        self, x_TD: Tensor, pending: Pending, step: Step, wanted_N: Tensor | None = None
+    ) -> tuple[Tensor, Pending]:
+        """(residual stream, what is still to be added to it): first before the block, then after it, there of the
+        wanted positions alone."""
         adapt = step.adapt
         if self._is_fusible and adapt is None and not pending and x_TD.shape[0] <= self.ops.max_small_rows:
-            return self._forward_small(x_TD, step), ()
+            return _wanted(wanted_N, self._forward_small(x_TD, step), ())
         to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln1.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
-            a_TD = self.attn(y, self.layer, step)
-            x_TD, y = self.ln2.of_sum(x_TD, (a_TD,), to_fp8=to_fp8 and not self.has_experts)
+            a_TD = self.attn(y, self.layer, step, wanted_N)
+            if wanted_N is not None:
+                x_TD = x_TD[wanted_N]
+            to_fp8 = self.attn.qkv.takes_fp8_rows(x_TD) and not self.has_experts
+            x_TD, y = self.ln2.of_sum(x_TD, (a_TD,), to_fp8=to_fp8)
             return x_TD, (self.mlp(y),)
         assert not isinstance(y, Fp8Rows)
         mixed_TD = self.attn.mix(adapt.linear(self.layer, "qkv", y, self.attn.qkv(y)), self.layer, step)
         x_TD, y = self.ln2.of_sum(x_TD, (adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD)),))
         assert not isinstance(y, Fp8Rows)
-        return x_TD, (self.mlp.adapted(y, self.layer, adapt),)
+        return _wanted(wanted_N, x_TD, (self.mlp.adapted(y, self.layer, adapt),))
 
     @property
     def _is_fusible(self) -> bool:
@@ -176,6 +188,11 @@ class SequentialBlock(nn.Module):
         x_TD = ops.small_linear(mixed_TD, proj.weight, proj.bias, residual_MF=x_TD, scale_F=proj.scale_F)
         hidden_TI = ops.gated_linear(x_TD, gate_up.weight, gate_up.scale_F, (self.ln2.weight, self.ln2.eps))
         return ops.small_linear(hidden_TI, down.weight, residual_MF=x_TD, scale_F=down.scale_F)
+
+
+def _wanted(wanted_N: Tensor | None, x_TD: Tensor, pending: Pending) -> tuple[Tensor, Pending]:
+    """Of the wanted positions, where a block has computed all."""
+    return (x_TD, pending) if wanted_N is None else (x_TD[wanted_N], tuple(part_TD[wanted_N] for part_TD in pending))
 
 
 # ---------------------------------------------------------------------- the decoder
@@ -244,13 +261,23 @@ class TextDecoder(nn.Module):
     def embed(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.wte)
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
-        """The residual stream after the last block, not normalised."""
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        adapt: Adapt | None = None,
+        wanted_N: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after the last block, not normalised: of the wanted positions, which is what the last
+        block computes once all keys and values are stored, or of all."""
         assert x_TD.ndim == 2
         assert positions_T.shape == x_TD.shape[:1]
         step, pending = Step(positions_T, attend, self.rope, adapt), cast(Pending, ())
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x_TD, pending = block(x_TD, pending, step)
+        x_TD, pending = last(x_TD, pending, step, wanted_N)
         return self.post_ln.of_sum(x_TD, pending)[0] if pending else x_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

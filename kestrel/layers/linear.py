@@ -38,6 +38,9 @@ class Fp8Rows:
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
+    def __getitem__(self, wanted_N: Tensor) -> Fp8Rows:
+        return Fp8Rows(self.numbers[wanted_N], self.scale_T1[wanted_N])
+
 
 Rows: TypeAlias = Tensor | Fp8Rows
 

@@ -144,9 +144,16 @@ class DecoderModel(Protocol):
 
     def embed_text(self, ids_T: Tensor) -> Tensor: ...
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
-        """The last layer's residual stream, [T, hidden_dim]. Positions are below `max_context`, those of padding too: a
-        model that has no rotary ones adds its own here."""
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        adapt: Adapt | None = None,
+        wanted_N: Tensor | None = None,
+    ) -> Tensor:
+        """The last layer's residual stream of the wanted positions, [N, hidden_dim], or of all. Positions are below
+        `max_context`, those of padding too: a model that has no rotary ones adds its own here."""
         ...
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:

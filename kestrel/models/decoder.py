@@ -52,8 +52,15 @@ class TextModelDecoder:
     def embed_text(self, ids_T: Tensor) -> Tensor:
         return self._text.embed(ids_T)
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, attend: Attend, adapt: Adapt | None = None) -> Tensor:
-        return self._text(x_TD, positions_T, attend, adapt)
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        adapt: Adapt | None = None,
+        wanted_N: Tensor | None = None,
+    ) -> Tensor:
+        return self._text(x_TD, positions_T, attend, adapt, wanted_N)
 
     def final_norm(self, hidden_ND: Tensor) -> Tensor:
         return self._text.post_ln(hidden_ND)

@@ -62,13 +62,19 @@ class StepBatch:
         self._kv, self._table, self._ops, self._by_kernels = kv, table, ops, by_kernels
         self.prefill = prefill
         self.decode = decode
-        self.sample_at: list[int] = []
+        self.wanted: list[int] = []
+        """Positions that a token follows, one for each of `sample_rows`; without any, the first position."""
         self.sample_rows: list[int] = []
         self.rows, self.positions = self._lay_out(prefill, decode)
+        self.wanted = self.wanted or [0]
+
+    @property
+    def wants_all(self) -> bool:
+        return any(chunk.prompt_outputs is not None for chunk in self.prefill)
 
     @cached_property
-    def sample_at_B(self) -> Tensor:
-        return upload(self.sample_at, self._table.device, torch.int64)
+    def wanted_B(self) -> Tensor:
+        return upload(self.wanted, self._table.device, torch.int64)
 
     @cached_property
     def positions_T(self) -> Tensor:
@@ -88,12 +94,12 @@ class StepBatch:
             rows += [chunk.row] * chunk.num_positions
             positions += range(chunk.start, chunk.start + chunk.num_positions)
             if chunk.samples:
-                self.sample_at.append(len(positions) - 1)
+                self.wanted.append(len(positions) - 1)
                 self.sample_rows.append(chunk.row)
         for one in decode:
             rows.append(one.row)
             positions.append(one.position)
-            self.sample_at.append(len(positions) - 1)
+            self.wanted.append(len(positions) - 1)
             self.sample_rows.append(one.row)
         return rows, positions
 
@@ -303,19 +309,24 @@ class Executor:
         embedded = embed_prefill(self._model, prefill, images)
         if decode:
             embedded.append(embed_decode(self._model, self._table, decode))
-        hidden_TD = self._forward(batch, embedded)
-        step.prompts = score_prompts(self._model, prefill, hidden_TD)
-        if batch.sample_at:
-            sampled = self._sample(plan, hidden_TD[batch.sample_at_B], batch.sample_rows)
+        hidden_BD = self._forward(batch, embedded)
+        if batch.wants_all:
+            step.prompts = score_prompts(self._model, prefill, hidden_BD)
+            hidden_BD = hidden_BD[batch.wanted_B]
+        if batch.sample_rows:
+            sampled = self._sample(plan, hidden_BD, batch.sample_rows)
             step.parts.append(self._sent(batch.sample_rows, sampled))
 
     def _forward(self, batch: StepBatch, embedded: list[Tensor]) -> Tensor:
+        """The residual stream of the wanted positions, or of all."""
         graphs = None if self._fast is None else self._fast.prefill
         is_adapted = any(self._table.host[row].adapter_slot is not None for row in set(batch.rows))
         if graphs is None or batch.decode or not graphs.fits(len(batch.positions), is_adapted):
             adapt = self._adapt(batch.rows)
-            return self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, adapt)
-        return graphs.run(embedded, batch.prefill, batch.rows, batch.positions, is_adapted)
+            wanted_B = None if batch.wants_all else batch.wanted_B
+            return self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, adapt, wanted_B)
+        wanted = None if batch.wants_all else batch.wanted
+        return graphs.run(embedded, batch.prefill, batch.rows, batch.positions, wanted, is_adapted)
 
     def _sample(self, plan: StepPlan, hidden_BD: Tensor, rows: list[int]) -> Sampled:
         wishes = None if self._fast is None else parts_for(self._table, rows, plan)

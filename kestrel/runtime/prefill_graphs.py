@@ -39,11 +39,23 @@ class PrefillForm:
     num_long: int
     num_short: int
     longest: int
+    wants_all: bool
     is_adapted: bool
+
+    @property
+    def num_wanted(self) -> int:
+        """At most: a chunk has one position that a token follows."""
+        return self.num_positions if self.wants_all else self.num_long + self.num_short
 
     @classmethod
     def of(
-        cls, num_positions: int, long: Sequence[ChunkNumbers], short: Sequence[ChunkNumbers], is_adapted: bool
+        cls,
+        num_positions: int,
+        long: Sequence[ChunkNumbers],
+        short: Sequence[ChunkNumbers],
+        *,
+        wants_all: bool = False,
+        is_adapted: bool = False,
     ) -> PrefillForm:
         step = FINE if num_positions <= FINE_UP_TO else COARSE
         longest = max((chunk.num_positions for chunk in long), default=0)
@@ -52,6 +64,7 @@ class PrefillForm:
             _next_power_of_2(len(long)),
             _next_power_of_2(len(short)),
             -(-longest // LONGEST_STEP) * LONGEST_STEP,
+            wants_all,
             is_adapted,
         )
 
@@ -96,15 +109,15 @@ class PrefillGraphs:
             return ChunkNumbers(0, num_positions, start=0, sees_all=sees_all, row=self._table.spare_row)
 
         few, most = FINE // 4, self._max_positions
-        short = PrefillForm.of(few, [], [chunk(few)], is_adapted=False)
+        short = PrefillForm.of(few, [], [chunk(few)])
         if self._model.vision is None:
-            return PrefillForm.of(most, [chunk(most)], [], is_adapted=False), short
+            return PrefillForm.of(most, [chunk(most)], []), short
         many = self._model.shape.num_image_positions + 1
         question, picture, fitting = chunk(few), chunk(many, sees_all=1), most // (many + few)
         return (
-            PrefillForm.of(most, [picture] * fitting, [question] * max(1, fitting), is_adapted=False),
+            PrefillForm.of(most, [picture] * fitting, [question] * max(1, fitting)),
             short,
-            PrefillForm.of(many + few, [picture], [question], is_adapted=False),
+            PrefillForm.of(many + few, [picture], [question]),
         )
 
     def fits(self, num_positions: int, is_adapted: bool) -> bool:
@@ -116,14 +129,15 @@ class PrefillGraphs:
         chunks: Sequence[PrefillChunk],
         rows: list[int],
         positions: list[int],
+        wanted: list[int] | None,
         is_adapted: bool,
     ) -> Tensor:
-        """The residual stream of all positions; the next run overwrites it."""
+        """The residual stream of the wanted positions, or of all; the next run overwrites it."""
         long, short = long_and_short(chunks)
-        form = PrefillForm.of(len(positions), long, short, is_adapted)
+        form = PrefillForm.of(len(positions), long, short, wants_all=wanted is None, is_adapted=is_adapted)
         self._capture_if_worth_it(form)
         torch.cat(embedded, out=self._x_TD[: len(positions)])
-        integers = upload(self._integers(form, long, short, rows, positions), self._table.device)
+        integers = upload(self._integers(form, long, short, rows, positions, wanted or []), self._table.device)
         captured = self._captured.get(form)
         if captured is None:
             self._forward(form, integers)
@@ -131,7 +145,7 @@ class PrefillGraphs:
         else:
             captured.integers.copy_(integers)
             captured.graph.replay()
-        return self._hidden_TD[: len(positions)]
+        return self._hidden_TD[: len(positions) if wanted is None else len(wanted)]
 
     def _capture_if_worth_it(self, form: PrefillForm) -> None:
         """What comes up once is not, and what has run is quickly recorded."""
@@ -145,27 +159,28 @@ class PrefillGraphs:
         short: Sequence[ChunkNumbers],
         rows: list[int],
         positions: list[int],
+        wanted: list[int],
     ) -> list[int]:
-        """Rows and positions, then the numbers of the long and of the short chunks, each filled up."""
+        """Rows and positions, the numbers of the long and of the short chunks, wanted positions, each filled up."""
         spare, missing = self._table.spare_row, form.num_positions - len(positions)
         numbers = [*rows, *[spare] * missing, *positions, *[0] * missing]
         for chunks, capacity in ((long, form.num_long), (short, form.num_short)):
             empty = ChunkNumbers(first=0, num_positions=0, start=0, sees_all=0, row=spare)
             for column in zip(*chunks, *[empty] * (capacity - len(chunks)), strict=True):
                 numbers += column
-        return numbers
+        return numbers if form.wants_all else [*numbers, *wanted, *[0] * (form.num_wanted - len(wanted))]
 
     def _capture(self, form: PrefillForm, has_run: bool = False) -> CapturedPrefill:
         """Tried out on the spare row alone, without chunks."""
         device = self._table.device
-        integers = upload(self._integers(form, [], [], [], []), device)
+        integers = upload(self._integers(form, [], [], [], [], []), device)
         graph, _ = self._pool.capture(lambda: self._forward(form, integers), has_run)
         return CapturedPrefill(graph, integers)
 
     def _forward(self, form: PrefillForm, integers: Tensor) -> None:
         n = form.num_positions
-        counts = [n, n, 5 * form.num_long, 5 * form.num_short]
-        rows_T, positions_T, long, short = integers.split(counts)
+        counts = [n, n, 5 * form.num_long, 5 * form.num_short, 0 if form.wants_all else form.num_wanted]
+        rows_T, positions_T, long, short, wanted = integers.split(counts)
         tables = [
             StoredChunks.of_numbers(numbers.view(5, -1), self._table, longest)
             for numbers, longest in ((long, form.longest), (short, FINE))
@@ -176,7 +191,9 @@ class PrefillGraphs:
         if form.is_adapted:
             assert self._adapters is not None
             adapt = SlotAdapt(self._adapters, self._table.tensors.adapter_slot[rows_T], self._ops)
-        self._hidden_TD[:n] = self._model.forward(self._x_TD[:n], positions_T, attention, adapt)
+        self._hidden_TD[: form.num_wanted] = self._model.forward(
+            self._x_TD[:n], positions_T, attention, adapt, None if form.wants_all else wanted
+        )
 
 
 def _next_power_of_2(count: int) -> int:

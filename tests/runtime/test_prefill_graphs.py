@@ -74,7 +74,7 @@ def untagged(answers: dict[str, list]) -> dict[str, list]:
 def test_a_form_is_captured_when_it_comes_up_again_and_the_usual_ones_at_the_start() -> None:
     pool = RepeatingPool()
     _, graphs = captured("md2", pool, 2048)
-    form = PrefillForm(num_positions=320, num_long=1, num_short=0, longest=384, is_adapted=False)
+    form = PrefillForm(num_positions=320, num_long=1, num_short=0, longest=384, wants_all=False, is_adapted=False)
     with torch.inference_mode():
         graphs._capture_if_worth_it(form)
         assert pool.has_run == []
