@@ -271,8 +271,8 @@ PEER_DECODE_STEP_MS: dict[tuple[str, int], float] = {("MD2", 1): 1.58, ("MD2", 1
 """By model and batch size."""
 
 VLLM_SOURCE = (
-    "vLLM: version 0.26.0 on the same GPU, bfloat16, CUDA graphs and compilation on, prefix cache off, the best of "
-    "three."
+    "vLLM: version 0.26.0 on the same GPU, bfloat16, CUDA graphs and compilation on, prefix cache off. Of either "
+    "engine the best of three runs."
 )
 VLLM_TEXT: dict[str, dict[tuple[str, int], float]] = {
     "L1B": {
