@@ -67,12 +67,16 @@ class Linear(nn.Linear):
 
     def takes_fp8_rows(self, x: Rows) -> bool:
         """Whether these are multiplied in float8."""
-        return self.is_fp8 and x.shape[0] > self.ops.max_small_rows
+        return self.is_fp8 and not self._is_small(x)
+
+    def _is_small(self, x: Rows) -> bool:
+        """A handful of rows, unless the weight lies apart as columns of a wider one."""
+        return len(x.shape) == 2 and x.shape[0] <= self.ops.max_small_rows and self.weight.is_contiguous()
 
     def forward(self, x: Rows, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(x, Fp8Rows):
             return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self._bias, self._out_dtype)
-        if x.ndim == 2 and x.shape[0] <= self.ops.max_small_rows:
+        if self._is_small(x):
             return self.ops.small_linear(x, self.weight, self._bias, scale_F=self.scale_F)
         if self.is_fp8:
             return self(self.quantised(x))
@@ -82,7 +86,7 @@ class Linear(nn.Linear):
         """GELU_tanh of this layer, in as few operations as the format allows."""
         if isinstance(x, Fp8Rows) or self.takes_fp8_rows(x):
             return functional.gelu(self(x), approximate="tanh")
-        if x.ndim == 2 and x.shape[0] <= self.ops.max_small_rows:
+        if self._is_small(x):
             return self.ops.small_linear(x, self.weight, self.bias, gelu_from=0, scale_F=self.scale_F)
         return self.ops.gelu_linear(x, self.weight, self.bias)
 

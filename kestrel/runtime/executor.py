@@ -30,7 +30,7 @@ from kestrel.runtime.contract import (
     StepPlan,
 )
 from kestrel.runtime.decode import FixedDecode, parts_for
-from kestrel.runtime.device import SideStream, computing, few_rows, on_device, shorten_turns, upload
+from kestrel.runtime.device import SideStream, computing, few_rows, on_device, shorten_turns, upload, upload_tensor
 from kestrel.runtime.pictures import PictureEncoder, VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import GrammarTables, RowTable
@@ -78,30 +78,32 @@ class StepBatch:
 
     @cached_property
     def positions_T(self) -> Tensor:
-        return upload(self.positions, self._table.device)
+        return upload_tensor(self.positions, self._table.device)
 
     @cached_property
     def attend(self) -> FlatAttention:
-        rows_T = upload(self.rows, self._table.device)
+        rows_T = upload_tensor(self.rows, self._table.device)
         return FlatAttention(
             self._kv, self._table, self._ops, self.prefill, self.decode, rows_T, self.positions_T, self._by_kernels
         )
 
-    def _lay_out(self, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> tuple[list[int], list[int]]:
-        rows: list[int] = []
-        positions: list[int] = []
+    def _lay_out(self, prefill: list[PrefillChunk], decode: list[DecodeRow]) -> tuple[Tensor, Tensor]:
+        """On the host. Piece by piece: lists of thousands of integers take a millisecond to become tensors."""
+        rows = [torch.full((chunk.num_positions,), chunk.row) for chunk in prefill]
+        positions = [torch.arange(chunk.start, chunk.start + chunk.num_positions) for chunk in prefill]
+        num_positions = 0
         for chunk in prefill:
-            rows += [chunk.row] * chunk.num_positions
-            positions += range(chunk.start, chunk.start + chunk.num_positions)
+            num_positions += chunk.num_positions
             if chunk.samples:
-                self.wanted.append(len(positions) - 1)
+                self.wanted.append(num_positions - 1)
                 self.sample_rows.append(chunk.row)
-        for one in decode:
-            rows.append(one.row)
-            positions.append(one.position)
-            self.wanted.append(len(positions) - 1)
-            self.sample_rows.append(one.row)
-        return rows, positions
+        if decode:
+            decoded = [one.row for one in decode]
+            rows.append(torch.tensor(decoded))
+            positions.append(torch.tensor([one.position for one in decode]))
+            self.wanted += range(num_positions, num_positions + len(decode))
+            self.sample_rows += decoded
+        return torch.cat(rows), torch.cat(positions)
 
 
 def embed_prefill(model: DecoderModel, chunks: list[PrefillChunk], images: dict[str, Tensor]) -> list[Tensor]:
@@ -320,9 +322,9 @@ class Executor:
     def _forward(self, batch: StepBatch, embedded: list[Tensor]) -> Tensor:
         """The residual stream of the wanted positions, or of all."""
         graphs = None if self._fast is None else self._fast.prefill
-        is_adapted = any(self._table.host[row].adapter_slot is not None for row in set(batch.rows))
+        is_adapted = any(self._table.host[chunk.row].adapter_slot is not None for chunk in batch.prefill)
         if graphs is None or batch.decode or not graphs.fits(len(batch.positions), is_adapted):
-            adapt = self._adapt(batch.rows)
+            adapt = self._adapt(batch.rows.tolist())
             wanted_B = None if batch.wants_all else batch.wanted_B
             return self._model.forward(torch.cat(embedded), batch.positions_T, batch.attend, adapt, wanted_B)
         wanted = None if batch.wants_all else batch.wanted

@@ -19,7 +19,7 @@ from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.attention import ChunkAttention, ChunkNumbers, PagedKVCache, StoredChunks, long_and_short
 from kestrel.runtime.contract import PrefillChunk
-from kestrel.runtime.device import upload
+from kestrel.runtime.device import upload_tensor
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.runtime.rows import RowTable
 
@@ -127,8 +127,8 @@ class PrefillGraphs:
         self,
         embedded: list[Tensor],
         chunks: Sequence[PrefillChunk],
-        rows: list[int],
-        positions: list[int],
+        rows: Tensor,
+        positions: Tensor,
         wanted: list[int] | None,
         is_adapted: bool,
     ) -> Tensor:
@@ -137,7 +137,7 @@ class PrefillGraphs:
         form = PrefillForm.of(len(positions), long, short, wants_all=wanted is None, is_adapted=is_adapted)
         self._capture_if_worth_it(form)
         torch.cat(embedded, out=self._x_TD[: len(positions)])
-        integers = upload(self._integers(form, long, short, rows, positions, wanted or []), self._table.device)
+        integers = self._integers(form, long, short, (rows, positions), wanted or [])
         captured = self._captured.get(form)
         if captured is None:
             self._forward(form, integers)
@@ -157,23 +157,26 @@ class PrefillGraphs:
         form: PrefillForm,
         long: Sequence[ChunkNumbers],
         short: Sequence[ChunkNumbers],
-        rows: list[int],
-        positions: list[int],
+        places: tuple[Tensor, Tensor],
         wanted: list[int],
-    ) -> list[int]:
+    ) -> Tensor:
         """Rows and positions, the numbers of the long and of the short chunks, wanted positions, each filled up."""
+        rows, positions = places
         spare, missing = self._table.spare_row, form.num_positions - len(positions)
-        numbers = [*rows, *[spare] * missing, *positions, *[0] * missing]
+        filled = [rows, torch.full((missing,), spare), positions, torch.zeros(missing, dtype=torch.int64)]
+        numbers: list[int] = []
         for chunks, capacity in ((long, form.num_long), (short, form.num_short)):
             empty = ChunkNumbers(first=0, num_positions=0, start=0, sees_all=0, row=spare)
             for column in zip(*chunks, *[empty] * (capacity - len(chunks)), strict=True):
                 numbers += column
-        return numbers if form.wants_all else [*numbers, *wanted, *[0] * (form.num_wanted - len(wanted))]
+        if not form.wants_all:
+            numbers += [*wanted, *[0] * (form.num_wanted - len(wanted))]
+        return upload_tensor(torch.cat([*filled, torch.tensor(numbers)]), self._table.device)
 
     def _capture(self, form: PrefillForm, has_run: bool = False) -> CapturedPrefill:
         """Tried out on the spare row alone, without chunks."""
-        device = self._table.device
-        integers = upload(self._integers(form, [], [], [], [], []), device)
+        nowhere = torch.empty(0, dtype=torch.int64)
+        integers = self._integers(form, [], [], (nowhere, nowhere), [])
         graph, _ = self._pool.capture(lambda: self._forward(form, integers), has_run)
         return CapturedPrefill(graph, integers)
 
