@@ -281,7 +281,10 @@ class TextDecoder(nn.Module):
         return self.post_ln.of_sum(x_TD, pending)[0] if pending else x_TD
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        return self.lm_head(self.post_ln(hidden_TD))
+        norm, head = self.post_ln, self.lm_head
+        if isinstance(norm, RmsNorm) and hidden_TD.shape[0] <= head.ops.max_small_rows:
+            return head.ops.small_linear(hidden_TD, head.weight, head.bias, norm=(norm.weight, norm.eps))
+        return head(norm(hidden_TD))
 
     def _blocks(self) -> list[ParallelBlock | SequentialBlock]:
         return cast("list[ParallelBlock | SequentialBlock]", list(self.blocks))

@@ -45,13 +45,13 @@ class RowsTuning:
     min_keys_per_split: int = 64
 
     @classmethod
-    def of(cls, num_rows: int, cache_dtype: torch.dtype, group: int = 1) -> RowsTuning:
+    def of(cls, num_rows: int, cache_dtype: torch.dtype, group: int = 1, head_dim: int = 64) -> RowsTuning:
         """Found on an H200. Numbers of one byte take more work to unpack than to read. A group of heads has its keys in
         one program, and few splits are added up sooner than many."""
         if group > 1:
             if num_rows <= FEW_ROWS:
                 return cls(block_keys=16 if num_rows == 1 else 32, num_warps=4, target_programs=132)
-            if num_rows >= MANY_ROWS:
+            if num_rows >= MANY_ROWS and head_dim > 64:
                 return cls(block_keys=32, num_warps=4, num_stages=4, target_programs=264)
             return cls(block_keys=64, num_warps=4, target_programs=264)
         if cache_dtype.itemsize == 1:
@@ -231,7 +231,7 @@ def attend_rows(
         return out_BHD
     dims = num_heads, num_kv_heads, head_dim
     found = tuning or table.find("attend_rows", num_rows, dims, q_BHD.dtype, k_cache.dtype)
-    chosen = found or RowsTuning.of(num_rows, k_cache.dtype, num_heads // num_kv_heads)
+    chosen = found or RowsTuning.of(num_rows, k_cache.dtype, num_heads // num_kv_heads, head_dim)
     num_splits = chosen.num_splits(num_rows, num_kv_heads, pages_BP.shape[1] * page_size)
     mixed, top, weight = _parts(num_rows * num_splits * num_heads, head_dim, q_BHD.device)
     padded_dims, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
