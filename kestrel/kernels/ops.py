@@ -30,7 +30,7 @@ from kestrel.kernels.norms import (
 from kestrel.kernels.paged_attention import attend_chunks, attend_rows
 from kestrel.kernels.rotary import rotate_and_store, stacked_tau_factors
 from kestrel.kernels.row_tables import RowInputs, row_inputs
-from kestrel.kernels.sampling import best_ids, draw_ids
+from kestrel.kernels.sampling import best_ids, draw_ids, weigh_ids
 from kestrel.kernels.vision import attend_crops, patchify, resample
 
 Op: TypeAlias = Callable[..., Tensor]
@@ -67,6 +67,7 @@ class Ops:
     tau_factors: PairOp
     resample: Op
     patchify: Op
+    weigh_ids: Op
     best_ids: Op
     draw_ids: Op
     commit_ids: PairOp
@@ -107,6 +108,7 @@ PLAIN = Ops(
     resample=resample,
     patchify=patchify,
     tau_factors=stacked_tau_factors,
+    weigh_ids=weigh_ids,
     best_ids=best_ids,
     draw_ids=draw_ids,
     commit_ids=commit_ids,

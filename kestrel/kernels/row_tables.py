@@ -1,4 +1,5 @@
-"""What the sampling step reads and writes on the device: rows, the rules of their grammars, wishes about their ends.
+"""What the sampling step reads and writes on the device: rows, the rules of their grammars, wishes about their scores
+and their ends.
 
 R counts rows, N states of all grammars together. Ids are listed per state in rows of equal width, padded at their end
 with `vocab_size`, which is no id.
@@ -90,6 +91,28 @@ class EndingTensors:
     stops_from_R: Tensor
     """The same for its stop ids, which count in states that an id of the grammar's own could end."""
     stop_ids_RS: Tensor
+
+
+PENALTIES, BIAS, MASK, ID_LIMITS = 1, 2, 4, 8
+"""Bits of `ScoreWishes.kinds_R`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWishes:
+    """How each row's scores differ from the logits. Tensors of a kind that no row of a step has may be missing."""
+
+    kinds_R: Tensor
+    """int32: which of the kinds a row has; the rest of its numbers mean nothing."""
+    penalties_R3: Tensor | None = None
+    """Presence, frequency, repetition."""
+    in_prompt_RV: Tensor | None = None
+    counts_RV: Tensor | None = None
+    """How often the answer so far holds each id, fp32."""
+    bias_RV: Tensor | None = None
+    mask_RW: Tensor | None = None
+    """int32: bit id % 32 of word id // 32 is set where an id may be sampled."""
+    limits_RW: Tensor | None = None
+    """The same."""
 
 
 @dataclass(frozen=True, slots=True)

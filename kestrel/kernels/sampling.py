@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kestrel.kernels.row_tables import DrawingRows, EndingTensors, GrammarTensors, RowState
+from kestrel.kernels.row_tables import (
+    BIAS,
+    ID_LIMITS,
+    MASK,
+    PENALTIES,
+    DrawingRows,
+    EndingTensors,
+    GrammarTensors,
+    RowState,
+    ScoreWishes,
+)
 
 SCORE_UNIT = 2**32
 LAST_ID = SCORE_UNIT - 1
@@ -117,6 +127,37 @@ def penalise(logits_BV: Tensor, in_prompt_BV: Tensor, counts_BV: Tensor, how: Pe
     repeated_BV = torch.where(logits_BV > 0, logits_BV / repetition_B1, logits_BV * repetition_B1)
     scores_BV = torch.where(in_prompt_BV | in_answer_BV, repeated_BV, logits_BV)
     return scores_BV - how.frequency_B[:, None] * counts_BV - how.presence_B[:, None] * in_answer_BV
+
+
+# ---------------------------------------------------------------------- wishes about scores
+# Scores of a step's entries after penalties, then biases, then what masks and id limits forbid at −inf. Scores of rows
+# without a wish are their logits.
+
+
+WORD = 32
+
+
+def weigh_ids(logits_BV: Tensor, rows_B: Tensor, wishes: ScoreWishes) -> Tensor:
+    """New scores in fp32."""
+    scores_BV, kinds_B1 = logits_BV.float(), wishes.kinds_R[rows_B][:, None]
+    if wishes.penalties_R3 is not None:
+        assert wishes.in_prompt_RV is not None
+        assert wishes.counts_RV is not None
+        how = Penalties(*wishes.penalties_R3[rows_B].unbind(1))
+        penalised_BV = penalise(scores_BV, wishes.in_prompt_RV[rows_B], wishes.counts_RV[rows_B], how)
+        scores_BV = torch.where((kinds_B1 & PENALTIES) != 0, penalised_BV, scores_BV)
+    if wishes.bias_RV is not None:
+        scores_BV = torch.where((kinds_B1 & BIAS) != 0, scores_BV + wishes.bias_RV[rows_B], scores_BV)
+    for kind, bits_RW in ((MASK, wishes.mask_RW), (ID_LIMITS, wishes.limits_RW)):
+        if bits_RW is not None:
+            forbidden_BV = ~_bits(bits_RW[rows_B], scores_BV.shape[1]) & ((kinds_B1 & kind) != 0)
+            scores_BV = scores_BV.masked_fill(forbidden_BV, -torch.inf)
+    return scores_BV
+
+
+def _bits(words_BW: Tensor, count: int) -> Tensor:
+    bits_W = torch.arange(WORD, dtype=words_BW.dtype, device=words_BW.device)
+    return (words_BW[:, :, None] >> bits_W & 1).flatten(1)[:, :count].bool()
 
 
 # ---------------------------------------------------------------------- truncating and drawing

@@ -76,6 +76,7 @@ TUNED_OPS = {
     "moe_small": TunedOp((moe_mlp.Tuning,), _EXPERTS, num_dtypes=2),
     "moe_grouped": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
     "moe_grouped_fp8": TunedOp((moe_grouped.Tuning,), _EXPERTS, num_dtypes=2),
+    "weigh_ids": TunedOp((sampling.WeighTuning,), ("vocab",)),
     "best_ids": TunedOp((sampling.BestTuning,), ("vocab",)),
     "draw_ids": TunedOp((sampling.DrawTuning,), ("vocab",)),
     "row_inputs": TunedOp((row_tables.Tuning,), ()),

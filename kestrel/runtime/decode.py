@@ -1,8 +1,8 @@
 """Decoding in batches of fixed size, with nothing to decide on the host: on a GPU each size is a captured CUDA graph.
 
 A batch is padded to the next size with the table's spare row. What rows ask for decides which parts run
-(`DecodeParts`). Penalties, log-probabilities and masks of grammars need input from the host in every step: such batches
-are not served here (`parts_for`). Which adapter a row uses is read from the table on the device.
+(`DecodeParts`). Which adapter a row uses, and what it wishes about its scores, is read from tables on the device; masks
+of structured answers are there before the step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ from kestrel.kernels.sampling import allowed_scores
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.adapter_slots import AdapterSlots, SlotAdapt
 from kestrel.runtime.attention import PagedKVCache, RowAttention
-from kestrel.runtime.contract import DecodeRow, StepPlan
+from kestrel.runtime.contract import DecodeRow
 from kestrel.runtime.device import staged, upload
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.runtime.rows import RowTable
-from kestrel.runtime.sampler import Sampled, region_heads, wanted_values
+from kestrel.runtime.sampler import (
+    Sampled,
+    note_emitted,
+    region_heads,
+    wanted_logprobs,
+    wanted_values,
+    with_logprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +46,28 @@ class DecodeParts:
     """Some row has a wish about its end."""
     is_adapted: bool = False
     """Some row uses an adapter."""
+    wishes: int = 0
+    """What rows wish about their scores, as bits of `ScoreWishes.kinds_R`."""
+    num_logprobs: int | None = None
+    """Of the most likely ids, where some row wants log-probabilities: at least as many as any row wants."""
 
 
-def parts_for(table: RowTable, rows: list[int], plan: StepPlan) -> DecodeParts | None:
-    """None when some of these rows wishes for what only the usual step can do."""
+NUMBERS_OF_LOGPROBS = (0, 5, 20)
+"""What is captured; more are as many as were asked for."""
+
+
+def parts_for(table: RowTable, rows: list[int]) -> DecodeParts:
     host = [table.host[row] for row in rows]
-    unusual = any(row.logprobs is not None or row.has_id_limits for row in host)
-    weighed = table.penalties.any_among(rows) or table.logit_bias.any_among(rows)
-    if unusual or weighed or any(row in plan.masks for row in rows):
-        return None
+    num_logprobs = wanted_logprobs(host)
+    if num_logprobs is not None:
+        num_logprobs = next((number for number in NUMBERS_OF_LOGPROBS if number >= num_logprobs), num_logprobs)
     return DecodeParts(
         carries=wanted_values(host),
         draws=any(row.samples_randomly for row in host),
         has_endings=table.endings.any_among(rows),
         is_adapted=any(row.adapter_slot is not None for row in host),
+        wishes=table.wishes.among(rows),
+        num_logprobs=num_logprobs,
     )
 
 
@@ -136,18 +151,23 @@ class FixedDecode:
         table = self._table
         endings = table.endings.tensors if parts.has_endings else None
         tables = (table.tensors, table.grammars.tensors, endings)
-        logits_BV = self._model.logits(hidden_BD)
+        scores_BV = logits_BV = self._model.logits(hidden_BD)
+        if parts.wishes:
+            scores_BV = self._ops.weigh_ids(logits_BV, rows_B, table.wishes.tensors(parts.wishes))
         if parts.draws:
-            ranks_SBC = self._ops.draw_ids(allowed_scores(logits_BV, rows_B, *tables), rows_B, table.tensors)
+            ranks_SBC = self._ops.draw_ids(allowed_scores(scores_BV, rows_B, *tables), rows_B, table.tensors)
         else:
-            ranks_SBC = self._ops.best_ids(logits_BV, rows_B, *tables)
+            ranks_SBC = self._ops.best_ids(scores_BV, rows_B, *tables)
         region = region_heads(self._model, parts.carries, hidden_BD, logits_BV, table, rows_B)
-        return Sampled(*self._ops.commit_ids(ranks_SBC, rows_B, *tables, region))
+        sampled = Sampled(*self._ops.commit_ids(ranks_SBC, rows_B, *tables, region))
+        note_emitted(table, parts.wishes, rows_B, sampled)
+        return with_logprobs(sampled, logits_BV, parts.num_logprobs)
 
 
 def first_rows(sampled: Sampled, num_rows: int) -> Sampled:
-    assert sampled.values_B3 is not None
-    return Sampled(sampled.integers_B5[:num_rows], sampled.values_B3[:num_rows])
+    optional = sampled.values_B3, sampled.chosen_logprob_B, sampled.top_logprob_BK, sampled.top_id_BK
+    cut = (None if tensor is None else tensor[:num_rows] for tensor in optional)
+    return Sampled(sampled.integers_B5[:num_rows], *cut)
 
 
 # ---------------------------------------------------------------------- captured

@@ -261,14 +261,15 @@ class Executor:
         images, failures = self._encode_pictures(plan.prefill)
         self._load_adapters(plan.adapter_loads)
         self._table.apply_starts(plan.starts)
+        self._table.wishes.set_masks(plan.masks)
         self._table.apply_page_writes(plan.page_writes)
         self._kv.copy_pages(plan.page_copies)
         parts: list[SampledPart] = []
         decode = plan.decode
         if self._fast is not None and decode:
             rows = [one.row for one in decode]
-            wishes = parts_for(self._table, rows, plan)
-            if wishes is not None and self._fast.decode.serves(wishes):
+            wishes = parts_for(self._table, rows)
+            if self._fast.decode.serves(wishes):
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
         self._advance_pictures(plan.picture_slices)
@@ -278,7 +279,7 @@ class Executor:
         if prefill or decode:
             num_positions = sum(chunk.num_positions for chunk in prefill) + len(decode)
             with few_rows(self._model.device, self._model.dtype, num_positions):
-                self._run_flat(step, plan, prefill, decode, images)
+                self._run_flat(step, prefill, decode, images)
         return step
 
     def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
@@ -301,7 +302,6 @@ class Executor:
     def _run_flat(
         self,
         step: TorchStep,
-        plan: StepPlan,
         prefill: list[PrefillChunk],
         decode: list[DecodeRow],
         images: dict[str, Tensor],
@@ -316,7 +316,7 @@ class Executor:
             step.prompts = score_prompts(self._model, prefill, hidden_BD)
             hidden_BD = hidden_BD[batch.wanted_B]
         if batch.sample_rows:
-            sampled = self._sample(plan, hidden_BD, batch.sample_rows)
+            sampled = self._sample(hidden_BD, batch.sample_rows)
             step.parts.append(self._sent(batch.sample_rows, sampled))
 
     def _forward(self, batch: StepBatch, embedded: list[Tensor]) -> Tensor:
@@ -330,11 +330,10 @@ class Executor:
         wanted = None if batch.wants_all else batch.wanted
         return graphs.run(embedded, batch.prefill, batch.rows, batch.positions, wanted, is_adapted)
 
-    def _sample(self, plan: StepPlan, hidden_BD: Tensor, rows: list[int]) -> Sampled:
-        wishes = None if self._fast is None else parts_for(self._table, rows, plan)
-        if self._fast is None or wishes is None:
-            return sample_rows(self._model, self._table, hidden_BD, rows, plan.masks)
-        return self._fast.decode.sample(hidden_BD, rows, wishes)
+    def _sample(self, hidden_BD: Tensor, rows: list[int]) -> Sampled:
+        if self._fast is None:
+            return sample_rows(self._model, self._table, hidden_BD, rows)
+        return self._fast.decode.sample(hidden_BD, rows, parts_for(self._table, rows))
 
     def _sent(self, row_indices: list[int], sampled: Sampled) -> SampledPart:
         return send_part(row_indices, [self._table.host[row] for row in row_indices], sampled)

@@ -11,12 +11,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kestrel.grammar import END, Carries, Grammar, State
-from kestrel.kernels.row_tables import END_STATE, NO_ID, DrawingRows, EndingTensors, GrammarTensors
-from kestrel.kernels.sampling import Penalties, forbid_ends, penalise
+from kestrel.kernels.row_tables import (
+    BIAS,
+    END_STATE,
+    ID_LIMITS,
+    MASK,
+    NO_ID,
+    PENALTIES,
+    DrawingRows,
+    EndingTensors,
+    GrammarTensors,
+    ScoreWishes,
+)
+from kestrel.kernels.sampling import WORD, forbid_ends
 from kestrel.runtime.contract import PageWrite, RowStart
 from kestrel.runtime.device import upload, upload_tensor
 from kestrel.settings import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -132,7 +145,6 @@ class HostRow:
     carries: Carries = Carries.NOTHING
     samples_randomly: bool = False
     logprobs: int | None = None
-    has_id_limits: bool = False
     adapter_slot: int | None = None
 
 
@@ -158,10 +170,8 @@ class RowTable:
     tensors: RowTensors = field(init=False)
     pages: Tensor = field(init=False)  # [rows, max pages]
     host: list[HostRow] = field(init=False)
-    penalties: PenaltyTable = field(init=False)
-    logit_bias: LogitBiasTable = field(init=False)
+    wishes: WishTable = field(init=False)
     endings: EndingTable = field(init=False)
-    id_limits: Tensor | None = field(init=False, default=None)  # [rows, vocab], true where an id may be sampled
 
     def __post_init__(self) -> None:
         def integers(*shape: int) -> Tensor:
@@ -189,8 +199,7 @@ class RowTable:
         self.pages = integers(self.max_pages_per_row)
         self.pages[self.spare_row] = self.spare_page
         self.host = [HostRow() for _ in range(self.num_rows)]
-        self.penalties = PenaltyTable(self.num_rows, self.vocab_size, self.device)
-        self.logit_bias = LogitBiasTable(self.num_rows, self.vocab_size, self.device)
+        self.wishes = WishTable(self.num_rows, self.vocab_size, self.device)
         self.endings = EndingTable(self.num_rows + 1, self.grammars, self.device)
 
     @property
@@ -203,8 +212,7 @@ class RowTable:
             return
         for start in starts:
             self._note_on_host(start)
-            self.penalties.start(start)
-            self.logit_bias.start(start)
+        self.wishes.start(starts)
         self.endings.start(starts)
         rows = upload([start.row for start in starts], self.device)
         integers = upload([self._integers(start) for start in starts], self.device)
@@ -232,11 +240,8 @@ class RowTable:
             carries=start.grammar.carries,
             samples_randomly=sampling.temperature > 0.0,
             logprobs=sampling.logprobs,
-            has_id_limits=bool(sampling.allowed_ids or sampling.suppressed_ids),
             adapter_slot=start.adapter_slot,
         )
-        if self.host[start.row].has_id_limits:
-            self._write_id_limits(start)
 
     def _forget_unused_grammars(self) -> None:
         """Keep only the grammars of the rows, and move the rows' states along. Steps in flight keep their own notes."""
@@ -249,16 +254,6 @@ class RowTable:
                 self.host[index] = replace(row, grammar_base=base)
         self.tensors.state += upload(moves, self.device)
         self.tensors.state[self.spare_row] = 0
-
-    def _write_id_limits(self, start: RowStart) -> None:
-        allowed, suppressed = start.sampling.allowed_ids, start.sampling.suppressed_ids
-        if self.id_limits is None:
-            self.id_limits = torch.ones(self.num_rows, self.vocab_size, dtype=torch.bool, device=self.device)
-        assert self.id_limits is not None
-        limits = torch.full((self.vocab_size,), not allowed, dtype=torch.bool)
-        limits[list(allowed)] = True
-        limits[list(suppressed)] = False
-        self.id_limits[start.row] = limits.to(self.device)
 
     def _integers(self, start: RowStart) -> tuple[int, ...]:
         return (
@@ -315,117 +310,137 @@ class RowUsers:
         return Users(table[:, 0], table[:, 1])
 
 
-# ---------------------------------------------------------------------- penalties
+# ---------------------------------------------------------------------- wishes about scores
 
 
-class PenaltyTable:
-    """Counts are kept per row and id, only for rows with penalties; the buffers appear with the first such row."""
+class WishTable:
+    """Penalties, biases, masks of structured answers and limits of ids, by row. Buffers appear with the first row that
+    needs them."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (num_rows, vocab_size)
+        """One more row is for entries that only fill up a batch."""
+        self._shape = (num_rows + 1, vocab_size)
+        self._num_words = -(-vocab_size // WORD)
         self._device = device
-        self._users = RowUsers(device)
-        self._how_R3 = torch.zeros(num_rows, 3, device=device)
-        self._in_prompt_RV: Tensor | None = None
-        self._counts_RV: Tensor | None = None
+        self._kinds = [0] * (num_rows + 1)
+        self._masked: set[int] = set()
+        self._tensors: dict[str, Tensor] = {}
+        self._kinds_R = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
 
-    def any_among(self, row_indices: Sequence[int]) -> bool:
-        return self._users.any_among(row_indices)
+    def among(self, row_indices: Sequence[int]) -> int:
+        """The kinds that these rows have, as bits."""
+        found = 0
+        for row in row_indices:
+            found |= self._kinds[row]
+        return found
 
-    def start(self, start: RowStart) -> None:
-        """(Re)count a row from what its start says was said before."""
-        sampling = start.sampling
-        self._users.note(start.row, sampling.has_penalties)
-        if not sampling.has_penalties:
-            return
-        in_prompt_RV, counts_RV = self._buffers()
+    def users_among(self, row_indices: Sequence[int]) -> Users | None:
+        pairs = [(b, row) for b, row in enumerate(row_indices) if self._kinds[row]]
+        if not pairs:
+            return None
+        at_U, rows_U = upload(pairs, self._device).unbind(1)
+        return Users(at_U.contiguous(), rows_U.contiguous())
+
+    def tensors(self, kinds: int) -> ScoreWishes:
+        """What scores of these kinds are made from."""
+        names: list[str] = []
+        for kind, own in NAMES_BY_KIND.items():
+            names += own if kinds & kind else ()
+        return ScoreWishes(self._kinds_R, **{name: self._buffer(name) for name in names})
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        changed: list[tuple[int, int]] = []
+        for start in starts:
+            sampling, kinds = start.sampling, 0
+            if sampling.has_penalties:
+                kinds |= PENALTIES
+                self._count_anew(start)
+            if sampling.logit_bias:
+                kinds |= BIAS
+                self._write_bias(start.row, sampling.logit_bias)
+            if sampling.allowed_ids or sampling.suppressed_ids:
+                kinds |= ID_LIMITS
+                self._buffer("limits_RW")[start.row] = self._words(_limits(sampling, self._shape[1]))
+            self._masked.discard(start.row)
+            if kinds != self._kinds[start.row]:
+                changed.append((start.row, kinds))
+        self._write_kinds(changed)
+
+    def set_masks(self, masks: Mapping[int, bytes]) -> None:
+        """Those of the coming step. Bit k % 8 of byte k // 8 stands for id k; ids past the end are forbidden."""
+        if masks:
+            num_bytes = WORD // 8 * self._num_words
+            packed = bytearray().join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks.values())
+            words = torch.frombuffer(packed, dtype=torch.int32).view(len(masks), self._num_words)
+            rows = upload(list(masks), self._device)
+            self._buffer("mask_RW")[rows] = upload_tensor(words, self._device)
+        changed = [(row, self._kinds[row] & ~MASK) for row in self._masked if row not in masks]
+        changed += [(row, self._kinds[row] | MASK) for row in masks if row not in self._masked]
+        self._masked = set(masks)
+        self._write_kinds(changed)
+
+    def count(self, kinds: int, rows_B: Tensor, emitted_B: Tensor, is_text_B: Tensor) -> None:
+        """Notes what this step emitted; coordinates and sizes are no words."""
+        if kinds & PENALTIES:
+            counts = self._buffer("counts_RV")
+            is_counted_B = is_text_B & ((self._kinds_R[rows_B] & PENALTIES) != 0)
+            counts.view(-1).index_add_(0, rows_B * self._shape[1] + emitted_B, is_counted_B.to(counts.dtype))
+
+    def _write_kinds(self, changed: list[tuple[int, int]]) -> None:
+        if changed:
+            for row, kinds in changed:
+                self._kinds[row] = kinds
+            rows, kinds = upload(changed, self._device).unbind(1)
+            self._kinds_R[rows] = kinds.to(self._kinds_R.dtype)
+
+    def _count_anew(self, start: RowStart) -> None:
+        """From what its start says was said before."""
+        sampling, row, device = start.sampling, start.row, self._device
         how = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        self._how_R3[start.row] = upload(how, self._device, torch.float32)
-        in_prompt_RV[start.row] = False
-        in_prompt_RV[start.row, upload(start.prompt_ids, self._device, torch.int64)] = True
-        counts_RV[start.row] = 0.0
-        said = upload(start.generated_ids, self._device, torch.int64)
-        counts_RV[start.row].index_add_(0, said, torch.ones(len(said), device=self._device))
+        self._buffer("penalties_R3")[row] = upload(how, device, torch.float32)
+        in_prompt_V, counts_V = self._buffer("in_prompt_RV")[row], self._buffer("counts_RV")[row]
+        in_prompt_V.zero_()
+        in_prompt_V[upload(start.prompt_ids, device, torch.int64)] = True
+        said = upload(start.generated_ids, device, torch.int64)
+        counts_V.zero_().index_add_(0, said, torch.ones(len(said), device=device))
 
-    def apply(self, logits_BV: Tensor, row_indices: Sequence[int]) -> Tensor:
-        """Scores after penalties; those of rows without stay bit for bit."""
-        users = self._users.among(row_indices)
-        if users is None:
-            return logits_BV
-        in_prompt_RV, counts_RV = self._buffers()
-        how = Penalties(*self._how_R3[users.rows_U].unbind(1))
-        logits_UV = logits_BV[users.at_U]
-        scores_UV = penalise(logits_UV, in_prompt_RV[users.rows_U], counts_RV[users.rows_U], how)
-        return logits_BV.index_copy(0, users.at_U, scores_UV)
-
-    def count(self, row_indices: Sequence[int], emitted_B: Tensor, is_text_B: Tensor) -> None:
-        """Note what this step emitted; coordinates and sizes are no words."""
-        users = self._users.among(row_indices)
-        if users is not None:
-            counts_RV = self._buffers()[1]
-            once_U = is_text_B[users.at_U].to(counts_RV.dtype)
-            counts_RV.index_put_((users.rows_U, emitted_B[users.at_U]), once_U, accumulate=True)
-
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        if self._in_prompt_RV is None or self._counts_RV is None:
-            self._in_prompt_RV = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-            self._counts_RV = torch.zeros(self._shape, device=self._device)
-        return self._in_prompt_RV, self._counts_RV
-
-
-# ---------------------------------------------------------------------- logit bias
-
-
-class LogitBiasTable:
-    """One number per row and id; the buffer appears with the first row that has a bias."""
-
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._shape = (num_rows, vocab_size)
-        self._device = device
-        self._users = RowUsers(device)
-        self._bias_RV: Tensor | None = None
-
-    def any_among(self, row_indices: Sequence[int]) -> bool:
-        return self._users.any_among(row_indices)
-
-    def start(self, start: RowStart) -> None:
-        bias = start.sampling.logit_bias
-        self._users.note(start.row, bool(bias))
-        if not bias:
-            return
-        if self._bias_RV is None:
-            self._bias_RV = torch.zeros(self._shape, device=self._device)
-        self._bias_RV[start.row] = 0.0
+    def _write_bias(self, row: int, bias: Sequence[tuple[int, float]]) -> None:
         ids = upload([token_id for token_id, _ in bias], self._device)
-        self._bias_RV[start.row, ids] = upload([value for _, value in bias], self._device, torch.float32)
+        bias_V = self._buffer("bias_RV")[row].zero_()
+        bias_V[ids] = upload([value for _, value in bias], self._device, torch.float32)
 
-    def apply(self, logits_BV: Tensor, row_indices: Sequence[int]) -> Tensor:
-        users = self._users.among(row_indices)
-        if users is None:
-            return logits_BV
-        assert self._bias_RV is not None
-        return logits_BV.index_add(0, users.at_U, self._bias_RV[users.rows_U])
+    def _words(self, allowed_V: Tensor) -> Tensor:
+        padded = functional.pad(allowed_V, (0, WORD * self._num_words - len(allowed_V)))
+        packed = np.packbits(padded.numpy(), bitorder="little").view(np.int32)
+        return upload_tensor(torch.from_numpy(packed), self._device)
+
+    def _buffer(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            width, dtype = {
+                "penalties_R3": (3, torch.float32),
+                "in_prompt_RV": (self._shape[1], torch.bool),
+                "mask_RW": (self._num_words, torch.int32),
+                "limits_RW": (self._num_words, torch.int32),
+            }.get(name, (self._shape[1], torch.float32))
+            self._tensors[name] = torch.zeros(self._shape[0], width, dtype=dtype, device=self._device)
+        return self._tensors[name]
 
 
-# ---------------------------------------------------------------------- masks of grammars
+NAMES_BY_KIND = {
+    PENALTIES: ("penalties_R3", "in_prompt_RV", "counts_RV"),
+    BIAS: ("bias_RV",),
+    MASK: ("mask_RW",),
+    ID_LIMITS: ("limits_RW",),
+}
+"""Of the fields of `ScoreWishes`."""
 
 
-def apply_masks(logits_BV: Tensor, row_indices: Sequence[int], masks: Mapping[int, bytes]) -> Tensor:
-    """Logits with −inf where a row's mask forbids an id; row b of the logits belongs to row_indices[b].
-
-    Bit k % 8 of byte k // 8 stands for id k; ids past the end of a mask are forbidden. Other rows stay as they are.
-    """
-    masked = [b for b, row in enumerate(row_indices) if row in masks]
-    if not masked:
-        return logits_BV
-    vocab_size, device = logits_BV.shape[1], logits_BV.device
-    num_bytes = -(-vocab_size // 8)
-    packed = bytearray().join(masks[row_indices[b]][:num_bytes].ljust(num_bytes, b"\0") for b in masked)
-    packed_MP = upload_tensor(torch.frombuffer(packed, dtype=torch.uint8).view(len(masked), num_bytes), device)
-    bits_8 = torch.arange(8, dtype=torch.uint8, device=device)
-    allowed_MV = (packed_MP[:, :, None] >> bits_8 & 1).view(len(masked), -1)[:, :vocab_size].bool()
-    masked_M = upload(masked, device)
-    return logits_BV.index_copy(0, masked_M, logits_BV[masked_M].masked_fill(~allowed_MV, -torch.inf))
+def _limits(sampling: SamplingParams, vocab_size: int) -> Tensor:
+    """Whether each id may be sampled."""
+    allowed_V = torch.full((vocab_size,), not sampling.allowed_ids, dtype=torch.bool)
+    allowed_V[list(sampling.allowed_ids)] = True
+    allowed_V[list(sampling.suppressed_ids)] = False
+    return allowed_V
 
 
 # ---------------------------------------------------------------------- ends

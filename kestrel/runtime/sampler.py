@@ -5,7 +5,7 @@ their prompt; all on the device, and how that gets to the scheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -17,13 +17,13 @@ from kestrel.errors import NumericalError
 from kestrel.grammar import Carries
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.row_tables import COORD, GOING_ON, NO_REGIONS, NOT_FINITE, SIZE, STOPPED, TEXT, RegionHeads
-from kestrel.kernels.sampling import draw_ids, mask, rank
+from kestrel.kernels.sampling import draw_ids, mask, rank, weigh_ids
 from kestrel.models.contract import DecoderModel
 from kestrel.request import FinishReason, ScoredToken, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, PromptPart, RowOutput, StepOutput
 from kestrel.runtime.device import start_download, upload
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
-from kestrel.runtime.rows import HostRow, RowTable, apply_masks
+from kestrel.runtime.rows import HostRow, RowTable
 from kestrel.tokens import CoordToken, SizeToken, TextToken, Token
 
 
@@ -39,37 +39,36 @@ class Sampled:
     top_id_BK: Tensor | None = None
 
 
-def sample_rows(
-    model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int], masks: Mapping[int, bytes]
-) -> Sampled:
+def sample_rows(model: DecoderModel, table: RowTable, hidden_BD: Tensor, row_indices: list[int]) -> Sampled:
     """Samples for `row_indices` (row b of `hidden_BD` belongs to row_indices[b]) and updates the table."""
     host = [table.host[row] for row in row_indices]
     rows_B = upload(row_indices, table.device)
     state_B, spent_B = table.tensors.state[rows_B], table.tensors.spent[rows_B]
     raw_BV = model.logits(hidden_BD).float()
 
-    weighed_BV = table.penalties.apply(raw_BV, row_indices)
-    weighed_BV = table.logit_bias.apply(weighed_BV, row_indices)
-    weighed_BV = apply_masks(weighed_BV, row_indices, masks)
-    masked_BV = mask(_within_id_limits(table, host, rows_B, weighed_BV), state_B, table.grammars.tensors)
+    masked_BV = mask(_weighed(table, raw_BV, row_indices), state_B, table.grammars.tensors)
     masked_BV = table.endings.forbid(masked_BV, row_indices, state_B, spent_B)
     is_random = any(row.samples_randomly for row in host)
     ranks_SBC = draw_ids(masked_BV, rows_B, table.tensors) if is_random else rank(*masked_BV.max(-1))[None, :, None]
     endings = table.endings.tensors if table.endings.stops_any_of(row_indices) else None
     region = region_heads(model, wanted_values(host), hidden_BD, raw_BV, table, rows_B)
     sampled = Sampled(*commit_ids(ranks_SBC, rows_B, table.tensors, table.grammars.tensors, endings, region))
-    emitted_B, kind_B = sampled.integers_B5[:, 0], sampled.integers_B5[:, 1]
-    table.penalties.count(row_indices, emitted_B, kind_B == TEXT)
-    _add_logprobs(sampled, host, raw_BV, emitted_B)
-    return sampled
+    note_emitted(table, table.wishes.among(row_indices), rows_B, sampled)
+    return with_logprobs(sampled, raw_BV, wanted_logprobs(host))
 
 
-def _within_id_limits(table: RowTable, host: list[HostRow], rows_B: Tensor, scores_BV: Tensor) -> Tensor:
-    """What the requests' own id limits allow."""
-    if table.id_limits is None or not any(row.has_id_limits for row in host):
-        return scores_BV
-    limited_B = upload([row.has_id_limits for row in host], rows_B.device)
-    return scores_BV.masked_fill(limited_B[:, None] & ~table.id_limits[rows_B], -torch.inf)
+def _weighed(table: RowTable, logits_BV: Tensor, row_indices: list[int]) -> Tensor:
+    """Scores after what rows wish about them; the others stay as they are, bit by bit, and cost nothing."""
+    users = table.wishes.users_among(row_indices)
+    if users is None:
+        return logits_BV
+    wishes = table.wishes.tensors(table.wishes.among(row_indices))
+    return logits_BV.index_copy(0, users.at_U, weigh_ids(logits_BV[users.at_U], users.rows_U, wishes))
+
+
+def note_emitted(table: RowTable, kinds: int, rows_B: Tensor, sampled: Sampled) -> None:
+    """For the penalties of the next step."""
+    table.wishes.count(kinds, rows_B, sampled.integers_B5[:, 0], sampled.integers_B5[:, 1] == TEXT)
 
 
 def wanted_values(host: list[HostRow]) -> Carries:
@@ -107,14 +106,19 @@ def _logprob_of_going_on(logits_BV: Tensor, coord_id: int, end_ids_BF: Tensor) -
     return -functional.softplus(end_B - logits_BV[:, coord_id].float())
 
 
-def _add_logprobs(sampled: Sampled, host: list[HostRow], raw_BV: Tensor, emitted_B: Tensor) -> None:
-    wanted = [row.logprobs for row in host if row.logprobs is not None]
-    if not wanted:
-        return
-    logprobs_BV = torch.log_softmax(raw_BV, dim=-1)
-    sampled.chosen_logprob_B = logprobs_BV.gather(1, emitted_B[:, None])[:, 0]
-    if max(wanted) > 0:
-        sampled.top_logprob_BK, sampled.top_id_BK = logprobs_BV.topk(min(max(wanted), raw_BV.shape[1]), dim=-1)
+def wanted_logprobs(host: list[HostRow]) -> int | None:
+    """The most likely ids that some row wants to know beside its own; None where no row wants any."""
+    return max((row.logprobs for row in host if row.logprobs is not None), default=None)
+
+
+def with_logprobs(sampled: Sampled, logits_BV: Tensor, num_top: int | None) -> Sampled:
+    """Those of the model's own distribution."""
+    if num_top is None:
+        return sampled
+    logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
+    chosen_B = logprobs_BV.gather(1, sampled.integers_B5[:, :1])[:, 0]
+    top = logprobs_BV.topk(min(num_top, logits_BV.shape[1]), dim=-1) if num_top else (None, None)
+    return replace(sampled, chosen_logprob_B=chosen_B, top_logprob_BK=top[0], top_id_BK=top[1])
 
 
 # ---------------------------------------------------------------------- from the device to the scheduler

@@ -24,6 +24,7 @@ from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, Paged, RecordingDecoder
 from tests.runtime.test_paged_equality import all_skills
+from tests.runtime.test_sampling_options import OPTIONS
 
 pytestmark = pytest.mark.gpu
 
@@ -80,3 +81,26 @@ def test_draws_and_late_grammars_are_those_of_the_usual_step() -> None:
     assert engine.run(*drawn) == usual.run(*drawn)
     later = all_skills(g, "later", "small")
     assert engine.run(*later) == usual.run(*later), "grammars that came after the first capture"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_wishes_about_scores_are_those_of_the_usual_step(temperature: float) -> None:
+    from kestrel.kernels.triton.ops import TRITON  # noqa: PLC0415 - needs a GPU
+
+    g = golden("md2")
+    items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
+    limits = {
+        "limited": {"allowed_ids": tuple(range(40, 200))},
+        "suppressed": {"suppressed_ids": tuple(range(0, 90, 2))},
+    }
+    options = {**OPTIONS, **limits, "scored": {"logprobs": 3}, "plain": {}}
+
+    def crowd(tag: str) -> list[Case]:
+        how = {name: SamplingParams(12, **wishes, temperature=temperature, seed=7) for name, wishes in options.items()}
+        return [Case(f"{tag}{name}", items, text_grammar(g.config), 12, {}, one) for name, one in how.items()]
+
+    usual = {name[1:]: tokens for name, tokens in on_gpu("md2", None).run(*crowd("u")).items()}
+    for ops in (PLAIN, TRITON):
+        engine = on_gpu("md2", ops)
+        for tag in "abc":  # launched, then captured, then replayed
+            assert {name[1:]: tokens for name, tokens in engine.run(*crowd(tag)).items()} == usual, (ops is PLAIN, tag)

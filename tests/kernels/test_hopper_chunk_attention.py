@@ -20,7 +20,12 @@ from torch import Tensor
 from kestrel.kernels.paged_attention import attend_chunks as plain
 from kestrel.kernels.triton import paged_attention
 from kestrel.kernels.triton.launch import HOPPER
-from kestrel.kernels.triton.paged_attention import attend_chunks, attend_chunks_on_hopper, fastest_attend_chunks
+from kestrel.kernels.triton.paged_attention import (
+    LONG,
+    attend_chunks,
+    attend_chunks_on_hopper,
+    fastest_attend_chunks,
+)
 from tests.kernels.test_triton_chunk_attention import PICTURE, TEXT, Chunks, chunks_of
 
 BF16 = torch.bfloat16
@@ -106,7 +111,7 @@ def test_queries_and_results_may_be_columns_of_a_wider_tensor_and_nothing_else_i
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(("head_dim", "page_size", "dtype", "count"), [
-    (72, 16, BF16, 100), (64, 8, BF16, 100), (64, 16, torch.float32, 100), (64, 16, BF16, 64),
+    (72, 16, BF16, 700), (64, 8, BF16, 700), (64, 16, torch.float32, 700), (64, 16, BF16, 640), (128, 16, BF16, 256),
 ])  # fmt: skip
 def test_what_the_kernel_does_not_take_goes_to_the_portable_one(
     head_dim: int, page_size: int, dtype: torch.dtype, count: int
@@ -135,7 +140,7 @@ def test_where_it_fails_the_log_says_why_once_and_the_portable_one_does_it(
     """Without a GPU it cannot be launched."""
     if torch.cuda.is_available():
         pytest.skip("it runs here")
-    given = chunks_of(1, 1, 64, 16, [(0, 70, TEXT)], device="cpu", dtype=BF16)
+    given = chunks_of(1, 1, 128, 16, [(0, LONG[128] + 1, TEXT)], device="cpu", dtype=BF16)
     expected = attend_chunks(*given.arguments())[given.owned()]
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -161,7 +166,7 @@ for head_dim, group in ((64, 4), (128, 4), (128, 1)):
         HALVES=head_dim // 64, PAGE_SIZE=16, OVERLAP=tuning.overlaps, REGISTERS=registers,
         LOADER_REGISTERS=loader_registers,
     )
-    kinds = [*described, "*bf16", *["*i64"] * 5, *["i32"] * 6, "fp32", "fp32", *["constexpr"] * len(fixed)]
+    kinds = [*described, "*bf16", *["*i64"] * 5, *["i32"] * 5, "fp32", "fp32", *["constexpr"] * len(fixed)]
     places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     source = GluonASTSource(kernel, dict(zip(kernel.arg_names, kinds, strict=True)), places, {})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": average})

@@ -90,19 +90,24 @@ def test_draws_and_wishes_about_the_end_are_those_of_the_usual_step(sizes: list[
     assert len(sizes) > 5
 
 
-def test_what_needs_the_host_in_every_step_runs_as_usual(sizes: list[tuple[int, int]]) -> None:
+def test_wishes_about_scores_are_those_of_the_usual_step(sizes: list[tuple[int, int]]) -> None:
     g = coarse("md2")
     items, _ = g.naive.context(None, g.naive.query_items("what is the cat?", [], False))
     wishes = {
         "scored": SamplingParams(max_new_tokens=6, logprobs=2),
         "penalised": SamplingParams(max_new_tokens=6, frequency_penalty=1.5),
-        "biased": SamplingParams(max_new_tokens=6, logit_bias=((70, 5.0),)),
+        "biased": SamplingParams(max_new_tokens=6, logit_bias=((70, 50.0),)),
         "limited": SamplingParams(max_new_tokens=6, allowed_ids=tuple(range(40, 200))),
+        "suppressed and drawn": SamplingParams(6, temperature=1.1, seed=3, suppressed_ids=tuple(range(0, 90, 2))),
+        "plain": SamplingParams(6),
     }
-    for name, how in wishes.items():
-        case = Case(name, items, text_grammar(g.config), 6, {}, how)
-        assert paged(g.model, in_fixed_sizes=True).run(case) == paged(g.model).run(case)
-    assert sizes == []
+    cases = [Case(name, items, text_grammar(g.config), 6, {}, how) for name, how in wishes.items()]
+    usual = paged(g.model).run(*cases)
+    assert len(set(map(str, usual.values()))) >= len(cases) - 1, "scored and plain ones say the same"
+    assert paged(g.model, in_fixed_sizes=True).run(*cases) == usual
+    for case in cases:
+        assert paged(g.model, in_fixed_sizes=True).run(case) == {case.name: usual[case.name]}
+    assert len(sizes) > 5
 
 
 def test_a_row_that_had_wishes_about_its_end_leaves_none_to_the_next() -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kestrel.grammar import END, Edge, Grammar, State, free_text
+from kestrel.kernels.sampling import weigh_ids
 from kestrel.request import FinishReason
 from kestrel.runtime.contract import RowStart
-from kestrel.runtime.rows import EndingTable, GrammarTables, PenaltyTable
+from kestrel.runtime.rows import EndingTable, GrammarTables, WishTable
 from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.exhaustive import sweep
@@ -28,7 +29,7 @@ def case(name: str, grammar: Grammar | None = None, budget: int = 24, **options:
     return Case(name, [TextToken(i) for i in PROMPT], grammar or free_text(EOS), budget, sampling=sampling)
 
 
-def small(**changes: int) -> Paged:
+def small(**changes: Any) -> Paged:
     return paged(coarse("md2").model, **({"max_batch_size": 8, "num_pages": 200} | changes))
 
 
@@ -74,32 +75,40 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("in_fixed_sizes", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_greedy_tokens_equal_a_plain_loop(name: str) -> None:
-    engine = small()
+def test_greedy_tokens_equal_a_plain_loop(name: str, in_fixed_sizes: bool) -> None:
+    engine = small(in_fixed_sizes=in_fixed_sizes)
     one = case(name, **OPTIONS[name])
     ours = [token.id for token in engine.run(one)[name] if isinstance(token, TextToken)]
     assert ours == naive(one, [logits_BV[0] for logits_BV in engine.decoder.logits_seen])
 
 
-@sweep(("steps_in_flight", "temperature"), [(0, 0.0), (1, 0.0), (0, 1.2), (1, 1.2)], always=[(1, 1.2)])
-def test_every_option_gives_the_same_alone_in_a_crowd_and_preempted(steps_in_flight: int, temperature: float) -> None:
+@sweep(
+    ("in_fixed_sizes", "steps_in_flight", "temperature"),
+    [(fixed, steps, temperature) for fixed in (False, True) for steps in (0, 1) for temperature in (0.0, 1.2)],
+    always=[(True, 1, 1.2)],
+)
+def test_every_option_gives_the_same_alone_in_a_crowd_and_preempted(
+    in_fixed_sizes: bool, steps_in_flight: int, temperature: float
+) -> None:
     cases = [case(name, **options, temperature=temperature, seed=7) for name, options in OPTIONS.items()]
     plain = case("plain", temperature=temperature, seed=7)
     expected: dict[str, list[Token]] = {}
     for one in (*cases, plain):
         expected |= small().run(one)
     assert len({tuple(tokens) for tokens in expected.values()}) > len(OPTIONS) // 2
-    crowd = small(steps_in_flight=steps_in_flight, max_batch_size=16)
-    assert crowd.run(plain, *cases) == expected
-    tight = small(steps_in_flight=steps_in_flight, max_batch_size=16, page_size=2, num_pages=36)
+    how = {"in_fixed_sizes": in_fixed_sizes, "steps_in_flight": steps_in_flight, "max_batch_size": 16}
+    assert small(**how).run(plain, *cases) == expected
+    tight = small(**how, page_size=2, num_pages=36)
     final = tight.finish(*cases, plain)
     assert sum(update.metrics.num_preemptions for update in final.values() if update.metrics) > 0
     assert {name: update.output.fields["tokens"] for name, update in final.items() if update.output} == expected
 
 
-def test_logprobs_stay_those_of_the_model() -> None:
-    engine = small()
+@pytest.mark.parametrize("in_fixed_sizes", [False, True])
+def test_logprobs_stay_those_of_the_model(in_fixed_sizes: bool) -> None:
+    engine = small(in_fixed_sizes=in_fixed_sizes)
     one = case("x", budget=3, logit_bias=((50, 100.0),), presence_penalty=2.0, logprobs=1).request()
     seen = []
     consume = one.consumer.consume
@@ -152,17 +161,21 @@ def test_where_the_end_is_all_that_is_allowed_it_comes_early() -> None:
 
 
 def test_no_buffers_and_no_work_without_users() -> None:
-    table = PenaltyTable(4, 9, CPU)
+    table = WishTable(4, 9, CPU)
     plain = RowStart(1, free_text(EOS), SamplingParams(), 10)
-    table.start(plain)
+    table.start([plain])
     logits_BV = torch.randn(1, 9)
-    assert table.apply(logits_BV, [1]) is logits_BV
-    assert table._counts_RV is None
-    table.start(replace(plain, row=2, sampling=SamplingParams(presence_penalty=1.0), generated_ids=(3, 3)))
-    both_BV = torch.zeros(2, 9)
-    assert table.apply(both_BV, [1, 2]).tolist() == [[0.0] * 9, [0.0] * 3 + [-1.0] + [0.0] * 5]
-    table.start(replace(plain, row=2))
-    assert table.apply(both_BV, [1, 2]) is both_BV
+    assert table.among([1]) == 0
+    assert table.users_among([1]) is None
+    assert table._tensors == {}
+    table.start([replace(plain, row=2, sampling=SamplingParams(presence_penalty=1.0), generated_ids=(3, 3))])
+    users = table.users_among([1, 2])
+    assert users is not None
+    assert (users.at_U.tolist(), users.rows_U.tolist()) == ([1], [2])
+    scores_BV = weigh_ids(torch.zeros(2, 9), torch.tensor([1, 2]), table.tensors(table.among([1, 2])))
+    assert scores_BV.tolist() == [[0.0] * 9, [0.0] * 3 + [-1.0] + [0.0] * 5]
+    table.start([replace(plain, row=2)])
+    assert table.among([1, 2]) == 0
     endings = EndingTable(4, GrammarTables(9, CPU), CPU)
     endings.start([plain])
     assert endings.forbid(logits_BV, [1], torch.zeros(1, dtype=torch.int64), torch.zeros(1)) is logits_BV

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from kestrel.bench.kernels.case import HALF_BYTES, PAGE_SIZE, Case, Maker, Sizes, op_case
-from kestrel.bench.kernels.tunings import best_ids_tunings, draw_ids_tunings, row_inputs_tunings
+from kestrel.bench.kernels.tunings import best_ids_tunings, draw_ids_tunings, row_inputs_tunings, weigh_ids_tunings
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.kernels.row_tables import (
+    BIAS,
     END_STATE,
     NO_ID,
+    PENALTIES,
     DrawingRows,
     EndingTensors,
     GrammarTensors,
     RegionHeads,
     RowState,
+    ScoreWishes,
 )
 from kestrel.kernels.sampling import chosen
 from kestrel.kernels.triton.ops import TRITON
@@ -38,6 +41,8 @@ def sampling_cases(sizes: Sizes) -> Iterator[Case]:
         yield _inputs_case(sizes, rows)
         yield _greedy_case(sizes.text.vocab_size, rows, has_endings=False)
         yield _greedy_case(sizes.text.vocab_size, rows, has_endings=True)
+        for num_wishing in dict.fromkeys((1, rows)):
+            yield _weigh_case(sizes.text.vocab_size, rows, num_wishing)
         for how in DRAWS:
             yield _draw_case(sizes.text.vocab_size, rows, *how)
 
@@ -57,6 +62,23 @@ def _inputs_case(sizes: Sizes, rows: int) -> Case:
         flop=0,
         tunings=row_inputs_tunings(),
     )
+
+
+def _weigh_case(vocab: int, rows: int, num_wishing: int) -> Case:
+    """Penalties and biases of some rows."""
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        kinds_R = ((maker.order(rows) < num_wishing) * (PENALTIES | BIAS)).to(torch.int32)
+        numbers = partial(maker.numbers, dtype=torch.float32)
+        wishes = ScoreWishes(
+            kinds_R, numbers(rows, 3).abs() + 0.5, numbers(rows, vocab) > 1, numbers(rows, vocab).clamp(min=0).round(),
+            numbers(rows, vocab),
+        )  # fmt: skip
+        return maker.numbers(rows, vocab), maker.order(rows), wishes
+
+    moved = rows * vocab * (HALF_BYTES + 4) + num_wishing * vocab * 9
+    size = f"{rows}x{vocab}, {num_wishing} with wishes"
+    return op_case("weigh_ids", size, make, bytes_moved=moved, flop=0, tunings=weigh_ids_tunings())
 
 
 def _greedy_case(vocab: int, rows: int, has_endings: bool) -> Case:

@@ -93,6 +93,10 @@ def _rows_per_block(pairs_per_expert: float) -> list[int]:
     return fitting or [128]
 
 
+def weigh_ids_tunings() -> tuple[Any, ...]:
+    return tuple(sampling.WeighTuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
+
+
 def best_ids_tunings() -> tuple[Any, ...]:
     return tuple(sampling.BestTuning(*tried) for tried in product((512, 1024, 2048, 4096), (2, 4, 8)))
 

@@ -27,7 +27,7 @@ from kestrel.kernels.triton.norms import (
 from kestrel.kernels.triton.paged_attention import attend_chunks, attend_rows
 from kestrel.kernels.triton.rotary import rotate_and_store, tau_factors
 from kestrel.kernels.triton.row_tables import row_inputs
-from kestrel.kernels.triton.sampling import best_ids, draw_ids
+from kestrel.kernels.triton.sampling import best_ids, draw_ids, weigh_ids
 from kestrel.kernels.triton.vision import patchify, resample
 from kestrel.kernels.vision import attend_crops
 
@@ -58,6 +58,7 @@ def triton_ops(
         resample=resample,
         patchify=patchify,
         tau_factors=partial(tau_factors, table=table),
+        weigh_ids=partial(weigh_ids, table=table),
         best_ids=partial(best_ids, table=table),
         draw_ids=partial(draw_ids, table=table),
         commit_ids=commit_ids,

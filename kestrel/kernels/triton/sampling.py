@@ -11,7 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel.kernels.row_tables import DrawingRows, EndingTensors, GrammarTensors, RowState
+from kestrel.kernels.row_tables import (
+    BIAS,
+    ID_LIMITS,
+    MASK,
+    PENALTIES,
+    DrawingRows,
+    EndingTensors,
+    GrammarTensors,
+    RowState,
+    ScoreWishes,
+)
 from kestrel.kernels.sampling import LAST_ID, NAN_KEY, NEGATIVE_INF_KEY, SCORE_UNIT
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
 
@@ -122,6 +132,81 @@ def best_ids(
         num_warps=chosen.num_warps,
     )  # fmt: skip
     return ranks
+
+
+# ---------------------------------------------------------------------- wishes about scores
+# A program reads what its row's kinds ask for and nothing else: rows without a wish are copied.
+
+
+HAS_PENALTIES, HAS_BIAS = tl.constexpr(PENALTIES), tl.constexpr(BIAS)
+HAS_MASK, HAS_ID_LIMITS = tl.constexpr(MASK), tl.constexpr(ID_LIMITS)
+
+
+@dataclass(frozen=True, slots=True)
+class WeighTuning:
+    block_ids: int = 2048
+    num_warps: int = 4
+
+
+@triton.jit
+def _permitted(scores, ids, words_ptr, inside):
+    words = tl.load(words_ptr + ids // 32, mask=inside, other=0)
+    return tl.where((words >> (ids % 32)) & 1 != 0, scores, float("-inf"))
+
+
+@triton.jit
+def _weigh_block(
+    logits_ptr, rows_ptr, kinds_ptr, penalties_ptr, in_prompt_ptr, counts_ptr, bias_ptr, mask_ptr, limits_ptr, out_ptr,
+    vocab, num_words, row_stride, id_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(1)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    place = entry.to(tl.int64) * row_stride + ids.to(tl.int64) * id_stride
+    scores = tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows_ptr + entry).to(tl.int64)
+    kinds = tl.load(kinds_ptr + row)
+    if kinds & HAS_PENALTIES:
+        presence, frequency = tl.load(penalties_ptr + row * 3), tl.load(penalties_ptr + row * 3 + 1)
+        repetition = tl.load(penalties_ptr + row * 3 + 2)
+        count = tl.load(counts_ptr + row * vocab + ids, mask=inside, other=0.0)
+        in_prompt = tl.load(in_prompt_ptr + row * vocab + ids, mask=inside, other=0) != 0
+        repeated = tl.where(scores > 0, scores / repetition, scores * repetition)
+        scores = tl.where(in_prompt | (count > 0), repeated, scores)
+        scores = scores - frequency * count - tl.where(count > 0, presence, 0.0)
+    if kinds & HAS_BIAS:
+        scores += tl.load(bias_ptr + row * vocab + ids, mask=inside, other=0.0)
+    if kinds & HAS_MASK:
+        scores = _permitted(scores, ids, mask_ptr + row * num_words, inside)
+    if kinds & HAS_ID_LIMITS:
+        scores = _permitted(scores, ids, limits_ptr + row * num_words, inside)
+    tl.store(out_ptr + entry.to(tl.int64) * vocab + ids, scores, mask=inside)
+
+
+def weigh_ids(
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    wishes: ScoreWishes,
+    tuning: WeighTuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> Tensor:
+    """New scores in fp32, contiguous. Logits may lie anyhow."""
+    num_entries, vocab = logits_BV.shape
+    chosen = tuning or table.find("weigh_ids", num_entries, (vocab,), logits_BV.dtype) or WeighTuning()
+    scores_BV = torch.empty(num_entries, vocab, dtype=torch.float32, device=logits_BV.device)
+    numbers = wishes.penalties_R3, wishes.in_prompt_RV, wishes.counts_RV, wishes.bias_RV
+    words = wishes.mask_RW, wishes.limits_RW
+    for tensor in (wishes.kinds_R, rows_B, *numbers, *words):
+        assert tensor is None or tensor.is_contiguous()
+    # What is missing is not read, since no row of the step has that kind; only its type counts.
+    given = [scores_BV if tensor is None else tensor for tensor in numbers]
+    given += [wishes.kinds_R if tensor is None else tensor for tensor in words]
+    _weigh_block[(triton.cdiv(vocab, chosen.block_ids), num_entries)](
+        logits_BV, rows_B, wishes.kinds_R, *given, scores_BV,
+        vocab, triton.cdiv(vocab, 32), logits_BV.stride(0), logits_BV.stride(1), BLOCK=chosen.block_ids,
+        num_warps=chosen.num_warps,
+    )  # fmt: skip
+    return scores_BV
 
 
 # ---------------------------------------------------------------------- drawn ids
