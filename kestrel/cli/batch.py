@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import FAILED, Interrupted, note, one_line, printable, run_to_end, stderr_console
-from kestrel.cli.loading import note_default_model, open_engine
+from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings
 from kestrel.cli.options import check_parent_folder, flag
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError, shown
@@ -204,10 +204,9 @@ def _check(options: BatchOptions, config: RuntimeConfig) -> None:
             raise ConfigError("--api-key", "is for a server; name it with --endpoint, or leave the key out")
         return
     changed = [name for name in ("served_model_names", "allowed_image_hosts") if getattr(options, name)]
-    usual = RuntimeConfig()
-    changed += [one.name for one in fields(config) if getattr(config, one.name) != getattr(usual, one.name)]
     if changed:
-        raise ConfigError(changed[0], "is of an engine here, and --endpoint names a server; leave one of them out")
+        raise ConfigError(changed[0], "is for a model loaded here; leave it or --endpoint out")
+    refuse_local_settings(config)
 
 
 def _refuse_unused(lines: BatchInput, options: BatchOptions) -> None:

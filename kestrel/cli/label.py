@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,7 @@ from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_so
 from kestrel.cli.batch import KEY_VARIABLE
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, write
-from kestrel.cli.loading import note_default_model, open_engine, require_skill
+from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings, require_skill
 from kestrel.cli.options import flag, object_or_objects, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError, RequestError
@@ -233,9 +233,7 @@ class Work:
         if any(Path(source).resolve() == self.output.resolve() for source in self.sources):
             raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
         if self.run.endpoint is not None:
-            for known in fields(RuntimeConfig):
-                if getattr(self.config, known.name) != known.default:
-                    raise ConfigError(known.name, "is for a model loaded here; leave it or --endpoint out")
+            refuse_local_settings(self.config)
         elif self.task.adapter is not None and not has_adapter_source(self.config, given_key()):
             raise RequestError(
                 "adapter",

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kestrel import default_model
 from kestrel.cli.console import note, stderr_console
-from kestrel.config import RuntimeConfig
+from kestrel.config import RuntimeConfig, environment_names
 from kestrel.engine import InferenceEngine
+from kestrel.errors import ConfigError
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.builtin import not_supported, supported_skills
+
+
+def refuse_local_settings(config: RuntimeConfig) -> None:
+    """For a command that asks a server: a flag of a model here is a mistake, a variable is meant for other commands
+    too."""
+    for field in fields(RuntimeConfig):
+        if getattr(config, field.name) == field.default:
+            continue
+        variables = [name for name in environment_names(field) if name in os.environ]
+        if not variables:
+            raise ConfigError(field.name, "is for a model loaded here; leave it or --endpoint out")
+        note(f"{variables[0]} is for a model loaded here; the server at --endpoint does not hear of it")
 
 
 def note_default_model(config: RuntimeConfig) -> None:

@@ -125,8 +125,9 @@ class OutlinePrinter:
         output = result.output
         if self._streamed:
             write("\n" if self._path_begun else "")
+            write("" if output["bbox"] is None else f"score: {output['score']:.4f}\n")
         elif output["bbox"] is not None:
-            write(f"box: {numbers_line(output['bbox'])}\n")
+            write(f"box: {_box_line(output)}\n")
         if not self._streamed and output["path"]:
             write(f"path: {output['path']}\n")
         if output["bbox"] is None or not output["path"]:
@@ -156,7 +157,12 @@ class OutlinesPrinter:
             note("nothing was found")
 
     def _box(self, index: int, segment: Mapping[str, Any]) -> None:
-        write(f"{index + 1}: {segment['label']}  box: {numbers_line(segment['bbox'])}\n")
+        write(f"{index + 1}: {segment['label']}  box: {_box_line(segment)}\n")
+
+
+def _box_line(segment: Mapping[str, Any]) -> str:
+    """With the score of the outline, where that is known already."""
+    return numbers_line({**segment["bbox"], **{name: segment[name] for name in ("score",) if name in segment}})
 
 
 def printer_for(

@@ -36,8 +36,11 @@ def source(tmp_path: Path) -> Path:
         (("--retry-for", "nan"), "--retry-for: must be a number of seconds"),
         (("--api-key", "k"), "--api-key: is for a server"),
         (("--endpoint", "localhost:8080"), "--endpoint: 'localhost:8080' is no address"),
-        (("--endpoint", "http://a", "--model", "moondream2"), "--model: is of an engine here, and --endpoint names"),
-        (("--endpoint", "http://a", "--served-model-name", "b"), "--served-model-name: is of an engine here"),
+        (
+            ("--endpoint", "http://a", "--model", "moondream2"),
+            "--model: is for a model loaded here; leave it or --endpoint out",
+        ),
+        (("--endpoint", "http://a", "--served-model-name", "b"), "--served-model-name: is for a model loaded here"),
         (("--prompt-url", "/v1/query"), "--prompt-url: '/v1/query' takes no prompts"),
         (("--prompt-url", "/v1/completions"), "--prompt-url: is for plain prompts, and no line is one"),
         (("--prompt-body", "{"), "--prompt-body: is not JSON"),

@@ -16,6 +16,9 @@ import pytest
 from PIL import Image
 
 from kestrel.cli import label as label_verb
+from kestrel.cli.loading import refuse_local_settings
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
 from kestrel.labelling.journal import Journal
 from kestrel.labelling.records import Row
 from kestrel.labelling.review.decisions import digest_of
@@ -352,3 +355,13 @@ def test_a_server_that_dies_is_no_picture_s_error_and_another_one_goes_on(
         assert kestrel(*command, server.url).code == 0
     assert len(rows_in(output)) == 3
     assert not any("error" in row for row in rows_in(output))
+
+
+def test_a_variable_for_models_here_is_no_hindrance_to_asking_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="device: is for a model loaded here"):
+        refuse_local_settings(RuntimeConfig(device="cpu"))
+    monkeypatch.setenv("KESTREL_DEVICE", "cpu")
+    refuse_local_settings(RuntimeConfig(device="cpu"))
+    assert "KESTREL_DEVICE is for a model loaded here" in capsys.readouterr().err

@@ -8,10 +8,13 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from PIL import Image
 
+from kestrel.cli.printing import printer_for
+from kestrel.engine import EngineResult
 from tests.moondream.coarse import POSITIONS
 from tests.places import bare
 from tests.scene import SCENE
@@ -139,6 +142,16 @@ def test_segment_of_noise_says_that_there_is_no_outline(kestrel: Kestrel, tiny_f
     assert saved.exists()
     output = json.loads(kestrel(*arguments, "--max-new-tokens", "8", "--json").out)["output"]
     assert output["segments"][0]["object"] == "circle"
+
+
+@pytest.mark.parametrize(("streamed", "several"), [(False, False), (True, False), (False, True)])
+def test_an_outline_is_printed_with_its_score(
+    streamed: bool, several: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment = {"bbox": {"x_min": 0.1, "x_max": 0.5}, "path": "M0 0", "label": "bee", "score": 0.25}
+    printer = printer_for("segment", "m", file=None, as_json=False, streamed=streamed, several=several)
+    printer.result(cast("EngineResult", SimpleNamespace(output={**segment, "segments": [segment]})))
+    assert re.search(r"score[=:] ?0\.2500", capsys.readouterr().out)
 
 
 def test_schedule_numbers_answers_and_sums_up(kestrel: Kestrel) -> None:
