@@ -23,7 +23,17 @@ from kestrel.adapters.sources import AdapterListing, configured_sources, given_k
 from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
-from kestrel.engine.intake import QueueRoom, Route, generation_request, require_readable, size_of, take_route
+from kestrel.engine.intake import (
+    PICTURES_AHEAD,
+    PictureGate,
+    QueueRoom,
+    ReadingTurns,
+    Route,
+    generation_request,
+    require_readable,
+    size_of,
+    take_route,
+)
 from kestrel.engine.joint_calls import JointCall, object_names
 from kestrel.engine.pools import FormatThreads, PicturePool
 from kestrel.engine.skill_calls import SkillCalls
@@ -84,6 +94,8 @@ class InferenceEngine(SkillCalls):
         )
         max_requests = config.max_queue_size + limits.max_batch_size
         self._room = QueueRoom(max_requests, config.max_queue_tokens, self._scheduler.has_begun)
+        self._turns = ReadingTurns(loop)
+        self._gate = PictureGate(loop, limits.max_batch_size + PICTURES_AHEAD, config.priority_ageing_s)
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
 
     @classmethod
@@ -245,6 +257,7 @@ class InferenceEngine(SkillCalls):
         """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own. `pictures` are those of
         the request where they are decoded already."""
         submitted_s = time.monotonic()
+        await self._turns.take()
         route = take_route(fields)
         size = size_of(fields, self.vocab_size, self.max_model_length)
         require_readable(size.num_characters, self.max_model_length)
@@ -253,12 +266,15 @@ class InferenceEngine(SkillCalls):
         self._unsent.add(stream)
         try:
             adapter = None if request.adapter is None else await self._adapter(request.adapter)
-            if pictures is None:
+            if pictures is not None:
+                images = self._pictures.hold(stream.request_id, pictures)
+            else:
+                if request.images:
+                    await self._gate.enter(stream.request_id, route.client, route.priority)
+                    stream.require_open()
                 images = await self._pictures.decode(
                     stream.request_id, request.images, stream.require_open, request.max_crops
                 )
-            else:
-                images = self._pictures.hold(stream.request_id, pictures)
             has_reader = is_stream if route.has_reader is None else route.has_reader
             lay_out = (generation_request, self._ready, skill, request, images, stream.request_id, has_reader)
             if request.response_format is not None:
@@ -319,6 +335,7 @@ class InferenceEngine(SkillCalls):
         self._room.leave(request_id)
         self._streams.pop(request_id, None)
         self._pictures.release(request_id)
+        self._gate.leave(request_id)
 
     def cancel(self, request_id: str, error: BaseException | None = None) -> None:
         """End a request. Its caller gets `error`, by default RequestCancelled, now; its pages, its id and what its
@@ -331,7 +348,9 @@ class InferenceEngine(SkillCalls):
         if stream is None or stream.is_done:
             return
         stream.fail(error)
-        if stream not in self._unsent:
+        if stream in self._unsent:
+            self._gate.leave(request_id)
+        else:
             self._worker.try_send(Cancel(request_id))
 
     def _require_running(self) -> None:

@@ -1,4 +1,4 @@
-"""From the fields of a call to a request that the scheduler can run, and room for it in the queue.
+"""From the fields of a call to a request that the scheduler can run, its turn to be read, and room for it in the queue.
 
 Everything is checked before the worker sees it: on the device a slip would hit the whole batch.
 
@@ -8,9 +8,14 @@ share, still gets in: whoever has the most loses the newest of those that have n
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
 from kestrel.errors import ContextTooLong, QueueFull, RequestError, shown
@@ -113,6 +118,124 @@ class QueueRoom:
             excess -= weight
             leaving.append(newest)
         return leaving
+
+
+# ---------------------------------------------------------------------- turns
+# A flood would otherwise be read as a whole before its first request reaches the model, and all of its pictures decoded
+# while the first ones are answered.
+
+
+READ_AT_ONCE = 8
+PICTURES_AHEAD = 48
+"""Of those that can run at the same time."""
+
+
+class ReadingTurns:
+    """A few requests are read in each round of the event loop, which hears of decoded pictures and of answers between
+    them. Alone, a request does not wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._num_taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        if self._waiting or self._num_taken >= READ_AT_ONCE:
+            turn = self._loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._count()
+
+    def _count(self) -> None:
+        if not self._num_taken:
+            self._loop.call_soon(self._next_round)
+        self._num_taken += 1
+
+    def _next_round(self) -> None:
+        self._num_taken = 0
+        while self._waiting and self._num_taken < READ_AT_ONCE:
+            turn = self._waiting.popleft()
+            if not turn.done():  # its caller has left
+                turn.set_result(None)
+                self._count()
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    key: float
+    number: int
+    request_id: str = field(compare=False)
+    priority: int = field(compare=False)
+
+
+class PictureGate:
+    """Requests whose pictures are being decoded, wait for the model or are in it: as many as can run and some ahead.
+
+    At the gate the client with the fewest inside goes first, within a client priority with ageing decides, as in the
+    queue; urgent ones go before other clients, and those that can wait behind them until they have waited.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_inside: int, ageing_s: float) -> None:
+        self._loop = loop
+        self._max_inside = max_inside
+        self._ageing_s = ageing_s
+        self._inside: dict[str, Client] = {}
+        self._num_inside: Counter[Client] = Counter()
+        self._lines: dict[Client, list[_Waiting]] = {}
+        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def num_inside(self) -> int:
+        return len(self._inside)
+
+    async def enter(self, request_id: str, client: Client, priority: int) -> None:
+        """Returns when there is room, or after `leave` of a request that waits."""
+        key = priority * self._ageing_s + time.monotonic()
+        line = self._lines.setdefault(client, [])
+        heappush(line, _Waiting(key, next(self._numbers), request_id, priority))
+        turn = self._turns[request_id] = self._loop.create_future()
+        self._let_in()
+        if not turn.done():
+            await turn
+
+    def leave(self, request_id: str) -> None:
+        turn = self._turns.pop(request_id, None)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+        if request_id in self._inside:
+            client = self._inside.pop(request_id)
+            self._num_inside[client] -= 1
+            if not self._num_inside[client]:
+                del self._num_inside[client]
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._turns and len(self._inside) < self._max_inside:
+            for client in list(self._lines):
+                self._drop_those_that_left(client)
+            client = min(self._lines, key=self._rank)
+            first = heappop(self._lines[client])
+            self._inside[first.request_id] = client
+            self._num_inside[client] += 1
+            turn = self._turns.pop(first.request_id)
+            if not turn.done():
+                turn.set_result(None)
+        if not self._turns:
+            self._lines.clear()
+
+    def _drop_those_that_left(self, client: Client) -> None:
+        line = self._lines[client]
+        while line and line[0].request_id not in self._turns:
+            heappop(line)
+        if not line:
+            del self._lines[client]
+
+    def _rank(self, client: Client) -> tuple[int, int, float]:
+        first = self._lines[client][0]
+        can_wait = first.priority > 0 and first.key > time.monotonic()
+        return (-1 if first.priority < 0 else int(can_wait), self._num_inside[client], first.key)
 
 
 # ---------------------------------------------------------------------- from fields to a request
