@@ -308,19 +308,19 @@ def served() -> Iterator[str]:
         yield server.url
 
 
+@sweep("task", ["detect", "caption"], always=["detect"])
 def test_a_server_labels_as_the_engine_does(
-    kestrel: Kestrel, tmp_path: Path, served: str, monkeypatch: pytest.MonkeyPatch
+    kestrel: Kestrel, tmp_path: Path, served: str, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
     pictures = made_folder(tmp_path / "in", 2, num_damaged=1)
-    for task in (("--task", "detect"), ("--task", "caption")):
-        command = ("label", pictures, *task, *(ASK if "detect" in task else ()), "--output")
-        here, there = tmp_path / f"here-{task[1]}", tmp_path / f"there-{task[1]}"
-        local = kestrel(*command, here, *ON_CPU)
-        assert local.code == 0, local.err
-        monkeypatch.setenv("KESTREL_API_KEY", "open")
-        remote = kestrel(*command, there, "--endpoint", served)
-        assert remote.code == 0, remote.err
-        assert sorted(map(json.dumps, rows_in(there))) == sorted(map(json.dumps, rows_in(here)))
+    command = ("label", pictures, "--task", task, *(ASK if task == "detect" else ()), "--output")
+    here, there = tmp_path / "here", tmp_path / "there"
+    local = kestrel(*command, here, *ON_CPU)
+    assert local.code == 0, local.err
+    monkeypatch.setenv("KESTREL_API_KEY", "open")
+    remote = kestrel(*command, there, "--endpoint", served)
+    assert remote.code == 0, remote.err
+    assert sorted(map(json.dumps, rows_in(there))) == sorted(map(json.dumps, rows_in(here)))
     refused = kestrel("label", pictures, *ASK, "--output", tmp_path / "locked", "--endpoint", served, "--api-key", "no")
     assert refused.code == 1
     assert "give another --api-key" in refused.err

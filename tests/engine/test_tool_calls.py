@@ -63,7 +63,7 @@ async def called(
         return await engine.run("chat", messages=asked, tools=tools, tool_choice=choice, **how), schemas
 
 
-@sweep(("seeds", "size"), [(range(4, 6), 1), (range(200), 2)], always=[(range(4, 6), 1)])
+@sweep(("seeds", "size"), [(range(4, 5), 1), (range(200), 2)], always=[(range(4, 5), 1)])
 async def test_every_call_that_is_asked_for_fits_its_schema(smollm2: Path, seeds: range, size: int) -> None:
     config = RuntimeConfig(
         model_path=smollm2, device="cpu", max_seq_length=768, kv_cache_pages=1600, tool_parser="hermes"
