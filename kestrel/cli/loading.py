@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from kestrel import default_model
 from kestrel.cli.console import note, stderr_console
-from kestrel.config import RuntimeConfig, environment_names
+from kestrel.config import RuntimeConfig, environment_names, runtime_config_from
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError
 from kestrel.skills.base import ModelProfile
@@ -24,13 +24,15 @@ from kestrel.skills.builtin import not_supported, supported_skills
 def refuse_local_settings(config: RuntimeConfig) -> None:
     """For a command that asks a server: a flag of a model here is a mistake, a variable is meant for other commands
     too."""
+    by_variables = runtime_config_from(os.environ)
     for field in fields(RuntimeConfig):
-        if getattr(config, field.name) == field.default:
+        value = getattr(config, field.name)
+        if value == field.default:
             continue
-        variables = [name for name in environment_names(field) if name in os.environ]
-        if not variables:
+        if value != getattr(by_variables, field.name):
             raise ConfigError(field.name, "is for a model loaded here; leave it or --endpoint out")
-        note(f"{variables[0]} is for a model loaded here; the server at --endpoint does not hear of it")
+        name = next(name for name in environment_names(field) if os.environ.get(name))
+        note(f"{name} is for a model loaded here; the server at --endpoint does not hear of it")
 
 
 def note_default_model(config: RuntimeConfig) -> None:

@@ -257,19 +257,21 @@ class InferenceEngine(SkillCalls):
         """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own. `pictures` are those of
         the request where they are decoded already."""
         submitted_s = time.monotonic()
-        await self._turns.take()
         route = take_route(fields)
-        size = size_of(fields, self.vocab_size, self.max_model_length)
-        require_readable(size.num_characters, self.max_model_length)
-        request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
         stream = self._open_stream(route, skill.name)
         self._unsent.add(stream)
         try:
+            await self._turns.take()
+            stream.require_open()
+            size = size_of(fields, self.vocab_size, self.max_model_length)
+            require_readable(size.num_characters, self.max_model_length)
+            request = skill.parse({k: v for k, v in fields.items() if v is not None}, self.profile)
+            self._refuse_for_others(self._room.enter(stream.request_id, route.client), "max_queue_size")
             adapter = None if request.adapter is None else await self._adapter(request.adapter)
             if pictures is not None:
                 images = self._pictures.hold(stream.request_id, pictures)
             else:
-                if request.images:
+                if request.images and adapter is None:  # others may have to wait for a slot, and would block the gate
                     await self._gate.enter(stream.request_id, route.client, route.priority)
                     stream.require_open()
                 images = await self._pictures.decode(
@@ -320,7 +322,6 @@ class InferenceEngine(SkillCalls):
     def _open_stream(self, route: Route, skill: str) -> EngineStream:
         request_id = route.request_id or uuid.uuid4().hex
         require_free_id(request_id, self._streams, self._joint)
-        self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
         stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream
         return stream

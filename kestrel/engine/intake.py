@@ -127,7 +127,7 @@ class QueueRoom:
 
 READ_AT_ONCE = 8
 PICTURES_AHEAD = 48
-"""Of those that can run at the same time."""
+"""Requests with pictures beside as many as can run at the same time."""
 
 
 class ReadingTurns:
@@ -167,13 +167,15 @@ class _Waiting:
     number: int
     request_id: str = field(compare=False)
     priority: int = field(compare=False)
+    turn: asyncio.Future[None] = field(compare=False)
 
 
 class PictureGate:
     """Requests whose pictures are being decoded, wait for the model or are in it: as many as can run and some ahead.
 
     At the gate the client with the fewest inside goes first, within a client priority with ageing decides, as in the
-    queue; urgent ones go before other clients, and those that can wait behind them until they have waited.
+    queue; those that can wait go behind other clients until they have waited. Urgent ones, and a client with nothing
+    inside, do not wait: what is inside may take long.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_inside: int, ageing_s: float) -> None:
@@ -194,8 +196,8 @@ class PictureGate:
         """Returns when there is room, or after `leave` of a request that waits."""
         key = priority * self._ageing_s + time.monotonic()
         line = self._lines.setdefault(client, [])
-        heappush(line, _Waiting(key, next(self._numbers), request_id, priority))
         turn = self._turns[request_id] = self._loop.create_future()
+        heappush(line, _Waiting(key, next(self._numbers), request_id, priority, turn))
         self._let_in()
         if not turn.done():
             await turn
@@ -212,10 +214,13 @@ class PictureGate:
         self._let_in()
 
     def _let_in(self) -> None:
-        while self._turns and len(self._inside) < self._max_inside:
+        while self._turns:
             for client in list(self._lines):
                 self._drop_those_that_left(client)
             client = min(self._lines, key=self._rank)
+            waits = self._num_inside[client] and self._lines[client][0].priority >= 0
+            if waits and len(self._inside) >= self._max_inside:
+                return
             first = heappop(self._lines[client])
             self._inside[first.request_id] = client
             self._num_inside[client] += 1
@@ -227,7 +232,7 @@ class PictureGate:
 
     def _drop_those_that_left(self, client: Client) -> None:
         line = self._lines[client]
-        while line and line[0].request_id not in self._turns:
+        while line and self._turns.get(line[0].request_id) is not line[0].turn:
             heappop(line)
         if not line:
             del self._lines[client]

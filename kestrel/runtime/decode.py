@@ -52,8 +52,10 @@ class DecodeParts:
     """Of the most likely ids, where some row wants log-probabilities: at least as many as any row wants."""
 
 
-NUMBERS_OF_LOGPROBS = (0, 5, 20)
+NUMBERS_OF_LOGPROBS = (0, 20)
 """What is captured; more are as many as were asked for."""
+MAX_CAPTURED = 256
+"""Steps, and as many samplings; others are launched kernel by kernel, so that odd mixtures do not fill the memory."""
 
 
 def parts_for(table: RowTable, rows: list[int]) -> DecodeParts:
@@ -223,7 +225,7 @@ class DecodeGraphs(FixedDecode):
         self._drop_outdated()
         key = (self.size_for(len(decode)), parts)
         if key not in self._steps:
-            if key not in self._steps_run:
+            if key not in self._steps_run or len(self._steps) >= MAX_CAPTURED:
                 sampled = super().run(decode, parts)
                 self._steps_run.add(key)
                 return sampled
@@ -234,7 +236,7 @@ class DecodeGraphs(FixedDecode):
         self._drop_outdated()
         key = (self.size_for(len(rows)), replace(parts, is_adapted=False))
         if key not in self._samplings:
-            if key not in self._samplings_run:
+            if key not in self._samplings_run or len(self._samplings) >= MAX_CAPTURED:
                 sampled = super().sample(hidden_BD, rows, parts)
                 self._samplings_run.add(key)
                 return sampled

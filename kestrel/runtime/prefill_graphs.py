@@ -45,7 +45,7 @@ class PrefillForm:
     @property
     def num_wanted(self) -> int:
         """At most: a chunk has one position that a token follows."""
-        return self.num_positions if self.wants_all else self.num_long + self.num_short
+        return self.num_positions if self.wants_all else min(self.num_positions, self.num_long + self.num_short)
 
     @classmethod
     def of(

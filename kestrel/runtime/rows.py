@@ -323,16 +323,15 @@ class WishTable:
         self._num_words = -(-vocab_size // WORD)
         self._device = device
         self._kinds = [0] * (num_rows + 1)
+        self._seen = 0
         self._masked: set[int] = set()
         self._tensors: dict[str, Tensor] = {}
         self._kinds_R = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
 
     def among(self, row_indices: Sequence[int]) -> int:
-        """The kinds that these rows have, as bits."""
-        found = 0
-        for row in row_indices:
-            found |= self._kinds[row]
-        return found
+        """0 where no row has a wish; otherwise every kind that some row ever had, as bits. A row does not pay for kinds
+        of others, and so mixtures do not multiply what is captured."""
+        return self._seen if any(self._kinds[row] for row in row_indices) else 0
 
     def users_among(self, row_indices: Sequence[int]) -> Users | None:
         pairs = [(b, row) for b, row in enumerate(row_indices) if self._kinds[row]]
@@ -390,6 +389,7 @@ class WishTable:
         if changed:
             for row, kinds in changed:
                 self._kinds[row] = kinds
+                self._seen |= kinds
             rows, kinds = upload(changed, self._device).unbind(1)
             self._kinds_R[rows] = kinds.to(self._kinds_R.dtype)
 

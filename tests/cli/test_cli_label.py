@@ -362,6 +362,9 @@ def test_a_variable_for_models_here_is_no_hindrance_to_asking_a_server(
 ) -> None:
     with pytest.raises(ConfigError, match="device: is for a model loaded here"):
         refuse_local_settings(RuntimeConfig(device="cpu"))
+    monkeypatch.setenv("KESTREL_DEVICE", "cuda")
+    with pytest.raises(ConfigError, match="device: is for a model loaded here"):
+        refuse_local_settings(RuntimeConfig(device="cpu"))
     monkeypatch.setenv("KESTREL_DEVICE", "cpu")
     refuse_local_settings(RuntimeConfig(device="cpu"))
     assert "KESTREL_DEVICE is for a model loaded here" in capsys.readouterr().err

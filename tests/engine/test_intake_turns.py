@@ -80,19 +80,21 @@ class Crowd:
 
 async def test_the_client_with_the_fewest_inside_goes_first() -> None:
     crowd = Crowd()
-    await crowd.arrive(*((f"a{n}", "a", 0) for n in range(5)), ("b0", "b", 0), ("b1", "b", 0))
-    assert crowd.entered == ["a0", "a1"]
-    await crowd.leave("a0")
-    await crowd.leave("a1", "b0", "a2")
-    assert crowd.entered == ["a0", "a1", "b0", "a2", "b1", "a3"]
+    await crowd.arrive(*((f"a{n}", "a", 0) for n in range(5)), *((f"b{n}", "b", 0) for n in range(3)))
+    assert crowd.entered == ["a0", "a1", "b0"]
+    await crowd.leave("a0", "a1")
+    assert crowd.entered[3:] == ["a2"], "nothing of it was inside"
+    await crowd.leave("a2", "b0")
+    assert crowd.entered[4:] == ["a3", "b1"]
 
 
 async def test_priorities_order_those_at_the_gate() -> None:
     crowd = Crowd()
-    await crowd.arrive(("a0", "a", 0), ("a1", "a", 0), ("later", "b", 3), ("usual", "b", 0), ("urgent", "a", -1))
+    await crowd.arrive(("a0", "a", 0), ("a1", "a", 0), ("later", "a", 3), ("usual", "a", 0), ("urgent", "a", -1))
+    assert crowd.entered == ["a0", "a1", "urgent"]
     for one in ("a0", "a1", "urgent"):
         await crowd.leave(one)
-    assert crowd.entered == ["a0", "a1", "urgent", "usual", "later"]
+    assert crowd.entered[3:] == ["usual", "later"]
 
 
 async def test_who_waits_and_leaves_is_let_go_and_counts_nothing() -> None:
@@ -108,7 +110,45 @@ async def test_who_waits_and_leaves_is_let_go_and_counts_nothing() -> None:
     assert (crowd.gate._lines, crowd.gate._turns, dict(crowd.gate._num_inside)) == ({}, {}, {})
 
 
+async def test_urgent_ones_and_clients_with_nothing_inside_do_not_wait() -> None:
+    crowd = Crowd()
+    await crowd.arrive(*((f"a{n}", "a", 0) for n in range(4)), ("b0", "b", 0), ("b1", "b", 0), ("urgent", "a", -1))
+    assert crowd.entered == ["a0", "a1", "b0", "urgent"]
+    await crowd.leave("urgent", "a0")
+    assert crowd.entered == ["a0", "a1", "b0", "urgent"], "more than two are inside still"
+    await crowd.leave("a1")
+    assert crowd.entered[4:] == ["a2"]
+
+
+async def test_an_id_that_comes_again_waits_anew() -> None:
+    crowd = Crowd()
+    await crowd.arrive(("a0", "a", 0), ("a1", "a", 0), ("again", "a", 0), ("a2", "a", 0))
+    await crowd.leave("again")
+    await crowd.arrive(("again", "a", 0))
+    await crowd.leave("a0")
+    assert crowd.entered == ["a0", "a1", "again", "a2"], "let go once, and behind the others then"
+    await crowd.leave("a1")
+    assert crowd.entered[4:] == ["again"]
+
+
 # ---------------------------------------------------------------------- in the engine
+
+
+async def test_requests_that_wait_to_be_read_are_drained_and_can_be_cancelled() -> None:
+    engine = fake_engine(max_queue_size=1000)
+    asks = [
+        asyncio.create_task(engine.query(question="what?", settings={"max_tokens": 2}, request_id=f"r{number}"))
+        for number in range(400)
+    ]
+    await asyncio.sleep(0)
+    assert engine.snapshot().num_waiting > READ_AT_ONCE
+    for number in range(100, 150):
+        engine.cancel(f"r{number}")
+    await engine.shutdown(drain=True, timeout_s=60)
+    ended = await asyncio.gather(*asks, return_exceptions=True)
+    cancelled = [number for number, one in enumerate(ended) if isinstance(one, RequestCancelled)]
+    assert cancelled == list(range(100, 150))
+    assert not any(isinstance(one, EngineStopped) for one in ended)
 
 
 def pictures(number: int) -> list[np.ndarray]:

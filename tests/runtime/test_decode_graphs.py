@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
 from kestrel.kernels.ops import PLAIN
@@ -64,3 +65,13 @@ def test_after_tables_have_moved_everything_runs_again_before_it_is_captured() -
     with torch.inference_mode():
         graphs._drop_outdated()
     assert (graphs._steps, graphs._samplings, graphs._steps_run, graphs._samplings_run) == ({}, {}, set(), set())
+
+
+def test_odd_mixtures_are_launched_once_enough_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrel.runtime.decode.MAX_CAPTURED", 2)
+    g, pool = coarse("md2"), RepeatingPool()
+    engine, graphs = captured("md2", pool)
+    expected = engine.run(*all_skills(g, "a", "small"))
+    for _ in range(2):
+        assert engine.run(*all_skills(g, "a", "small")) == expected
+    assert len(graphs._steps) == 2 < len(graphs._steps_run)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kestrel.grammar import free_text
+from kestrel.kernels.row_tables import BIAS, PENALTIES
 from kestrel.kernels.sampling import weigh_ids
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.rows import WishTable
@@ -62,3 +63,13 @@ def test_a_row_that_starts_anew_keeps_nothing_of_the_one_before() -> None:
     assert table.among([2]) == 0
     table.set_masks({2: b"\7" + b"\0" * 4})
     assert scores(table, torch.zeros(1, 40), [2])[0].isfinite().nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_a_step_with_a_wish_is_one_with_every_kind_there_was() -> None:
+    """So a mixture of wishes needs no capture of its own."""
+    table, grammar = WishTable(4, 40, CPU), free_text(0)
+    table.start([RowStart(1, grammar, SamplingParams(logit_bias=((3, 1.0),)), 10)])
+    table.start([RowStart(2, grammar, SamplingParams(frequency_penalty=1.0), 10)])
+    assert table.among([1]) == table.among([2]) == table.among([0, 1, 2]) == BIAS | PENALTIES
+    assert table.among([0, 3]) == 0
+    assert scores(table, torch.zeros(3, 40), [1, 2, 0]).sum(1).tolist() == [1.0, 0.0, 0.0]
