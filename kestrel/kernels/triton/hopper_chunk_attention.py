@@ -125,11 +125,12 @@ def _clear_rest(tiles, stage, last, HALVES: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(
-    q, k, v, tiles, barriers, chunks,
+    inputs, tiles, barriers, chunks,
     GROUP_SIZE: gl.constexpr, GROUPS: gl.constexpr, SAME_QUERIES: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Queries have two places, used in turn; keys and values go round STAGES of them."""
+    q, k, v = inputs
     q_tiles, k_tiles, v_tiles = tiles
     turn, block, num_cleared = 0, 0, 0
     zero = gl.to_tensor(0)
@@ -265,10 +266,11 @@ def _attend(
 
 @gluon.jit
 def _attend_tiles(
-    out_ptr, out_stride, tiles, barriers, chunks, score_scale, v_scale,
+    out, tiles, barriers, chunks,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, SAME_QUERIES: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    out_ptr, out_stride, score_scale, v_scale = out
     turn, block = 0, 0
     zero = gl.to_tensor(0)
     level, before, number = _next_tile(chunks, zero, zero, zero, GROUPS, SAME_QUERIES)
@@ -327,69 +329,34 @@ def _attend_chunks(
     chunks = (
         pages_ptr, first_ptr, count_ptr, start_ptr, sees_all_ptr, pages_stride, num_chunks, num_heads, tiles_per_head
     )  # fmt: skip
+    inputs, out = (q, k, v), (out_ptr, out_stride, score_scale, v_scale)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _attend_tiles,
-                    (
-                        out_ptr, out_stride, tiles, barriers, chunks, score_scale, v_scale,
-                        0, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP,
-                    ),
-                ),
-                (
-                    _attend_tiles,
-                    (
-                        out_ptr, out_stride, tiles, barriers, chunks, score_scale, v_scale,
-                        1, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP,
-                    ),
-                ),
+                (_attend_tiles, (out, tiles, barriers, chunks, 0, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP)),
+                (_attend_tiles, (out, tiles, barriers, chunks, 1, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP)),
                 (
                     _load_tiles,
-                    (
-                        q, k, v, tiles, barriers, chunks, GROUP_SIZE,
-                        GROUPS, SAME_QUERIES, STAGES, HALVES, PAGE_SIZE,
-                    ),
+                    (inputs, tiles, barriers, chunks, GROUP_SIZE, GROUPS, SAME_QUERIES, STAGES, HALVES, PAGE_SIZE),
                 ),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    _attend_tiles,
-                    (
-                        out_ptr, out_stride, tiles, barriers, chunks, score_scale, v_scale,
-                        0, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP,
-                    ),
-                ),
-                (
-                    _attend_tiles,
-                    (
-                        out_ptr, out_stride, tiles, barriers, chunks, score_scale, v_scale,
-                        1, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP,
-                    ),
-                ),
-                (
-                    _attend_tiles,
-                    (
-                        out_ptr, out_stride, tiles, barriers, chunks, score_scale, v_scale,
-                        2, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP,
-                    ),
-                ),
+                (_attend_tiles, (out, tiles, barriers, chunks, 0, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP)),
+                (_attend_tiles, (out, tiles, barriers, chunks, 1, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP)),
+                (_attend_tiles, (out, tiles, barriers, chunks, 2, GROUPS, SAME_QUERIES, STAGES, HALVES, OVERLAP)),
                 (
                     _load_tiles,
-                    (
-                        q, k, v, tiles, barriers, chunks, GROUP_SIZE,
-                        GROUPS, SAME_QUERIES, STAGES, HALVES, PAGE_SIZE,
-                    ),
+                    (inputs, tiles, barriers, chunks, GROUP_SIZE, GROUPS, SAME_QUERIES, STAGES, HALVES, PAGE_SIZE),
                 ),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
