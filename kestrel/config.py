@@ -106,8 +106,8 @@ class RuntimeConfig:
     enable_prefix_cache: bool = setting(True, "Reuse the KV of repeated images, prompts and earlier answers.")
     max_prefill_tokens: int | None = setting(
         None,
-        "Prompt positions one step may hold, so that running streams keep moving. Default: 2048, and 4096 on a GPU "
-        "with 16 rows or more.",
+        "Prompt positions one step may hold, so that running streams keep moving. Default: 2048; on a GPU 4096 "
+        "with 16 rows or more, and 6144 with 64 or more of a model that reads pictures.",
     )
     streaming_prefill_tokens: int | None = setting(
         None,

@@ -53,8 +53,19 @@ def gated_linear(
     return silu_gate(small_linear(x_MD, weight_FD, scale_F=scale_F, norm=norm))
 
 
-# ---------------------------------------------------------------------- GELU
-# A linear layer and the tanh form of GELU behind it: what feeds the second matrix of an MLP.
+# ---------------------------------------------------------------------- many rows
+# A linear layer; one whose result is added to what is there; one with the tanh form of GELU behind it, which feeds the
+# second matrix of an MLP.
+
+
+def linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias, [..., F]."""
+    return functional.linear(x, weight_FD, bias_F)
+
+
+def add_linear(sum_TF: Tensor, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    """sum += x · weightᵀ, in place."""
+    return sum_TF.addmm_(x_TD, weight_FD.T)
 
 
 def gelu_linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from kestrel.kernels.commit_ids import commit_ids
 from kestrel.kernels.fp8 import fp8_linear, gelu_to_fp8, rows_to_fp8
-from kestrel.kernels.linear import gated_linear, gelu_linear, silu_gate, silu_gate_to_fp8, small_linear
+from kestrel.kernels.linear import (
+    add_linear,
+    gated_linear,
+    gelu_linear,
+    linear,
+    silu_gate,
+    silu_gate_to_fp8,
+    small_linear,
+)
 from kestrel.kernels.low_rank import SlotTiles, add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k
 from kestrel.kernels.norms import (
@@ -55,7 +63,9 @@ class Ops:
     """Rows up to which `small_linear` is the better linear layer."""
     max_gated_rows: int
     """The same of `gated_linear`."""
+    linear: Op
     gelu_linear: Op
+    add_linear: Op
     rotate_and_store: Op
     attend_rows: Op
     attend_chunks: Op
@@ -96,7 +106,9 @@ PLAIN = Ops(
     gated_linear=gated_linear,
     max_small_rows=16,
     max_gated_rows=16,
+    linear=linear,
     gelu_linear=gelu_linear,
+    add_linear=add_linear,
     rotate_and_store=rotate_and_store,
     attend_rows=attend_rows,
     attend_chunks=attend_chunks,

@@ -1,4 +1,4 @@
-"""Measured block sizes of the Triton kernels as files: a table per GPU.
+"""Measured block sizes of the Triton kernels, and algorithms of the vendor's products, as files: a table per GPU.
 
 A table is shipped in `tuning_tables/`, or left in the user's cache by `kestrel tune`. It names what it was measured
 with, and under each operation the sizes at which another tuning is faster than the rules of the kernel. An operation
@@ -16,7 +16,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import triton
 
 from kestrel import __version__
 from kestrel.errors import ConfigError, did_you_mean, shown
+from kestrel.kernels.cublaslt import Algorithm
 from kestrel.kernels.triton import (
     fp8,
     linear,
@@ -38,7 +39,7 @@ from kestrel.kernels.triton import (
     row_tables,
     sampling,
 )
-from kestrel.kernels.triton.launch import TunedSize, TuningTable, rows_range
+from kestrel.kernels.triton.launch import TunedSize, TuningTable, fine_rows_range, rows_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,13 @@ class TunedOp:
     dims: tuple[str, ...]
     num_dtypes: int = 1
     """Two: of the rows, and of the matrices or the cache."""
+    rows_range: Callable[[int], int] = rows_range
 
 
 _ROW = ("dim",)
 _HEADS = ("heads", "kv_heads", "head_dim")
 _EXPERTS = ("experts", "per_token", "inner_dim", "dim")
+_PRODUCT = TunedOp((Algorithm,), ("num_out", "num_in"), rows_range=fine_rows_range)
 
 TUNED_OPS = {
     "layer_norm": TunedOp((norms.Tuning,), _ROW),
@@ -69,6 +72,10 @@ TUNED_OPS = {
     "gelu_to_fp8": TunedOp((fp8.RowTuning,), _ROW),
     "small_linear": TunedOp((linear.Tuning,), ("num_out", "num_in"), num_dtypes=2),
     "gated_linear": TunedOp((linear.Tuning,), ("num_out", "num_in"), num_dtypes=2),
+    "linear": _PRODUCT,
+    "gelu_linear": _PRODUCT,
+    "add_linear": _PRODUCT,
+    "fp8_linear": _PRODUCT,
     "rotate_and_store": TunedOp((rotary.RotateTuning,), _HEADS),
     "attend_rows": TunedOp((paged_attention.RowsTuning,), _HEADS, num_dtypes=2),
     "attend_chunks": TunedOp((paged_attention.ChunksTuning,), _HEADS, num_dtypes=2),
@@ -155,8 +162,9 @@ def _check_names(place: str, found: Iterable[str], known: Collection[str]) -> No
 def _read_size(op: str, tuned: TunedOp, found: object) -> TunedSize:
     parts = _exact_object("size", found, ("max_rows", *tuned.dims, "dtypes"))
     max_rows = _read_count("size.max_rows", parts["max_rows"])
-    if rows_range(max_rows) != max_rows:
-        raise _TableFault(f"size.max_rows: must be a power of four (got {max_rows})")
+    if tuned.rows_range(max_rows) != max_rows:
+        nearest = tuned.rows_range(max_rows)
+        raise _TableFault(f"size.max_rows: must be the upper end of a range, such as {nearest} (got {max_rows})")
     names = parts["dtypes"]
     if not isinstance(names, list) or len(names) != tuned.num_dtypes:
         raise _TableFault(f"size.dtypes: must be a list of {tuned.num_dtypes} (got {shown(names)})")
@@ -174,10 +182,14 @@ def _read_tuning(tuned: TunedOp, found: object) -> Any:
     # The kind whose fields these are; where none fits, the nearest one tells what is wrong.
     nearest = min(range(len(named)), key=lambda i: len(set(named[i]) ^ set(found)))
     parts = _exact_object("tuning", found, named[nearest])
+    kind = tuned.kinds[nearest]
     for name, value in parts.items():
-        _check_block(f"tuning.{name}", name, value)
+        if kind is Algorithm:
+            _read_count(f"tuning.{name}", value, at_least=0)
+        else:
+            _check_block(f"tuning.{name}", name, value)
     try:
-        return tuned.kinds[nearest](**parts)
+        return kind(**parts)
     except ValueError as error:
         raise _TableFault(f"tuning: {error}") from error
 
@@ -194,9 +206,9 @@ def _check_block(place: str, name: str, value: object) -> None:
         raise _TableFault(f"{place}: must be a power of two up to {most} (got {number})")
 
 
-def _read_count(place: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _TableFault(f"{place}: must be a whole number from 1 on (got {shown(value)})")
+def _read_count(place: str, value: object, at_least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise _TableFault(f"{place}: must be a whole number from {at_least} on (got {shown(value)})")
     return value
 
 
@@ -229,7 +241,8 @@ class MeasuredWith:
         return (self.gpu, self.capability) == (other.gpu, other.capability)
 
     def why_not_here(self, here: MeasuredWith) -> str | None:
-        """None when what was measured holds here; torch has no part in the kernels."""
+        """None when what was measured holds here; torch has no part in the kernels, and an algorithm of the vendor's
+        library names its version."""
         named = (("gpu", "on"), ("capability", "with compute capability"), ("kestrel", "by Kestrel"))
         for name, words in (*named, ("triton", "with Triton")):
             was, now = asdict(self)[name], asdict(here)[name]

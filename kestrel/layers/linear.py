@@ -80,7 +80,7 @@ class Linear(nn.Linear):
             return self.ops.small_linear(x, self.weight, self._bias, scale_F=self.scale_F)
         if self.is_fp8:
             return self(self.quantised(x))
-        return functional.linear(x, self.weight, self._bias)
+        return self.ops.linear(x, self.weight, self._bias)
 
     def gelu(self, x: Rows) -> Tensor:
         """GELU_tanh of this layer, in as few operations as the format allows."""

@@ -67,6 +67,6 @@ def add_and_norm(
     """(x + linear(rows), its norm). x is changed in place where the norms add the layer's bias."""
     if linear.bias_in_norms:
         assert not isinstance(rows, Fp8Rows)
-        x_TD.addmm_(rows, linear.weight.T)
+        x_TD = linear.ops.add_linear(x_TD, rows, linear.weight)
         return x_TD, norm(x_TD)
     return norm.of_sum(x_TD, (linear(rows),), to_fp8=to_fp8)

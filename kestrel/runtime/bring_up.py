@@ -276,13 +276,17 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def prefill_budget(config: RuntimeConfig, shape: DecoderShape, device: torch.device) -> int:
-    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights.
+    """Whoever asks for many rows wants throughput: more prompts in a step share the reading of the weights, and eight
+    pictures are encoded faster together than five.
 
     No more than all rows can hold.
     """
     budget = config.max_prefill_tokens
     if budget is None:
-        budget = 4096 if device.type == "cuda" and config.max_batch_size >= 16 else 2048
+        reads_pictures = shape.num_image_positions > 0
+        budget = 2048
+        if device.type == "cuda" and config.max_batch_size >= 16:
+            budget = 6144 if reads_pictures and config.max_batch_size >= 64 else 4096
     return min(budget, config.max_batch_size * (config.max_seq_length or shape.max_context))
 
 

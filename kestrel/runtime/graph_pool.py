@@ -22,6 +22,7 @@ class GraphPool:
         self._device = device
         self._handle = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device, priority=-1 if is_urgent else 0)
+        self._last = torch.cuda.Event()
         # A pool lives as long as some graph of it: this one, which does nothing, is never dropped.
         self._keeper, _ = self.capture(lambda: torch.zeros(1, device=device))
 
@@ -37,6 +38,15 @@ class GraphPool:
             pass  # what other work left cached cannot be used inside a capture: give it back, and try again below
         torch.cuda.empty_cache()
         return self._record(work)
+
+    def mark(self) -> None:
+        """Call it behind the work of the pool's graphs, on their stream."""
+        self._last.record()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the GPU is done with all that was marked."""
+        return self._last.query()
 
     def _try_out(self, work: Callable[[], object]) -> None:
         """So that libraries allocate and choose their kernels before a capture."""

@@ -8,7 +8,7 @@ graphs, one per number of crops (`VisionGraphs`): filling up to a coarser size w
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -119,7 +119,16 @@ def encode_in_goes(encode_crops: EncodeCrops, patches_NPC: Tensor, max_crops: in
 # ---------------------------------------------------------------------- graphs of the encoder
 
 
+PATIENCE = 3
+"""Times that crops are encoded in parts before their number is captured while the GPU waits."""
+
+
 class VisionGraphs:
+    """One graph per number of crops: some captured at the start, others when they come up for the second time, while
+    the GPU has work. While it waits, as at the beginning of a flood, a number that is not captured is made up of those
+    that are: to launch or to capture a few hundred kernels would take the host longer than the GPU to run them.
+    """
+
     def __init__(self, vision: VisionPart, max_crops: int, pool: GraphPool) -> None:
         self._vision = vision
         self._pool = pool
@@ -127,6 +136,7 @@ class VisionGraphs:
         self._patches_NPC, self._features_NPD = vision.new_crop_buffers(self._max_crops)
         self._graphs: dict[int, Replayable] = {}
         self._has_run: set[int] = set()
+        self._num_parted: Counter[int] = Counter()
 
     def prepare(self, most: int) -> None:
         """Captures everything up to so many crops, after the most that are encoded together: the rest finds room in
@@ -140,6 +150,33 @@ class VisionGraphs:
         num_crops = sum(map(len, patches))
         if num_crops > self._max_crops:
             return self._vision.encode_crops(patches)
+        parts = self._parts(num_crops)
+        features_NPD = self._encode_whole(patches, num_crops) if parts is None else self._encode_parts(patches, parts)
+        self._pool.mark()
+        return features_NPD
+
+    def _parts(self, num_crops: int) -> list[int] | None:
+        """Captured numbers that make up this one; None: it is to be encoded as a whole."""
+        if num_crops in self._graphs or not self._pool.is_idle or self._num_parted[num_crops] >= PATIENCE:
+            return None
+        parts: list[int] = []
+        while (left := num_crops - sum(parts)) > 0:
+            fitting = [size for size in self._graphs if size <= left]
+            if not fitting:
+                return None
+            parts.append(max(fitting))
+        self._num_parted[num_crops] += 1
+        return parts
+
+    def _encode_parts(self, patches: Sequence[Tensor], parts: Sequence[int]) -> Tensor:
+        features = []
+        for part_NPC in torch.cat(list(patches)).split(list(parts)):
+            self._patches_NPC[: len(part_NPC)] = part_NPC
+            self._graphs[len(part_NPC)].replay()
+            features.append(self._features_NPD[: len(part_NPC)].clone())
+        return torch.cat(features)
+
+    def _encode_whole(self, patches: Sequence[Tensor], num_crops: int) -> Tensor:
         if num_crops not in self._graphs and num_crops in self._has_run:
             self._graphs[num_crops] = self._capture(num_crops, has_run=True)
         torch.cat(list(patches), out=self._patches_NPC[:num_crops])

@@ -85,7 +85,8 @@ def test_checking_goes_with_nothing_that_times(other: list[str], capfd: pytest.C
 
 def test_every_case_names_block_sizes_to_try_and_they_differ() -> None:
     for case in all_cases(full_sizes(), None):
-        assert len(set(case.tunings)) == len(case.tunings) > 1
+        # Those of the vendor's products are found on a GPU.
+        assert callable(case.tunings) or len(set(case.tunings)) == len(case.tunings) > 1
 
 
 @without_gpu

@@ -28,6 +28,14 @@ class RepeatingPool(GraphPool):
     def __init__(self) -> None:
         self.has_run: list[bool] = []
         """Of each capture."""
+        self.idle = False
+
+    def mark(self) -> None:
+        pass
+
+    @property
+    def is_idle(self) -> bool:
+        return self.idle
 
     @property
     def num_captures(self) -> int:

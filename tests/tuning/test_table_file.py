@@ -16,6 +16,7 @@ from kestrel.bench.kernels.case import tuning_sizes
 from kestrel.bench.kernels.measure import all_cases
 from kestrel.bench.kernels.tune import tuned_op
 from kestrel.errors import ConfigError
+from kestrel.kernels.cublaslt import Algorithm
 from kestrel.kernels.triton import rotary
 from kestrel.kernels.triton.launch import TunedSize
 from kestrel.kernels.triton.linear import Tuning
@@ -35,8 +36,11 @@ H200 = MeasuredWith("NVIDIA H200", "9.0", kestrel="1.0", torch="2.9", triton="3.
 BF16 = torch.bfloat16
 LINEAR = TunedSize("small_linear", 16, (6144, 2048), (BF16, torch.float8_e4m3fn))
 TAU = TunedSize("tau_factors", 1, (64, 6144), (BF16,))
+PRODUCT = TunedSize("add_linear", 40_960, (1152, 4304), (BF16,))
+SOME_ALGORITHM = Algorithm(130_100, 66, 407, 35, split_k=1, reduction=0, swizzle=0, option=1, inner_shape=0, cluster=2)
 ENTRIES = {
     "small_linear": {LINEAR: Entry(Tuning(32, 128, 4, 5), 10.25, 12.5)},
+    "add_linear": {PRODUCT: Entry(SOME_ALGORITHM, 410.0, 500.0)},
     "tau_factors": {TAU: Entry(rotary.SumTuning(2, 1024, 4), 3.0, 4.0)},
     "best_ids": {},
 }
@@ -68,7 +72,8 @@ def test_every_tuning_that_a_sweep_may_choose_can_be_kept(tmp_path: Path) -> Non
     ops: dict[str, dict[TunedSize, Entry]] = {}
     for case in all_cases(tuning_sizes(), None):
         op = tuned_op(case)
-        for number, tuning in enumerate(case.tunings if op in TUNED_OPS else ()):
+        tunings = case.tunings if isinstance(case.tunings, tuple) else (SOME_ALGORITHM,)
+        for number, tuning in enumerate(tunings if op in TUNED_OPS else ()):
             dims, dtypes = (number + 1,) * len(TUNED_OPS[op].dims), (BF16,) * TUNED_OPS[op].num_dtypes
             size = TunedSize(op, 4 ** (number if not dims else 0), dims, dtypes)
             ops.setdefault(op, {})[size] = Entry(tuning, 1.0, 2.0)
@@ -81,6 +86,10 @@ def linear(content: dict[str, Any]) -> dict[str, Any]:
     return content["ops"]["small_linear"][0]
 
 
+def product(content: dict[str, Any]) -> dict[str, Any]:
+    return content["ops"]["add_linear"][0]
+
+
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an operation": (lambda c: c["ops"].update(smal_linear=[]), "ops: 'smal_linear' is unknown; did you mean"),
     "no list": (lambda c: c["ops"].update(best_ids={}), "ops.best_ids: must be a list (got {})"),
@@ -90,7 +99,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "never": (lambda c: linear(c).update(us=float("nan")), "ops.small_linear[0]: us: must be a number"),
     "a dimension": (lambda c: linear(c)["size"].update(num_in=2048.0), "size.num_in: must be a whole number from 1 on"),
     "another": (lambda c: linear(c)["size"].update(dim=3), "ops.small_linear[0]: size: 'dim' is unknown"),
-    "rows": (lambda c: linear(c)["size"].update(max_rows=8), "size.max_rows: must be a power of four (got 8)"),
+    "rows": (lambda c: linear(c)["size"].update(max_rows=8), "must be the upper end of a range, such as 16 (got 8)"),
     "a dtype": (lambda c: linear(c)["size"].update(dtypes=["bf16", "bfloat16"]), "size.dtypes: 'bf16' is none of"),
     "dtypes": (lambda c: linear(c)["size"].update(dtypes=["bfloat16"]), "size.dtypes: must be a list of 2"),
     "a field": (lambda c: linear(c)["tuning"].update(block=3), "tuning: 'block' is unknown; did you mean"),
@@ -99,6 +108,9 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "warps": (lambda c: linear(c)["tuning"].update(num_warps=64), "tuning.num_warps: must be a power of two up to 32"),
     "a block": (lambda c: linear(c)["tuning"].update(block_in=96), "tuning.block_in: must be a power of two up to"),
     "stages": (lambda c: linear(c)["tuning"].update(num_stages=9), "tuning.num_stages: must be at most 8"),
+    "fine rows": (lambda c: product(c)["size"].update(max_rows=33), "must be the upper end of a range, such as 40"),
+    "a number": (lambda c: product(c)["tuning"].update(tile=-1), "tuning.tile: must be a whole number from 0 on"),
+    "no tile": (lambda c: product(c)["tuning"].pop("tile"), "ops.add_linear[0]: tuning: 'tile' is missing"),
     "twice": (lambda c: c["ops"]["small_linear"].append(linear(c)), "ops.small_linear[1]: this size is listed twice"),
     "no version": (lambda c: c.pop("triton"), "'triton' is missing"),
     "a version": (lambda c: c.update(triton=3.5), "triton: must be a string (got 3.5)"),
@@ -142,7 +154,8 @@ def test_a_growing_table_keeps_what_is_not_measured_again(path: Path) -> None:
     table.add(TAU, None)
     better = Entry(Tuning(64, 64), 9.0, 12.0)
     table.add(LINEAR, better)
-    assert RawTable.read(path).checked().ops == {"small_linear": {LINEAR: better}, "tau_factors": {}, "best_ids": {}}
+    kept = {**ENTRIES, "small_linear": {LINEAR: better}, "tau_factors": {}}
+    assert RawTable.read(path).checked().ops == kept
 
 
 def test_a_table_of_another_triton_is_made_anew_and_one_of_another_gpu_is_left_alone(path: Path) -> None:

@@ -45,8 +45,9 @@ class Case:
     bytes_moved: int
     """What must be read and written once."""
     flop: int
-    tunings: tuple[Any, ...]
-    """Block sizes worth trying, as `tuning` of the Triton version."""
+    tunings: tuple[Any, ...] | Callable[..., tuple[Any, ...]]
+    """Block sizes worth trying, as `tuning` of the Triton version; or what finds them, given that version and sets of
+    arguments on the GPU."""
     is_plain_capturable: bool = True
     """Whether the plain version runs without reading on the host, as a CUDA graph needs."""
     gives_fp8: bool = False
@@ -70,6 +71,7 @@ def _tensors(result: Result) -> tuple[Tensor, ...]:
 # ---------------------------------------------------------------------- sizes
 
 
+LLAMA_1B, LLAMA_8B = (2048, 3072, 8192), (4096, 6144, 14_336)
 PAGE_SIZE = 16
 HALF_BYTES, FP8_BYTES = 2, 1
 MODEL = "moondream3-preview"
@@ -147,6 +149,12 @@ class Sizes:
     adapters: tuple[tuple[int, int, int], ...]
     """How many, of which rank, in slots of which rank."""
     adapted_rows: tuple[int, ...]
+    product_crops: tuple[int, ...]
+    product_rows: tuple[int, ...]
+    """Of the vendor's products."""
+    gated_text: tuple[tuple[int, int, int], ...] = ()
+    """Other text models, with gated MLPs: width, width of q, k and v together, inner width."""
+    gated_rows: tuple[int, ...] = ()
 
 
 def full_sizes() -> Sizes:
@@ -168,6 +176,8 @@ def full_sizes() -> Sizes:
         routed_tokens=(16, 64, 750, 3000),
         adapters=((8, 16, 16), (1, 512, 512)),
         adapted_rows=(16, 750, 3000),
+        product_crops=(9, 45),
+        product_rows=(64, 768, 3840),
     )
 
 
@@ -181,6 +191,10 @@ def tuning_sizes() -> Sizes:
         tau_tokens=(1, 4, 16, 64, 250, 750, 3000),
         adapters=((8, 16, 16), (8, 16, 64), (1, 512, 512)),
         adapted_rows=(4, 16, 64, 250, 750, 3000),
+        product_crops=(1, 2, 3, 4, 5, 6, 8, 9, 10, 13, 18, 22, 27, 31, 36, 45, 63, 72),
+        product_rows=(32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2304, 3072, 3840, 4608, 6016),
+        gated_text=(LLAMA_1B, LLAMA_8B),
+        gated_rows=(32, 64, 128, 256, 512, 1024, 2048, 3072, 4096),
     )
 
 
@@ -204,4 +218,6 @@ def small_sizes() -> Sizes:
         routed_tokens=(7, 70),
         adapters=((3, 12, 12), (2, 16, 32)),
         adapted_rows=(6, 70),
+        product_crops=(1,),
+        product_rows=(7,),
     )

@@ -13,6 +13,7 @@ import torch
 from triton.errors import TritonError
 
 from kestrel.bench.kernels.case import Case, Maker, Sizes, distance, full_sizes, small_sizes
+from kestrel.bench.kernels.product_cases import product_cases
 from kestrel.bench.kernels.sampling_cases import sampling_cases
 from kestrel.bench.kernels.text_cases import low_rank_cases, moe_cases, text_cases
 from kestrel.bench.kernels.vision_cases import vision_cases
@@ -69,6 +70,7 @@ def all_cases(sizes: Sizes, ops: list[str] | None) -> list[Case]:
         *moe_cases(sizes),
         *sampling_cases(sizes),
         *low_rank_cases(sizes),
+        *product_cases(sizes),
     ]
     known = sorted({case.op for case in cases})
     for op in ops or ():
@@ -211,6 +213,14 @@ class CaseTimer:
                         raise
         return found
 
+    def tunings(self, case: Case) -> tuple[Any, ...]:
+        """Worth trying for a case on this GPU."""
+        if isinstance(case.tunings, tuple):
+            return case.tunings
+        makers = [Maker(self._device, self._dtype, seed) for seed in range(num_copies(case.bytes_moved))]
+        with _on_this_gpu():
+            return case.tunings(case.triton, [case.make(maker) for maker in makers])
+
     def is_right(self, case: Case, tuning: Any) -> bool:
         """Whether the result is that of the plain version, as closely as any kernel's has to be."""
         with _on_this_gpu():
@@ -243,7 +253,10 @@ class _AskedTable(TuningTable):
         self.sizes: list[TunedSize] = []
 
     def find(self, op: str, num_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
-        self.sizes.append(TunedSize(op, rows_range(num_rows), dims, dtypes))
+        return self.find_in(op, rows_range(num_rows), dims, *dtypes)
+
+    def find_in(self, op: str, max_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
+        self.sizes.append(TunedSize(op, max_rows, dims, dtypes))
         return None
 
 
@@ -258,7 +271,7 @@ class Swept:
 def sweep_kernels(ops: list[str] | None) -> Iterator[Swept]:
     timer = CaseTimer(torch.device("cuda"), torch.bfloat16)
     for case in all_cases(full_sizes(), ops):
-        found = timer.seconds(case, (None, *case.tunings))
+        found = timer.seconds(case, (None, *timer.tunings(case)))
         default_s = found.pop(None)
         yield Swept(case, default_s, {str(tried): s for tried, s in sorted(found.items(), key=lambda item: item[1])})
         torch.cuda.empty_cache()

@@ -128,7 +128,8 @@ class TuningRun:
                 torch.cuda.empty_cache()
 
     def _tuned(self, size: TunedSize, group: Sequence[Case]) -> Tuned:
-        times = [self._timer.seconds(case, (None, *case.tunings)) for case in group]
+        tried = dict.fromkeys(tuning for case in group for tuning in self._timer.tunings(case))
+        times = [self._timer.seconds(case, (None, *tried)) for case in group]
         shares = _shares(times)
         entry = None
         for tuning in sorted(shares, key=lambda tuning: shares[tuning])[:TRIALS]:

@@ -19,13 +19,14 @@ from triton.runtime.jit import JITFunction
 # A size is what the time depends on. Rows change with every batch, so they count in ranges that grow by four, named by
 # their upper end: 1, 2 to 4, 5 to 16, 17 to 64 and so on. Kernels change their ways on these edges too (1, 4 and 16
 # rows, 64 and 1024 for adapters). The rest belongs to the model and must be equal: dimensions of matrices and heads,
-# dtypes. A measurement answers for its own range and for no other one.
+# dtypes. A measurement answers for its own range and for no other one. The vendor's products, whose time depends on how
+# tiles fill the GPU, count rows in finer ranges: four between a power of two and the next.
 
 
 class TunedSize(NamedTuple):
     op: str
     max_rows: int
-    """The upper end of a range of rows: a power of four."""
+    """The upper end of a range of rows."""
     dims: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
 
@@ -42,6 +43,10 @@ class TuningTable:
         # A bare tuple is equal to a size and made in half the time; this runs at every launch.
         return self._tunings.get((op, rows_range(num_rows), dims, dtypes)) if self._tunings else None
 
+    def find_in(self, op: str, max_rows: int, dims: tuple[int, ...], *dtypes: torch.dtype) -> Any | None:
+        """The same for rows of a range that is named by its upper end."""
+        return self._tunings.get((op, max_rows, dims, dtypes)) if self._tunings else None
+
 
 NO_TABLE = TuningTable({})
 
@@ -49,6 +54,12 @@ NO_TABLE = TuningTable({})
 def rows_range(num_rows: int) -> int:
     """The upper end of the range that a number of rows lies in."""
     return 1 << ((num_rows - 1).bit_length() + 1) // 2 * 2
+
+
+def fine_rows_range(num_rows: int) -> int:
+    """The same for ranges of a quarter of a power of two: ..., 64, 80, 96, 112, 128, 160, ..."""
+    step = 1 << max(0, (num_rows - 1).bit_length() - 3)
+    return -(-num_rows // step) * step
 
 
 LARGE_BLOCKS = 200 * 1024

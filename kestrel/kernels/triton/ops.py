@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kestrel.kernels.fp8 import scaled_mm_linear
-from kestrel.kernels.linear import gelu_linear_epilogue
+from kestrel.kernels.cublaslt import add_linear, fp8_linear, gelu_linear, linear
 from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
@@ -38,7 +37,7 @@ def triton_ops(
     attend_chunks: Op = attend_chunks,
     max_gated_rows: int = MAX_ROWS,
 ) -> Ops:
-    """The bundle with the block sizes of a table; rules decide where it has none."""
+    """The bundle with the block sizes and algorithms of a table; rules decide where it has none."""
     return Ops(
         layer_norm=partial(layer_norm, table=table),
         add_layer_norm=partial(add_layer_norm, table=table),
@@ -46,7 +45,9 @@ def triton_ops(
         gated_linear=partial(gated_linear, table=table),
         max_small_rows=MAX_ROWS,
         max_gated_rows=max_gated_rows,
-        gelu_linear=gelu_linear_epilogue,
+        linear=partial(linear, table=table),
+        gelu_linear=partial(gelu_linear, table=table),
+        add_linear=partial(add_linear, table=table),
         rotate_and_store=partial(rotate_and_store, table=table),
         attend_rows=partial(attend_rows, table=table),
         attend_chunks=partial(attend_chunks, table=table),
@@ -73,7 +74,7 @@ def triton_ops(
         silu_gate_to_fp8=partial(silu_gate_to_fp8, table=table),
         rows_to_fp8=partial(rows_to_fp8, table=table),
         gelu_to_fp8=partial(gelu_to_fp8, table=table),
-        fp8_linear=scaled_mm_linear,
+        fp8_linear=partial(fp8_linear, table=table),
         tile_slots=tile_slots,
         add_deltas=partial(add_deltas, table=table),
         add_input_deltas=partial(add_input_deltas, table=table),
