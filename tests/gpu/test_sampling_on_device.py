@@ -7,6 +7,7 @@ import torch
 
 from kestrel.grammar import free_text
 from kestrel.kernels.commit_ids import advance, stop
+from kestrel.kernels.sampling import weigh_ids
 from kestrel.runtime.contract import RowStart
 from kestrel.runtime.device import upload
 from kestrel.runtime.rows import GrammarTables, RowTable
@@ -34,9 +35,11 @@ def scores_and_ends(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         rows_B = upload(ROWS, device)
         state_B, spent_B = table.tensors.state[rows_B], torch.zeros(4, dtype=torch.int64, device=device)
         sampled_B = upload([7, 12, 5, 11], device)
-        table.penalties.count(ROWS, sampled_B, sampled_B > 0)
+        kinds = table.wishes.among(ROWS)
+        table.wishes.count(kinds, rows_B, sampled_B, sampled_B > 0)
         raw_BV = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
-        scores_BV = table.logit_bias.apply(table.penalties.apply(raw_BV, ROWS), ROWS)
+        scores_BV = weigh_ids(raw_BV, rows_B, table.wishes.tensors(kinds))
+        assert not torch.equal(scores_BV, raw_BV)
         scores_BV = table.endings.forbid(scores_BV, ROWS, state_B, spent_B)
         step = advance(state_B, sampled_B, spent_B > 0, table.grammars.tensors)
         step = stop(step, rows_B, state_B, table.grammars.tensors, table.endings.tensors)
