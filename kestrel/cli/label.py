@@ -115,6 +115,12 @@ class OutputFlags:
         flags=("--with-pictures",),
         show_default=False,
     )
+    skip_missing: bool = flag(
+        "Leave out labelled pictures that are gone or have changed since.",
+        False,
+        flags=("--skip-missing",),
+        show_default=False,
+    )
     review: bool = flag("Write a page to look through the labels.", False, flags=("--review",), show_default=False)
     apply_review: Path | None = field(
         default=None, metadata={"help": "Decisions that a review page exported.", "metavar": "FILE"}
@@ -128,6 +134,7 @@ class OutputFlags:
             with_pictures=self.with_pictures,
             review=self.review,
             honour_exif=config.honour_exif_orientation,
+            skip_missing=self.skip_missing,
         )
         plan.require_fits(task)
         return plan
@@ -206,7 +213,10 @@ def label(
                 note(f"decisions changed {num_changed} pictures")
                 for reason in refused:
                     note(f"not applied: {reason}")
-            for path in write_outputs(journal, asked, sources, work.options, work.plan):
+            written = write_outputs(journal, asked, sources, work.options, work.plan)
+            if written.num_missing:
+                note(f"left out, because they are gone or have changed: {written.num_missing} pictures")
+            for path in written.paths:
                 write(f"{path}\n")
         except KeyboardInterrupt:
             note(f"{GO_ON} and write the files")

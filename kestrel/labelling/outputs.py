@@ -24,6 +24,7 @@ from kestrel.labelling.sources import Names, SourceOptions
 from kestrel.labelling.task import LabelTask
 
 REVIEW_FILE = "review.html"
+SKIP = "leave such pictures out with --skip-missing"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,6 +38,8 @@ class OutputPlan:
     review: bool = False
     honour_exif: bool = True
     """As the engine does: the page turns pictures as they were turned when their labels were made."""
+    skip_missing: bool = False
+    """Leaves out rows whose picture is gone or another one by now. Without it, what holds pictures is not written."""
 
     def require_fits(self, task: LabelTask) -> None:
         for name in self.formats:
@@ -52,10 +55,16 @@ class RowPictures:
     def _item(self, row: Row) -> Item:
         item = self._finder.find(row.key)
         if item is None:
-            raise ConfigError(
-                "SOURCE", f"{row.key} was labelled and is not there any more; put it back, or choose another --output"
-            )
+            raise ConfigError("SOURCE", f"{row.key} was labelled and is not there any more; put it back, or {SKIP}")
         return item
+
+    def has(self, row: Row) -> bool:
+        """Whether the picture can be read and is the one that was labelled."""
+        try:
+            self.read(row)
+        except (ConfigError, OSError, ValueError):
+            return False
+        return True
 
     def read(self, row: Row) -> bytes:
         """Raises for one that has changed: the labels are not its own."""
@@ -63,7 +72,8 @@ class RowPictures:
         if row.digest and row.frame is None and hashlib.sha256(data).hexdigest() != row.digest:
             raise ConfigError(
                 "SOURCE",
-                f"{row.key} has changed since it was labelled; put the old picture back, or choose another --output",
+                f"{row.key} has changed since it was labelled; put the old picture back, choose another --output, or "
+                f"{SKIP}",
             )
         return data
 
@@ -80,12 +90,28 @@ def rows_of(journal: Journal) -> Iterator[Row]:
     return (Row.from_json(record) for record in journal.records())
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    paths: list[Path]
+    """The files to look at, in the journal's folder."""
+    num_missing: int
+    """Rows that were left out."""
+
+
 def write_outputs(
     journal: Journal, task: LabelTask, sources: Names, options: SourceOptions, plan: OutputPlan
-) -> list[Path]:
-    """The files to look at, in the journal's folder."""
+) -> Written:
     output = journal.path.parent
     with closing(RowPictures(sources, options, output)) as pictures:
+        missing = {
+            row.key
+            for row in (rows_of(journal) if plan.skip_missing else ())
+            if row.error is None and not pictures.has(row)
+        }
+
+        def rows() -> Iterator[Row]:
+            return (row for row in rows_of(journal) if row.key not in missing)
+
         form = FormatOptions(
             place=pictures.place,
             classes=task.objects,
@@ -93,16 +119,16 @@ def write_outputs(
             with_pictures=plan.with_pictures,
             min_score=task.min_score,
         )
-        written = [path for name in plan.formats for path in write_labels(name, lambda: rows_of(journal), output, form)]
+        written = [path for name in plan.formats for path in write_labels(name, rows, output, form)]
         if plan.review:
             written += write_review(
-                rows_of(journal),
+                rows(),
                 pictures.read,
                 output / REVIEW_FILE,
                 output.resolve().name,
                 honour_exif=plan.honour_exif,
             )
-    return written
+    return Written(written, len(missing))
 
 
 def apply_decisions(journal: Journal, decisions: Decisions) -> tuple[int, list[str]]:

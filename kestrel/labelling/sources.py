@@ -259,7 +259,7 @@ def _picture_parts(path: str, gathering: Gathering, label: str) -> Parts:
 
 
 def _list_parts(path: str, gathering: Gathering, label: str) -> Parts:
-    """A path per line, relative to the list's own folder."""
+    """A path per line, relative to the list's own folder. What begins with # is a comment: ./#1.png is a picture."""
     folder = os.path.dirname(path)
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -267,7 +267,7 @@ def _list_parts(path: str, gathering: Gathering, label: str) -> Parts:
             place, reason = f"line {number} of {text(path)}", why_no_path(name)
             if reason:
                 yield from gathering.bad(text(name), joined(label, name), f"{place}: {text(name)} {reason}")
-            elif name.strip():
+            elif name.strip() and not name.startswith("#"):
                 named = absolute(os.path.join(folder, os.path.expanduser(name)))
                 yield from _listed(named, place, gathering, joined(label, below(named, folder)))
 

@@ -174,6 +174,25 @@ def test_a_dataset_is_a_copy_and_a_picture_that_changed_is_named(kestrel: Kestre
     again = kestrel(*command)
     assert again.code == 2
     assert "0000.png has changed since it was labelled" in again.err
+    assert "leave such pictures out with --skip-missing" in again.err
+
+
+def test_pictures_that_are_gone_can_be_left_out(kestrel: Kestrel, tmp_path: Path) -> None:
+    pictures, output = made_folder(tmp_path / "in", 3), tmp_path / "out"
+    command = ("label", pictures, *ASK, "--output", output, "--format", "yolo,coco", *MD3)
+    assert kestrel(*command).code == 0
+    (pictures / "0000.png").unlink()
+    (pictures / "left" / "0001.png").write_bytes(small_scenes(2)[1] + b"more")
+    again = kestrel(*command)
+    assert again.code == 2
+    assert "0000.png was labelled and is not there any more; put it back, or leave such" in again.err
+    skipping = kestrel(*command, "--skip-missing")
+    assert skipping.code == 0, skipping.err
+    assert "left out, because they are gone or have changed: 2 pictures" in skipping.err
+    assert [path.name for path in (output / "yolo" / "images").rglob("*.png")] == ["0002.png"]
+    written = json.loads((output / "coco" / "annotations.json").read_text())
+    assert [image["file_name"] for image in written["images"]] == ["0002.png"]
+    assert len(rows_in(output)) == 3, "the journal forgets nothing"
 
 
 def test_a_row_without_a_question_is_one_error(kestrel: Kestrel, tmp_path: Path) -> None:

@@ -177,6 +177,12 @@ def test_a_list_names_pictures_from_its_own_folder_and_errors_name_the_line(tmp_
     assert "download it" in reason(found[4])
 
 
+def test_comments_of_a_list_are_no_pictures(tmp_path: Path) -> None:
+    folder(tmp_path, "a.png", "#1.png")
+    (tmp_path / "list.txt").write_text("# mine\na.png\n#1.png\n./#1.png\n")
+    assert [Path(item.key).name for item in items(tmp_path / "list.txt")] == ["a.png", "#1.png"]
+
+
 def test_a_named_file_that_is_no_picture_is_handed_on_and_a_huge_one_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.doc").write_bytes(b"words")
     (item,) = items(tmp_path / "a.doc")

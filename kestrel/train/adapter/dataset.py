@@ -128,7 +128,11 @@ class _CocoReader:
         try:
             picture = self._pictures.find(name, IMAGE_FOLDER if in_folder else "")
         except Mistake as mistake:
-            raise Mistake("file_name", str(mistake).removeprefix("image: ")) from mistake
+            reason = str(mistake).removeprefix("image: ")
+            if _is_about_no_file(mistake):
+                where = f"neither beside {self._file} nor in {IMAGE_FOLDER}/"
+                reason = f"{shown(name)} is {where}; put the picture there, as `kestrel label --with-pictures` does"
+            raise Mistake("file_name", reason) from mistake
         told = entry.get("width", picture.width), entry.get("height", picture.height)
         if told != (picture.width, picture.height):
             size = f"{picture.width} x {picture.height}"
@@ -151,6 +155,10 @@ class _CocoReader:
                 yield f"{self._file} {key}[{index}]", entry
             elif not quietly:
                 self._mistakes.add(f"{self._file} {key}[{index}]", f"must be an object (got {shown(entry)})")
+
+
+def _is_about_no_file(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, FileNotFoundError) or _is_about_no_file(error.__cause__))
 
 
 def _is_id(value: object) -> TypeGuard[int]:
