@@ -61,7 +61,9 @@ function tagOf(picture, index, isFull, isChosen) {
   tag.classList.toggle("is-inside", place[1] < 0.1);
   tag.classList.toggle("is-point", place.length === 2);
   tag.style.setProperty("--colour", colours.get(label));
-  tag.style.top = `${place[1] * 100}%`;
+  // Above the box; at the upper edge inside it, or below one that the tag would cover.
+  const isSmall = place.length === 4 && place[3] - place[1] < 0.2;
+  tag.style.top = `${(place[1] < 0.1 && isSmall ? place[3] : place[1]) * 100}%`;
   if (place[0] > 0.66) tag.style.right = `${Math.max(0, 1 - (place[2] ?? place[0])) * 100}%`;
   else tag.style.left = `${Math.max(0, place[0]) * 100}%`;
   return tag;
