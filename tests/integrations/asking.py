@@ -38,13 +38,14 @@ class Seen:
 
 
 def tensors(**values: str | bytes | bool | dict[str, Any] | list[Any]) -> list[grpcclient.InferInput]:
-    """Inputs by their names in small letters; settings and references as JSON."""
+    """Inputs by their names in small letters; settings and references as JSON, several objects as elements."""
     made = []
     for name, value in values.items():
+        is_flag, is_several = isinstance(value, bool), name == "object" and isinstance(value, list)
         as_text = json.dumps(value) if isinstance(value, (dict, list)) else value
-        is_flag = isinstance(value, bool)
-        tensor = grpcclient.InferInput(name.upper(), [1], "BOOL" if is_flag else "BYTES")
-        tensor.set_data_from_numpy(np.array([as_text], dtype=np.bool_ if is_flag else np.object_))
+        elements = np.array(value if is_several else [as_text], dtype=np.bool_ if is_flag else np.object_)
+        tensor = grpcclient.InferInput(name.upper(), [len(elements)], "BOOL" if is_flag else "BYTES")
+        tensor.set_data_from_numpy(elements)
         made.append(tensor)
     return made
 

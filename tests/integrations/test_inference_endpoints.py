@@ -58,6 +58,7 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "caption": ("caption", {"image": PICTURE, "length": "short", "settings": WORDY}),
     "point": ("point", {"image": PICTURE, "object": "bee", "settings": {"max_objects": 3}}),
     "detect": ("detect", {"image": PICTURE, "object": "bee", "settings": {"max_objects": 2}}),
+    "several": ("detect", {"image": PICTURE, "object": ["bee", "cross"], "settings": {"max_objects": 1}}),
     "segment": ("segment", {"image": PICTURE, "object": "bee", "spatial_refs": REFS, "settings": {"max_tokens": 40}}),
     "outline": ("segment", {"image": PICTURE, "object": "bee"}),
     "adapter": ("query", {"image": PICTURE, "question": "What is it?", "adapter": "a0", "settings": {"max_tokens": 6}}),
