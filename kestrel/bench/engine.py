@@ -335,10 +335,13 @@ class Chapter:
     cases: tuple[Case, ...]
     settings: Mapping[str, object] = field(default_factory=dict)
     """Fields of the configuration; a chapter whose fields this version does not have is left out."""
+    adapters: RandomAdapters | None = None
 
     @property
     def title(self) -> str:
-        return " ".join([self.random, *(f"{name}={value}" for name, value in self.settings.items())])
+        settings = (f"{name}={value}" for name, value in self.settings.items())
+        adapters = () if self.adapters is None else (f"with {self.adapters.count} adapters",)
+        return " ".join([self.random, *settings, *adapters])
 
 
 def find_suite(name: str) -> Sequence[Chapter]:
@@ -384,7 +387,7 @@ async def _run_chapter(
             if bench is None or changed.quantization != "none":  # a quantised model serves one runtime
                 bench = None
                 free_device_memory()
-                bench = EngineBench(load_model(changed, chapter.random), changed, picture_folder)
+                bench = EngineBench(load_model(changed, chapter.random), changed, picture_folder, chapter.adapters)
             await bench.run(list(cases), on_row)
         except Exception as error:  # whatever it is, the other cases are worth their time
             tell(f"{chapter.title} B={max_batch_size} failed: {type(error).__name__}: {error}")
@@ -400,24 +403,6 @@ _SAME_IMAGE = tuple(cases_of(["same-image"], ["flood"], [64], [3, 30], 256))
 _FP8_EXPERTS = {"quantization": "fp8-experts", "kv_cache_dtype": "fp8"}
 _FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
-H200 = (
-    Chapter("MD2", (*_chart9("flood", 64), *_SAME_IMAGE, *_chart9("closed", 1), *_chart9("flood", 16, 4))),
-    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1)), _FP8_EXPERTS),
-    Chapter("MD2", _chart9("flood", 64), _FP8),
-    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1))),
-    Chapter("MD2", (*_chart9("flood", 1), *_chart9("closed", 4, 16, 64))),
-    Chapter("MD2", tuple(cases_of(["same-image"], ["flood", "closed"], [16], [3, 30], 256))),
-    Chapter("MD2", tuple(cases_of(["text", "mixed-skills"], ["flood"], [64], [30], None))),
-    Chapter("MD3", (*_chart9("flood", 1, 4, 16), *_chart9("closed", 4, 16, 64))),
-)
-"""What `PERFORMANCE.md` compares with, then the rest of its tables."""
-
-TINY = (
-    Chapter("tiny", tuple(cases_of(["chart9", "same-image"], ["flood", "closed"], [2], [3], 4))),
-    Chapter("tiny", tuple(cases_of(["text"], ["flood"], [4], [6], 8)), {"page_size": 32}),
-)
-"""A minute on a CPU, to see that everything runs."""
-
 _TEXT_CASES = (
     Case(workload="ids128", mode="closed", max_batch_size=1, tokens=256, requests=4, runs=3),
     Case(workload="ids512", mode="flood", max_batch_size=16, tokens=128, requests=16, runs=3),
@@ -427,5 +412,29 @@ _TEXT_CASES = (
 )
 TEXT = (Chapter("L1B", _TEXT_CASES), Chapter("L8B", _TEXT_CASES))
 """One request alone, batches of 16 and 64, prefill alone, a flood: shapes of other engines' figures, as often."""
+
+H200 = (
+    Chapter("MD2", (*_chart9("flood", 64), *_SAME_IMAGE, *_chart9("closed", 1), *_chart9("flood", 16, 4))),
+    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1)), _FP8_EXPERTS),
+    Chapter("MD2", _chart9("flood", 64), _FP8),
+    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1))),
+    Chapter("MD2", (*_chart9("flood", 1), *_chart9("closed", 4, 16, 64))),
+    Chapter("MD2", tuple(cases_of(["same-image"], ["flood", "closed"], [16], [3, 30], 256))),
+    Chapter("MD2", tuple(cases_of(["text", "mixed-skills"], ["flood"], [64], [30], None))),
+    Chapter("MD3", (*_chart9("flood", 64), *_chart9("closed", 1)), _FP8),
+    Chapter("MD2", tuple(cases_of(["chart9"], ["streams"], [16], [30], None))),
+    Chapter("MD2", tuple(cases_of(["chart9"], ["flood"], [16], [30], None)), adapters=RandomAdapters(8, 16)),
+    Chapter("MD2", tuple(cases_of(["chart9"], ["flood"], [16], [30], None)), _FP8, RandomAdapters(8, 16)),
+    Chapter("MD3", tuple(cases_of(["chart9"], ["flood"], [16], [30], None)), adapters=RandomAdapters(8, 16)),
+    *TEXT,
+    Chapter("MD3", (*_chart9("flood", 1, 4, 16), *_chart9("closed", 4, 16, 64))),
+)
+"""What `PERFORMANCE.md` compares with, then the rest of its tables."""
+
+TINY = (
+    Chapter("tiny", tuple(cases_of(["chart9", "same-image"], ["flood", "closed"], [2], [3], 4))),
+    Chapter("tiny", tuple(cases_of(["text"], ["flood"], [4], [6], 8)), {"page_size": 32}),
+)
+"""A minute on a CPU, to see that everything runs."""
 
 SUITES: dict[str, Sequence[Chapter]] = {"h200": H200, "tiny": TINY, "text": TEXT}

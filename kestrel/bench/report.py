@@ -9,11 +9,15 @@ import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kestrel.bench.throughput_picture import Line, Panel, throughput_svg
+
 RESULTS = Path("bench") / "results"
 ENGINE_ROWS, DECODE_ROWS, START_ROWS = "engine.csv", "decode_scaling.csv", "start.csv"
 TARGET = Path("PERFORMANCE.md")
+PICTURE = Path("docs") / "performance" / "throughput.svg"
 FAMILIES = {"random-MD2": "MD2", "moondream2": "MD2", "random-MD3": "MD3", "moondream3-preview": "MD3"}
 DIRECT, COT = "3", "30"
+TIMES = "×"
 INTRODUCTION = """\
 # Performance
 
@@ -46,13 +50,37 @@ def report(results: Path) -> str:
     for machine in dict.fromkeys([*(key[0] for key in sections), *map(machine_of, [*decode, *starts])]):
         lines.append(f"\n## {machine}\n")
         if _has_peer(machine):
-            lines.append(f"\n{PEER_SOURCE}\n")
+            lines.append(f"\n{PEER_SOURCE}\n\n![{PICTURE_TITLE}]({PICTURE.as_posix()})\n")
         for key, cases in sections.items():
             if key[0] == machine:
                 lines += _section(key, cases)
         lines += _decode_table(machine, [row for row in decode if machine_of(row) == machine])
         lines += _start_table(machine, [row for row in starts if machine_of(row) == machine])
     return "".join(lines)
+
+
+def picture(results: Path) -> str:
+    """Of the floods of Moondream 2 on the peer's GPU."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for key, cases in _sections(read_rows(results / ENGINE_ROWS)).items():
+        machine, model, _, settings = key
+        if _has_peer(machine) and model == "random-MD2" and settings in ("", FP8):
+            for (workload, mode, size, tokens), row in cases.items():
+                if (workload, mode) == ("chart9", "flood"):
+                    found.setdefault((settings, tokens), {})[int(size)] = float(row["req_per_s"])
+    theirs: dict[str, dict[int, float]] = {}
+    for (model, _, mode, size, tokens), value in PEER_CHART9.items():
+        if (model, mode) == ("MD2", "flood"):
+            theirs.setdefault(str(tokens), {})[size] = value
+
+    def panel(title: str, tokens: str) -> Panel:
+        ours = (("", "ours, bfloat16", "#0969da"), (FP8, "ours, fp8", "#1a7f37"))
+        lines = [Line(name, colour, found.get((settings, tokens), {})) for settings, name, colour in ours]
+        lines += [Line("peer, bfloat16", "#9a6700", theirs[tokens])]
+        return Panel(title, (*lines, Line("limit in bfloat16, counted", "#8c959f", LIMIT[tokens], is_dashed=True)))
+
+    panels = panel("answers of 3 tokens, requests/s", DIRECT), panel("answers of 30 tokens, requests/s", COT)
+    return throughput_svg(PICTURE_TITLE, panels)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -86,18 +114,17 @@ def _settings_of(row: Row) -> str:
 def _section(key: Section, cases: Mapping[Case, Row]) -> Iterator[str]:
     machine, model, dtype, settings = key
     yield f"\n### {', '.join(part for part in (model, dtype, settings) if part)}\n"
-    sizes = sorted({int(case[2]) for case in cases if case[0] == "chart9"})
+    sizes = sorted({int(case[2]) for case in cases if case[0] == "chart9" and case[1] != "streams"})
     if sizes:
         yield from _chart_table(machine, model, sizes, cases)
-    same_image = {case: row for case, row in cases.items() if case[0] == "same-image"}
+    same_image = {case: row for case, row in cases.items() if case[0] == "same-image" and case[1] != "streams"}
     if same_image:
         yield from _same_image_table(machine, model, same_image)
     of_ids = {case: row for case, row in cases.items() if case[0].startswith("ids")}
     if of_ids:
         yield from _text_table(machine, model, of_ids)
-    others = {
-        case: row for case, row in cases.items() if case[0] not in ("chart9", "same-image") and case not in of_ids
-    }
+    told = {("chart9", "flood"), ("chart9", "closed"), ("same-image", "flood"), ("same-image", "closed")}
+    others = {case: row for case, row in cases.items() if case[:2] not in told and case not in of_ids}
     if others:
         yield from _other_table(others)
     yield f"\n{_provenance(cases.values())}\n"
@@ -106,28 +133,34 @@ def _section(key: Section, cases: Mapping[Case, Row]) -> Iterator[str]:
 def _chart_table(machine: str, model: str, sizes: Sequence[int], cases: Mapping[Case, Row]) -> Iterator[str]:
     with_peer = _has_peer(machine) and model in FAMILIES
     heads = ["direct req/s", "direct P50 ms", "CoT req/s", "CoT P50 ms"]
-    columns = [part for head in heads for part in ([head, "peer"] if with_peer else [head])]
+    columns = [part for head in heads for part in ([head, "peer", TIMES] if with_peer else [head])]
     yield "\n" + _line(["max batch size", *columns]) + _line(["---", *["---:"] * len(columns)])
     for size in sizes:
         cells: list[str] = []
         for tokens, mode in ((DIRECT, "flood"), (DIRECT, "closed"), (COT, "flood"), (COT, "closed")):
-            row = cases.get(("chart9", mode, str(size), tokens))
-            cells.append(_figure(row, "req_per_s" if mode == "flood" else "latency_p50_ms"))
+            row, column = cases.get(("chart9", mode, str(size), tokens)), _chart_column(mode)
+            cells.append(_figure(row, column))
             if with_peer:
-                cells.append(_number(PEER_CHART9.get((FAMILIES[model], "chart9", mode, size, int(tokens)))))
+                theirs = PEER_CHART9.get((FAMILIES[model], "chart9", mode, size, int(tokens)))
+                cells += [_number(theirs), _times(_value(row, column), theirs, is_rate=mode == "flood")]
         yield _line([str(size), *cells])
+
+
+def _chart_column(mode: str) -> str:
+    return "req_per_s" if mode == "flood" else "latency_p50_ms"
 
 
 def _same_image_table(machine: str, model: str, cases: Mapping[Case, Row]) -> Iterator[str]:
     with_peer = _has_peer(machine) and model in FAMILIES
-    heads = ["same-image", "max batch size", "tokens", "req/s", *(["peer"] if with_peer else [])]
+    heads = ["same-image", "max batch size", "tokens", "req/s", *(["peer", TIMES] if with_peer else [])]
     heads += ["questions", "vision passes", "cached tokens per question"]
     yield "\n" + _line(heads) + _line(["---", *["---:"] * (len(heads) - 1)])
     for (_, mode, size, tokens), row in cases.items():
         cells = [mode, size, tokens, _figure(row, "req_per_s")]
         if with_peer:
             key = (FAMILIES[model], "same-image", mode, int(size), int(tokens))
-            cells.append(_number(PEER_SAME_IMAGE_REQ_PER_S.get(key)))
+            theirs = PEER_SAME_IMAGE_REQ_PER_S.get(key)
+            cells += [_number(theirs), _times(_value(row, "req_per_s"), theirs, is_rate=True)]
         hits = int(row["cached_tokens"]) / int(row["requests"])
         yield _line([*cells, row["requests"], row["vision_passes"], f"{hits:.0f}"])
 
@@ -137,7 +170,8 @@ def _text_table(machine: str, model: str, cases: Mapping[Case, Row]) -> Iterator
     theirs = VLLM_TEXT.get(model.removeprefix("random-"), {}) if _has_peer(machine) else {}
     if theirs:
         yield f"\n{VLLM_SOURCE}\n"
-    heads = ["ids in", "tokens out", "requests", "max batch size", "figure", "measured", *(["vLLM"] if theirs else [])]
+    heads = ["ids in", "tokens out", "requests", "max batch size", "figure", "measured"]
+    heads += ["vLLM", TIMES] if theirs else []
     yield "\n" + _line(heads) + _line(["---:", "---:", "---:", "---:", "---", *["---:"] * (len(heads) - 5)])
     for (workload, _, size, tokens), row in cases.items():
         seconds = float(row["seconds"])
@@ -147,7 +181,8 @@ def _text_table(machine: str, model: str, cases: Mapping[Case, Row]) -> Iterator
             figure, value = "ids in per s", int(row["input_tokens"]) / seconds
         else:
             figure, value = "tokens out per s", float(row["tokens_per_s"])
-        peer = [_number(theirs.get((workload, int(size))))] if theirs else []
+        known = theirs.get((workload, int(size)))
+        peer = [_number(known), _times(value, known, is_rate=size != "1")] if theirs else []
         yield _line(
             [
                 workload.removeprefix("ids"),
@@ -162,9 +197,9 @@ def _text_table(machine: str, model: str, cases: Mapping[Case, Row]) -> Iterator
 
 
 def _other_table(cases: Mapping[Case, Row]) -> Iterator[str]:
-    columns = ("req_per_s", "latency_p50_ms", "latency_p95_ms", "ttft_p50_ms", "tokens_per_s")
+    columns = ("req_per_s", "latency_p50_ms", "latency_p95_ms", "ttft_p50_ms", "token_gap_p99_ms", "tokens_per_s")
     heads = ["workload", "mode", "max batch size", "tokens", "req/s", "P50 ms", "P95 ms", "first token P50 ms"]
-    yield "\n" + _line([*heads, "tokens/s"]) + _line(["---", "---", *["---:"] * 7])
+    yield "\n" + _line([*heads, "token gap P99 ms", "tokens/s"]) + _line(["---", "---", *["---:"] * 8])
     for case, row in cases.items():
         yield _line([*case, *(_figure(row, column) for column in columns)])
 
@@ -173,13 +208,15 @@ def _decode_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     with_peer = _has_peer(machine)
-    heads = ["model", "dtype", "batch size", "context", "ms per step", *(["peer"] if with_peer else []), "tokens/s"]
+    peer_heads = ["peer", TIMES] if with_peer else []
+    heads = ["model", "dtype", "batch size", "context", "ms per step", *peer_heads, "tokens/s"]
     yield "\n### Decoding alone: the runtime without engine\n"
     yield "\n" + _line(heads) + _line(["---", "---", *["---:"] * (len(heads) - 2)])
     latest = {(row["model"], row["dtype"], row["batch_size"], row["context"]): row for row in rows}
     for key, row in latest.items():
         model = FAMILIES.get(row["model"], "")
-        theirs = [_number(PEER_DECODE_STEP_MS.get((model, int(row["batch_size"]))))] if with_peer else []
+        known = PEER_DECODE_STEP_MS.get((model, int(row["batch_size"])))
+        theirs = [_number(known), _times(_value(row, "step_ms"), known, is_rate=False)] if with_peer else []
         yield _line([*key, _figure(row, "step_ms"), *theirs, _figure(row, "tokens_per_s")])
     yield f"\n{_provenance(latest.values())}\n"
 
@@ -220,6 +257,17 @@ def _whole_from_a_thousand(figure: str) -> str:
     return f"{float(figure):.0f}" if float(figure) >= 1000 else figure
 
 
+def _value(row: Row | None, column: str) -> float | None:
+    return None if row is None else float(row[column])
+
+
+def _times(ours: float | None, theirs: float | None, *, is_rate: bool) -> str:
+    """How many times as fast we are: by rates, or by times that are taken."""
+    if ours is None or theirs is None:
+        return "–"
+    return f"{ours / theirs if is_rate else theirs / ours:.2f}"
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.6g}"
 
@@ -237,6 +285,10 @@ PEER_SOURCE = (
     "measured."
 )
 PEER_GPU = "H200"
+PICTURE_TITLE = "Moondream 2 on one H200, each request with a picture of its own"
+FP8 = "quantization=fp8 kv_cache_dtype=fp8"
+LIMIT = {DIRECT: {1: 88.0, 4: 95.0, 16: 98.0, 64: 98.0}, COT: {1: 35.0, 4: 64.0, 16: 82.0, 64: 88.0}}
+"""Operations at 790 TFLOP/s and bytes at 4.3 TB/s, nothing beside them: requests per second by batch size."""
 
 PeerKey = tuple[str, str, str, int, int]
 """(model, workload, mode, max_batch_size, tokens)"""
@@ -297,7 +349,9 @@ PEER_START = "The peer's engine needs 50 to 60 s to start."
 
 def main() -> None:
     TARGET.write_text(report(RESULTS), encoding="utf-8")
-    print(f"wrote {TARGET}")
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    PICTURE.write_text(picture(RESULTS), encoding="utf-8")
+    print(f"wrote {TARGET} and {PICTURE}")
 
 
 if __name__ == "__main__":

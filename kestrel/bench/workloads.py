@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -201,8 +201,13 @@ async def answer(engine: InferenceEngine, ask: Ask) -> Answered:
     return Answered(latency_s, result.metrics)
 
 
+async def streams(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
+    """As `closed`, with somebody who reads each answer as it comes: tokens are to come evenly."""
+    return await closed(engine, [replace(ask, fields={**ask.fields, "read_along": True}) for ask in asks])
+
+
 Mode = Callable[[InferenceEngine, Sequence[Ask]], Awaitable[Load]]
-MODES: dict[str, Mode] = {"flood": flood, "closed": closed}
+MODES: dict[str, Mode] = {"flood": flood, "closed": closed, "streams": streams}
 
 
 def find_mode(name: str) -> Mode:

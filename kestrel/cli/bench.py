@@ -68,7 +68,8 @@ class EngineRun:
         metavar="NAME,...",
     )
     modes: tuple[str, ...] = flag(
-        "flood: all requests at once; closed: a client per row, one request in flight each. Default: both.",
+        "flood: all requests at once; closed: a client per row, one request in flight each; streams: the same with "
+        "answers read as they come. Default: the first two.",
         (),
         metavar="NAME,...",
     )

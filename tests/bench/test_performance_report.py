@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from kestrel.bench.report import TARGET, report
+from kestrel.bench.report import FP8, PICTURE, TARGET, picture, report
 from kestrel.bench.results import append_row
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ MACHINE = {
 def engine_row(workload: str, mode: str, size: int, tokens: int, rate: float, p50: float, **changes: object) -> dict:
     what = {"model": "random-MD2", "dtype": "bfloat16", "settings": "", "workload": workload, "mode": mode}
     counts = {"max_batch_size": size, "tokens": tokens, "requests": 4, "cached_tokens": 2199, "vision_passes": 1}
-    times = {"latency_p95_ms": p50 * 2, "ttft_p50_ms": 1.0, "tokens_per_s": rate * tokens}
+    times = {"latency_p95_ms": p50 * 2, "ttft_p50_ms": 1.0, "token_gap_p99_ms": 0.5, "tokens_per_s": rate * tokens}
     return {**MACHINE, **what, **counts, "req_per_s": rate, "latency_p50_ms": p50, **times, **changes}
 
 
@@ -53,6 +54,22 @@ def results(tmp_path: Path) -> Path:
 
 def test_the_committed_file_is_what_the_committed_rows_give() -> None:
     assert (ROOT / TARGET).read_text(encoding="utf-8") == report(ROOT / "bench" / "results")
+    assert (ROOT / PICTURE).read_text(encoding="utf-8") == picture(ROOT / "bench" / "results")
+
+
+def test_the_picture_shows_ours_the_peer_and_the_limit(results: Path) -> None:
+    append_row(results / "engine.csv", engine_row("chart9", "flood", 4, 3, 60.5, 1.0, settings=FP8))
+    found = ElementTree.fromstring(picture(results))
+    texts = [element.text for element in found.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"62.5", "60.5", "20.2", "50.1", "45.6", "ours, fp8", "limit in bfloat16, counted"} <= set(texts)
+    assert "11" not in texts, "an older row of the same case"
+
+
+def test_streams_stand_among_the_other_workloads(results: Path) -> None:
+    append_row(results / "engine.csv", engine_row("chart9", "streams", 16, 30, 41.0, 300.0))
+    lines = report(results).splitlines()
+    assert "| chart9 | streams | 16 | 30 | 41 | 300 | 600 | 1 | 0.5 | 1230 |" in lines
+    assert not [line for line in lines if line.startswith("| 16 |")]
 
 
 def test_text_models_have_a_table_of_their_own_beside_what_vllm_was_measured_at(results: Path) -> None:
@@ -64,9 +81,9 @@ def test_text_models_have_a_table_of_their_own_beside_what_vllm_was_measured_at(
     ):
         append_row(results / "engine.csv", row)
     text = report(results)
-    assert "| 128 | 256 | 4 | 1 | ms per token | 1.953 | 1.41 |" in text
-    assert "| 512 | 128 | 4 | 16 | tokens out per s | 1024 | 7280 |" in text
-    assert "| 2000 | 1 | 4 | 64 | ids in per s | 16000 | 268109 |" in text
+    assert "| 128 | 256 | 4 | 1 | ms per token | 1.953 | 1.41 | 0.72 |" in text
+    assert "| 512 | 128 | 4 | 16 | tokens out per s | 1024 | 7280 | 0.14 |" in text
+    assert "| 2000 | 1 | 4 | 64 | ids in per s | 16000 | 268109 | 0.06 |" in text
 
 
 def test_runs_with_adapters_stand_apart_and_older_rows_have_none(results: Path) -> None:
@@ -82,15 +99,13 @@ def test_runs_with_adapters_stand_apart_and_older_rows_have_none(results: Path) 
 
 def test_the_last_row_of_a_case_stands_beside_the_peer(results: Path) -> None:
     lines = report(results).splitlines()
-    assert (
-        "| max batch size | direct req/s | peer | direct P50 ms | peer | CoT req/s | peer | CoT P50 ms | peer |"
-        in lines
-    )
-    assert "| 64 | 62.5 | 50.1 | 1000 | 1271 | – | 45.6 | – | 1393 |" in lines
-    assert "| 1 | – | 33.2 | – | 38.4 | 20.25 | 11.9 | – | 76.4 |" in lines
-    assert "| flood | 64 | 30 | 330 | 264 | 4 | 1 | 550 |" in lines
-    assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 15000 |" in lines
-    assert "| random-MD2 | bfloat16 | 1 | 749 | 1.1 | 1.58 | 909 |" in lines
+    heads = ("direct req/s", "direct P50 ms", "CoT req/s", "CoT P50 ms")
+    assert f"| max batch size | {' | '.join(f'{head} | peer | ×' for head in heads)} |" in lines
+    assert "| 64 | 62.5 | 50.1 | 1.25 | 1000 | 1271 | 1.27 | – | 45.6 | – | – | 1393 | – |" in lines
+    assert "| 1 | – | 33.2 | – | – | 38.4 | – | 20.25 | 11.9 | 1.70 | – | 76.4 | – |" in lines
+    assert "| flood | 64 | 30 | 330 | 264 | 1.25 | 4 | 1 | 550 |" in lines
+    assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 0.5 | 15000 |" in lines
+    assert "| random-MD2 | bfloat16 | 1 | 749 | 1.1 | 1.58 | 1.44 | 909 |" in lines
     assert "| random-MD2 | 4.5 | 3 | 0.5 | 8 |" in lines
 
 
