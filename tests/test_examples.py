@@ -18,6 +18,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
 
+from kestrel import default_model
 from kestrel.cli.train import AdapterReport
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import run_adapter
@@ -245,3 +246,18 @@ def test_benchmark_decode_scaling_refuses_a_context_that_does_not_fit(
 def test_examples_stay_short() -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path.name
+
+
+SCENE = ROOT / "tests" / "scene.png"
+
+
+def test_scripts_for_other_packages_run_with_another_import_line(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("from_moondream", SCENE) == 0
+    caption, answer, boxes, points = capsys.readouterr().out.splitlines()
+    assert caption == "Caption: 5 crosses, 3 bees, a word, a bus and a frog."
+    assert answer
+    assert boxes.count("label") == points.count("label") == 5
+    assert run("from_hub", SCENE, default_model.FOLDER) == 0
+    assert capsys.readouterr().out.splitlines()[0] == caption.removeprefix("Caption: ")

@@ -32,6 +32,28 @@ class EngineResult:
     adapter: str | None = None
     """The adapter it went through."""
 
+    def body(self) -> dict[str, Any]:
+        """As native answers have it over HTTP and in Python."""
+        metrics = self.metrics
+        return {
+            "request_id": self.request_id,
+            "finish_reason": self.finish_reason,
+            **self.output,
+            "metrics": {
+                "input_tokens": metrics.input_tokens,
+                "output_tokens": metrics.output_tokens,
+                "cached_tokens": metrics.cached_tokens,
+                "prefill_time_ms": metrics.prefill_time_ms,
+                "decode_time_ms": metrics.decode_time_ms,
+                "ttft_ms": metrics.ttft_ms,
+                "queue_time_ms": metrics.queue_time_ms,
+            },
+            "processing_latency_s": metrics.processing_latency_s,
+            "ttft_s": metrics.ttft_s,
+            "decode_latency_s": metrics.decode_latency_s,
+            "decode_tokens_per_s": metrics.decode_tokens_per_s,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:

@@ -9,23 +9,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import httpx
 import orjson
 
-from kestrel.errors import (
-    ConfigError,
-    ContextTooLong,
-    KestrelError,
-    RequestError,
-    RequestFailed,
-    ServerAway,
-    Unauthorised,
-    cut,
-)
+from kestrel.client.refusals import answer_of, base_url, reason_of, refusal
+from kestrel.errors import ConfigError, KestrelError, RequestFailed, ServerAway
 
 PATIENCE_S = 300.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
@@ -53,7 +45,7 @@ class Endpoint:
         told: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`told` hears when the server has gone."""
-        self.url = _base(url)
+        self.url = base_url(url, "--endpoint")
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._told = told
         self._away_since_s: float | None = None
@@ -80,9 +72,11 @@ class Endpoint:
             response = await self._client.get("/version")
             return str(orjson.loads(response.raise_for_status().content)["model"])
         except httpx.HTTPStatusError as error:
-            raise ConfigError("--endpoint", f"{self.url} answers {_said(error.response)}; check the address") from None
+            raise ConfigError(
+                "--endpoint", f"{self.url} answers {answer_of(error.response)}; check the address"
+            ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            message = f"{self.url} cannot be reached ({_reason(error)}); start the server, or check --endpoint"
+            message = f"{self.url} cannot be reached ({reason_of(error)}); start the server, or check --endpoint"
             raise ServerAway(message) from None
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise ConfigError("--endpoint", f"{self.url} is no Kestrel server; check the address") from None
@@ -96,11 +90,11 @@ class Endpoint:
             try:
                 response = await self._client.post(path, content=body)
             except httpx.TransportError as error:
-                said = _reason(error)
+                said = reason_of(error)
                 if self._away_since_s is None:
                     self._told(f"{self.url} is away ({said}); waiting for it up to {self._patience_s:.0f} s")
             else:
-                said, retry_after_s = _said(response), _retry_after_s(response)
+                said, retry_after_s = answer_of(response), _retry_after_s(response)
                 num_faults += response.status_code in FAULTS
                 if response.status_code not in (*BUSY, *FAULTS):
                     return self._answer(response)
@@ -113,7 +107,7 @@ class Endpoint:
     def _answer(self, response: httpx.Response) -> dict[str, Any]:
         self._away_since_s, self._num_failed = None, 0
         if response.status_code != 200:
-            raise _refusal(response)
+            raise refusal(response, "--api-key")
         try:
             return orjson.loads(response.content)
         except orjson.JSONDecodeError:
@@ -133,48 +127,6 @@ class Endpoint:
             raise ServerAway(f"{self.url} has answered nothing for {self._patience_s:.0f} s ({said}); start it again")
 
 
-def _base(url: str) -> str:
-    url = url.strip().rstrip("/").removesuffix("/v1")
-    try:
-        is_address = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
-    except httpx.InvalidURL:
-        is_address = False
-    if not is_address:
-        raise ConfigError("--endpoint", f"{url!r} is no address of a server; write it as in http://127.0.0.1:8080")
-    return url
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _error_in(response: httpx.Response) -> Mapping[str, Any]:
-    try:
-        error = orjson.loads(response.content)["error"]
-        return error if isinstance(error, dict) else {"message": str(error)}
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return {"message": cut(" ".join(response.text.split()), 200)}
-
-
-def _said(response: httpx.Response) -> str:
-    return f"{response.status_code}: {_error_in(response).get('message') or response.reason_phrase}"
-
-
 def _retry_after_s(response: httpx.Response) -> float:
     text = response.headers.get("retry-after", "")
     return min(float(text), LONGEST_WAIT_S) if text.isascii() and text.isdigit() else 0.0
-
-
-def _refusal(response: httpx.Response) -> KestrelError:
-    """As the engine itself would have refused it."""
-    error = _error_in(response)
-    message, field, code = str(error.get("message")), error.get("param"), error.get("code")
-    if response.status_code in (401, 403):
-        return Unauthorised(f"the server refuses this key ({message}); give another --api-key")
-    if response.status_code == 413:
-        return RequestError("image", message)
-    if response.status_code == 400 and isinstance(field, str):
-        kind = ContextTooLong if code == "context_length_exceeded" else RequestError
-        name = "image" if field == "image_url" else field
-        return kind(name, message.removeprefix(f"{field}: "))
-    return KestrelError(f"the server refuses the request ({_said(response)})")

@@ -15,7 +15,6 @@ from starlette.responses import Response
 from kestrel.engine import EngineResult, EngineStream
 from kestrel.engine.streams import chunk_body
 from kestrel.errors import RequestError, did_you_mean, shown
-from kestrel.request import RequestMetrics
 from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ModelNotFound
@@ -149,7 +148,7 @@ def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
             return _stream(request, skill, info, fields)
         with accepted.interruptible():
             result = await until_gone(request.receive, _result(request, info, fields))
-        return json_response(_result_body(result))
+        return json_response(result.body())
 
     return handle
 
@@ -249,36 +248,9 @@ def _bounds_tokens(fields: Mapping[str, Any]) -> bool:
 # ---------------------------------------------------------------------- what comes out
 
 
-def _result_body(result: EngineResult) -> dict[str, Any]:
-    """A finished request, as every native answer has it."""
-    metrics = result.metrics
-    return {
-        "request_id": result.request_id,
-        "finish_reason": result.finish_reason,
-        **result.output,
-        "metrics": _metrics_body(metrics),
-        "processing_latency_s": metrics.processing_latency_s,
-        "ttft_s": metrics.ttft_s,
-        "decode_latency_s": metrics.decode_latency_s,
-        "decode_tokens_per_s": metrics.decode_tokens_per_s,
-    }
-
-
-def _metrics_body(metrics: RequestMetrics) -> dict[str, float]:
-    return {
-        "input_tokens": metrics.input_tokens,
-        "output_tokens": metrics.output_tokens,
-        "cached_tokens": metrics.cached_tokens,
-        "prefill_time_ms": metrics.prefill_time_ms,
-        "decode_time_ms": metrics.decode_time_ms,
-        "ttft_ms": metrics.ttft_ms,
-        "queue_time_ms": metrics.queue_time_ms,
-    }
-
-
 async def _stream_events(stream: EngineStream, style: str) -> AsyncIterator[bytes]:
     """Every piece as it comes, then the whole result."""
     async for chunk in stream:
         yield event(chunk_body(chunk))
     opening = {"chunk": ""} if style == "chunk" else {"type": "final"}
-    yield event({**opening, "completed": True, **_result_body(await stream.result())})
+    yield event({**opening, "completed": True, **(await stream.result()).body()})

@@ -1,0 +1,261 @@
+"""`kestrel.vl()`: a vision-language model behind plain calls, here or on a server.
+
+    import kestrel
+
+    with kestrel.vl() as model:
+        print(model.query("photo.jpg", "What is this?")["answer"])
+        for piece in model.caption("photo.jpg", stream=True)["caption"]:
+            print(piece, end="")
+
+Calls have the shape of the `moondream` package and of the model class on the hub, so that scripts written for those run
+with another import line. A picture is a path, the bytes of a file, a PIL image or an array; a list of pictures is a
+batch, answered together.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kestrel.client.backend import Backend, EngineBackend, ServerBackend
+from kestrel.client.results import Answer
+from kestrel.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from kestrel.config import RuntimeConfig
+
+Settings = Mapping[str, Any]
+Refs = Sequence[Sequence[float]]
+
+
+def vl(
+    model: str | None = None,
+    *,
+    endpoint: str | None = None,
+    api_key: str | None = None,
+    device: str | None = None,
+    adapter: str | None = None,
+    config: RuntimeConfig | None = None,
+    **options: Any,
+) -> Model:
+    """A model that answers here, the embedded one unless `model` names another (a name of `kestrel models`, a
+    repository of the hub, or a folder); with `endpoint`, the one that a Kestrel server at this address has.
+
+    `adapter` is used by calls that name no other. `options` are fields of `RuntimeConfig`; or give a whole `config`.
+    """
+    if endpoint is not None:
+        given = {"model": model, "device": device, "config": config, **options}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(name, "is the server's to decide; leave it out, or leave out endpoint")
+        return Model(ServerBackend(endpoint, api_key), adapter)
+    return Model(EngineBackend(_config(model, device, config, options), api_key), adapter)
+
+
+def _config(
+    model: str | None, device: str | None, config: RuntimeConfig | None, options: Mapping[str, Any]
+) -> RuntimeConfig:
+    from kestrel.config import RuntimeConfig  # noqa: PLC0415 - a client of a server has no use for it
+
+    changed = dict(options)
+    if model is not None:
+        changed["model_path" if os.path.exists(model) else "model"] = model
+    if device is not None:
+        changed["device"] = device
+    if config is not None:
+        if changed:
+            raise ConfigError(next(iter(changed)), "stands beside config; put it in there")
+        return config
+    try:
+        return RuntimeConfig(**changed)
+    except TypeError:
+        unknown = next(name for name in changed if name not in RuntimeConfig.__dataclass_fields__)
+        raise ConfigError(unknown, "is no option; docs/configuration.md lists them") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedImage:
+    """A picture that is read once. What the model makes of it is kept by the engine: further questions about the same
+    picture are cheap, with or without this."""
+
+    data: bytes
+
+
+class Model:
+    """Skills as plain calls, from any thread. Close it, or use `with`: an engine holds the memory of its model."""
+
+    def __init__(self, backend: Backend, adapter: str | None = None) -> None:
+        self._backend = backend
+        self._adapter = adapter
+
+    @property
+    def name(self) -> str:
+        return self._backend.model_name
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def encode_image(self, image: Any) -> EncodedImage:
+        return image if isinstance(image, EncodedImage) else EncodedImage(_file_of(image))
+
+    def query(
+        self,
+        image: Any = None,
+        question: str | None = None,
+        stream: bool = False,
+        settings: Settings | None = None,
+        reasoning: bool | None = None,
+        spatial_refs: Refs | None = None,
+        **options: Any,
+    ) -> Any:
+        """{"answer": …}, with `stream` a generator of its pieces."""
+        fields = {"question": question, "reasoning": reasoning, "spatial_refs": spatial_refs, **options}
+        return self._call("query", "answer", image, fields, settings, stream)
+
+    def caption(
+        self,
+        image: Any,
+        length: str | None = None,
+        stream: bool = False,
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> Any:
+        """{"caption": …}, with `stream` a generator of its pieces; `length` is short, normal or long."""
+        return self._call("caption", "caption", image, {"length": length, **options}, settings, stream)
+
+    def detect(
+        self,
+        image: Any,
+        object: str | Sequence[str],
+        settings: Settings | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """{"objects": [{"x_min", "y_min", "x_max", "y_max", "label", …}]}, with `stream` a generator of them."""
+        return self._call("detect", "objects", image, {"object": object, **options}, settings, stream)
+
+    def point(
+        self,
+        image: Any,
+        object: str | Sequence[str],
+        settings: Settings | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """{"points": [{"x", "y", "label", "score", "pixels"}]}, with `stream` a generator of them."""
+        return self._call("point", "points", image, {"object": object, **options}, settings, stream)
+
+    def segment(
+        self,
+        image: Any,
+        object: str | Sequence[str],
+        spatial_refs: Refs | None = None,
+        stream: bool = False,
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> Any:
+        """{"path", "bbox", …, "segments"}, with `stream` a generator of events: the box, then pieces of the path."""
+        fields = {"object": object, "spatial_refs": spatial_refs, **options}
+        return self._call("segment", "segments", image, fields, settings, stream)
+
+    # ------------------------------------------------------------------ one call
+
+    def _call(
+        self, skill: str, yields: str, image: Any, fields: dict[str, Any], settings: Settings | None, stream: bool
+    ) -> Any:
+        fields = {name: value for name, value in fields.items() if value is not None}
+        merged = {**({} if self._adapter is None else {"adapter": self._adapter}), **(settings or {})}
+        if merged:
+            fields["settings"] = merged
+        if isinstance(image, (list, tuple)):
+            if stream:
+                raise RequestError("stream", "is for one picture; ask for a batch without it")
+            files = [self.encode_image(one).data for one in image]
+            found = self._backend.ask_all(skill, [{**fields, "image": file} for file in files])
+            return [Answer(body, file) for body, file in zip(found, files, strict=True)]
+        file = None if image is None else self.encode_image(image).data
+        asked = fields if file is None else {**fields, "image": file}
+        if stream:
+            return {yields: _pieces(self._backend.stream(skill, asked))}
+        return Answer(self._backend.ask(skill, asked), file)
+
+
+def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Any]:
+    """Pieces of text, or what was found; thinking is left out."""
+    for event in events:
+        kind = event.get("type")
+        if kind is None:
+            yield event["chunk"]
+        elif kind in ("point", "object"):
+            yield event[kind]
+        elif kind != "reasoning":
+            yield event
+
+
+def _file_of(image: Any) -> bytes:
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return bytes(image)
+    if isinstance(image, (str, os.PathLike)):
+        path = Path(os.path.expanduser(os.fsdecode(image)))
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise RequestError("image", f"{str(path)!r} cannot be read ({error.strerror}); give a picture") from error
+    if hasattr(image, "__array_interface__") and not hasattr(image, "save"):
+        from PIL import Image  # noqa: PLC0415 - files need no Pillow
+
+        image = Image.fromarray(image)
+    if not hasattr(image, "save"):
+        raise RequestError(
+            "image", f"a {type(image).__name__} is no picture; give a path, bytes, a PIL image or an array"
+        )
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+# ---------------------------------------------------------------------- scripts for the hub's class
+
+
+class AutoModelForCausalLM:
+    """The name under which scripts for the hub load Moondream: change `from transformers import …` to `from
+    kestrel.client.model import …`."""
+
+    @staticmethod
+    def from_pretrained(
+        name: str,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool | None = None,
+        device_map: Any = None,
+        dtype: Any = None,
+        torch_dtype: Any = None,
+    ) -> Model:
+        """No code of the repository runs, whatever `trust_remote_code` says."""
+        device = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
+        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        wanted = dtype if dtype is not None else torch_dtype
+        if wanted is not None:
+            options["dtype"] = str(wanted).removeprefix("torch.")
+        return vl(_registered(name), device=None if device is None else str(device), **options)
+
+
+def _registered(name: str) -> str:
+    """Kestrel's name of a model whose repository is named."""
+    from kestrel.families import registered_models  # noqa: PLC0415 - it imports torch
+
+    named = (s.name for s in registered_models() if s.source is not None and s.source.weights.repo == name)
+    return next(named, name)

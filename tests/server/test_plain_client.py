@@ -1,0 +1,177 @@
+"""`kestrel.vl()`: the same calls and the same answers over an engine of one's own and over a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import kestrel
+from kestrel.client.model import AutoModelForCausalLM, Model
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError, KestrelError, RequestError, ServerAway, Unauthorised
+from tests.scene import BEES, SCENE
+from tests.server.conftest import GREEDY, KEYS, RunningServer, runtime_config
+
+ROOT = Path(__file__).parents[2]
+COUNT = "How many bees are there?"
+
+
+@pytest.fixture(scope="module")
+def local(_one_thread: None) -> Iterator[Model]:
+    with kestrel.vl(config=runtime_config()) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def remote(server: RunningServer) -> Iterator[Model]:
+    with kestrel.vl(endpoint=f"{server.url}/v1") as model:
+        yield model
+
+
+@pytest.fixture(scope="module", params=["local", "remote"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return request.getfixturevalue(request.param)
+
+
+def told(answer: Any) -> dict[str, Any]:
+    """Without what differs from call to call."""
+    changing = ("request_id", "metrics", "processing_latency_s", "ttft_s", "decode_latency_s", "decode_tokens_per_s")
+    return {name: value for name, value in answer.items() if name not in changing}
+
+
+def test_both_give_the_same_answers(local: Model, remote: Model) -> None:
+    assert local.name == remote.name == "kestrel-tiny"
+    for model in (local, remote):
+        assert told(model.query(SCENE, COUNT, settings=GREEDY)) == {"finish_reason": "stop", "answer": str(len(BEES))}
+    calls: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("caption", {"length": "short"}),
+        ("detect", {"object": ["bee", "bus"]}),
+        ("point", {"object": "bee"}),
+        ("segment", {"object": "bus", "max_tokens": 20}),
+        ("query", {"question": COUNT, "reasoning": True}),
+    )
+    for skill, fields in calls:
+        mine, theirs = (told(getattr(one, skill)(SCENE, settings=GREEDY, **fields)) for one in (local, remote))
+        assert mine == theirs, skill
+        assert set(mine) >= {"finish_reason"}
+
+
+def test_any_kind_of_picture_will_do(model: Model) -> None:
+    opened = Image.open(SCENE).convert("RGB")
+    kinds = (str(SCENE), SCENE.read_bytes(), opened, np.asarray(opened), model.encode_image(opened))
+    for picture in kinds:
+        assert model.query(picture, COUNT, settings=GREEDY)["answer"] == str(len(BEES)), type(picture)
+    assert "demonstration model" in model.query(question="Who are you?", settings=GREEDY)["answer"]
+
+
+def test_a_list_of_pictures_is_a_batch_in_its_order(model: Model) -> None:
+    blank = np.zeros((64, 64, 3), np.uint8)
+    answers = model.query([SCENE, blank, SCENE], COUNT, settings=GREEDY)
+    assert [answer["answer"] == str(len(BEES)) for answer in answers] == [True, False, True]
+    assert model.detect([], "bee") == []
+    with pytest.raises(RequestError, match="stream: is for one picture"):
+        model.query([SCENE], COUNT, stream=True)
+    with pytest.raises(KestrelError, match="object"):
+        model.detect([SCENE, SCENE], "")
+
+
+def test_streams_are_generators_that_add_up(model: Model) -> None:
+    whole = model.caption(SCENE, "short", settings=GREEDY)["caption"]
+    pieces = list(model.caption(SCENE, "short", stream=True, settings=GREEDY)["caption"])
+    assert len(pieces) > 2
+    assert "".join(pieces) == whole
+    found = list(model.detect(SCENE, "bee", settings=GREEDY, stream=True)["objects"])
+    assert found == model.detect(SCENE, "bee", settings=GREEDY)["objects"]
+    thought = model.query(SCENE, COUNT, stream=True, settings=GREEDY, reasoning=True)["answer"]
+    assert "".join(thought) == str(len(BEES))
+    with pytest.raises(RequestError, match="length"):
+        model.caption(SCENE, "endless", stream=True)
+
+
+def test_a_stream_that_is_left_ends_its_request(remote: Model, server: RunningServer) -> None:
+    pieces = remote.query(question="Who are you?", stream=True, ignore_eos=True, max_tokens=400)["answer"]
+    next(pieces)
+    pieces.close()
+    assert remote.query(SCENE, COUNT, settings=GREEDY)["answer"] == str(len(BEES))
+
+
+def test_threads_can_share_a_model(model: Model) -> None:
+    answers: list[str] = []
+    ask = lambda: answers.append(model.query(SCENE, COUNT, settings=GREEDY)["answer"])  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [str(len(BEES))] * 6
+
+
+def test_what_is_wrong_is_named(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="question: is required"):
+        model.query(SCENE)
+    with pytest.raises(RequestError, match="colour"):
+        model.query(SCENE, "What?", colour="red")
+    with pytest.raises(RequestError, match=r"none\.png' cannot be read \(No such file or directory\)"):
+        model.query(tmp_path / "none.png", "What?")
+    with pytest.raises(RequestError, match="a float is no picture"):
+        model.caption(1.5)
+
+
+def test_a_notebook_shows_places_on_the_picture(model: Model) -> None:
+    shown = model.detect(SCENE, "bee", settings=GREEDY)._repr_html_()
+    drawing = ElementTree.fromstring(shown)
+    assert len(drawing.findall("rect")) == len(BEES)
+    assert drawing.find("image").attrib["href"].startswith("data:image;base64,")
+    assert model.query(SCENE, COUNT)._repr_html_() is None
+
+
+def test_keys_and_addresses_of_servers(locked: RunningServer) -> None:
+    with kestrel.vl(endpoint=locked.url, api_key=KEYS[0]) as model:
+        assert "demonstration" in model.query(question="Who are you?", settings=GREEDY)["answer"]
+    with (
+        kestrel.vl(endpoint=locked.url, api_key="wrong") as model,
+        pytest.raises(Unauthorised, match="another api_key"),
+    ):
+        model.query(question="Who are you?")
+    with pytest.raises(ServerAway, match="cannot be reached"):
+        kestrel.vl(endpoint="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="endpoint: 'ftp://x' is no address"):
+        kestrel.vl(endpoint="ftp://x")
+    with pytest.raises(ConfigError, match="device: is the server's to decide"):
+        kestrel.vl(endpoint=locked.url, device="cpu")
+
+
+def test_options_of_an_engine_are_checked() -> None:
+    with pytest.raises(ConfigError, match="colour: is no option"):
+        kestrel.vl(colour="red")
+    with pytest.raises(ConfigError, match="device: stands beside config"):
+        kestrel.vl(device="cpu", config=RuntimeConfig())
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        kestrel.vl(max_batch_size=0)
+
+
+def test_scripts_for_the_hubs_class_name_the_model_as_the_hub_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("kestrel.client.model.vl", lambda model, **more: given.update(model=model, **more))
+    AutoModelForCausalLM.from_pretrained(
+        "vikhyatk/moondream2", revision="2025-06-21", trust_remote_code=True, device_map={"": "cuda"}, dtype="float16"
+    )
+    assert given == {"model": "moondream2", "device": "cuda", "revision": "2025-06-21", "dtype": "float16"}
+
+
+def test_the_example_of_a_client_does_not_import_torch(server: RunningServer) -> None:
+    program = f"import runpy, sys; sys.argv = ['', {server.url!r}, {str(SCENE)!r}]\n"
+    program += "try: runpy.run_path('examples/ask_server.py', run_name='__main__')\n"
+    program += "except SystemExit as end: assert (end.code, 'torch' in sys.modules) == (0, False)"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith(f"{SCENE}: ")
