@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -36,7 +36,7 @@ from kestrel.runtime.memory import (
 )
 from kestrel.runtime.pictures import VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillGraphs
-from kestrel.runtime.rows import RowTable
+from kestrel.runtime.rows import RowTable, sampling_bytes
 
 NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
 LEAST_FOR_TRITON = (8, 0)
@@ -120,7 +120,7 @@ def measured_steps(decoder: DecoderModel, config: RuntimeConfig, path: FastPath,
     with on_device(decoder.device):
         working = measure_working_memory(decoder, budget, path.kv_dtype, is_captured, path.is_fused)
         torch.cuda.empty_cache()  # what the measurement took counts as free again
-    return working
+    return replace(working, sampling=sampling_bytes(config.max_batch_size + 1, decoder.shape.vocab_size))
 
 
 def cache_scales(found: Mapping[int, KvScale], kv_dtype: torch.dtype, num_layers: int) -> list[tuple[float, float]]:

@@ -44,10 +44,12 @@ class WorkingMemory:
     """Of the layers, for as many positions as a step may have."""
     is_captured: bool
     """Steps run in ordinary memory when they first come up, and in that of their graphs later."""
+    sampling: int = 0
+    """Of scores and what they are made from; made once."""
 
     def planned(self, num_crops: int) -> int:
         """For pictures of so many crops together, beside a step."""
-        return ROOM + int(self._held_per_byte * (num_crops * self.per_crop + self.prefill))
+        return ROOM + self.sampling + int(self._held_per_byte * (num_crops * self.per_crop + self.prefill))
 
     def affordable_crops(self, num_bytes: int) -> int:
         """The most that `planned` keeps below this; not positive when even the rest takes more."""

@@ -426,6 +426,13 @@ class WishTable:
         return self._tensors[name]
 
 
+def sampling_bytes(num_rows: int, vocab_size: int) -> int:
+    """The most that logits, scores and the tables of all wishes take together."""
+    logits, scores, counts, bias, in_prompt = 2, 4, 4, 4, 1
+    masks = 2 * -(-vocab_size // WORD) * (WORD // 8)
+    return num_rows * ((logits + scores + counts + bias + in_prompt) * vocab_size + masks)
+
+
 NAMES_BY_KIND = {
     PENALTIES: ("penalties_R3", "in_prompt_RV", "counts_RV"),
     BIAS: ("bias_RV",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ import torch
 from kestrel.config import RuntimeConfig
 from kestrel.images.picture import RgbImage
 from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.row_tables import BIAS, ID_LIMITS, MASK, PENALTIES
 from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.runtime import bring_up
 from kestrel.runtime.bring_up import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
 from kestrel.runtime.memory import ROOM, WorkingMemory, measure_working_memory
+from kestrel.runtime.rows import WishTable, sampling_bytes
 from tests.exhaustive import sweep
 from tests.moondream.coarse import POSITIONS, coarse
 
@@ -51,6 +53,17 @@ def test_a_large_picture_and_a_full_step_are_measured(name: str, is_fused: bool)
     assert embedded.shape == (POSITIONS - 1, decoder.shape.hidden_dim)
     assert hidden.shape == (300, decoder.shape.hidden_dim)
     assert hidden.isfinite().all()
+
+
+def test_scores_and_all_that_rows_may_wish_are_planned_for() -> None:
+    num_rows, vocab_size = 4, 1000
+    table = WishTable(num_rows, vocab_size, CPU)
+    every = table.tensors(PENALTIES | BIAS | MASK | ID_LIMITS)
+    wide = [getattr(every, field.name) for field in fields(every)]
+    held = sum(one.nbytes for one in wide if one.shape[-1] > 8)
+    scores = (2 + 4) * (num_rows + 1) * vocab_size
+    assert sampling_bytes(num_rows + 1, vocab_size) == held + scores
+    assert replace(MEASURED, sampling=7).planned(4) == MEASURED.planned(4) + 7
 
 
 def test_captured_steps_need_their_memory_twice() -> None:
