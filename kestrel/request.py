@@ -148,6 +148,8 @@ class SkillOutput:
     """How many of the generated tokens were thinking."""
     late: Mapping[str, Iterable[Any]] = field(default_factory=dict)
     """Lazy result fields, built on the caller's thread to avoid stalling the batch."""
+    stop_text: str | None = None
+    """The stop string that ended it."""
 
 
 class TokenConsumer(Protocol):

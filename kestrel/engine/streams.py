@@ -31,6 +31,8 @@ class EngineResult:
     """How many of `metrics.output_tokens` were thinking, the mark that ends it included."""
     adapter: str | None = None
     """The adapter it went through."""
+    stop_text: str | None = None
+    """Which of the `stop` texts ended it."""
 
     def body(self) -> dict[str, Any]:
         """As native answers have it over HTTP and in Python."""
@@ -189,6 +191,7 @@ class EngineStream:
                     metrics=update.metrics,
                     num_reasoning_tokens=update.output.num_reasoning_tokens,
                     adapter=self.adapter,
+                    stop_text=update.output.stop_text,
                 )
             )
 

@@ -49,6 +49,11 @@ class TextStream:
         return False
 
     @property
+    def stop_text(self) -> str | None:
+        """The stop string that completed it."""
+        return None
+
+    @property
     def num_printed(self) -> int:
         """Characters handed out so far."""
         return self._num_in_chunks
@@ -159,6 +164,10 @@ class StoppingTextStream(TextStream):
         return self._end is not None
 
     @property
+    def stop_text(self) -> str | None:
+        return stop_before(self.beyond, self._stops)
+
+    @property
     def beyond(self) -> str:
         """What was seen from the stop string on."""
         return "" if self._end is None else super().text[self._end :]
@@ -213,6 +222,11 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the first stop string begins."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return min(found, default=None)
+
+
+def stop_before(text: str, stops: Sequence[str]) -> str | None:
+    """The stop string that the text begins with: the shortest of several, which was complete first."""
+    return min((stop for stop in stops if text.startswith(stop)), key=len, default=None)
 
 
 def open_stop(text: str, stops: Sequence[str]) -> int:
@@ -326,7 +340,7 @@ class TextState(RecordingState):
 
     def output(self) -> SkillOutput:
         text = self._stream.text
-        return SkillOutput({self._field: text}, text)
+        return SkillOutput({self._field: text}, text, stop_text=self._stream.stop_text)
 
 
 def text_delta(text: str, kind: str = "text", *, ends: bool = False) -> StreamDelta | None:
@@ -387,7 +401,7 @@ class ReasoningState(RecordingState):
         text, grounding = self._thoughts.result()
         answer = self._answer.text
         fields = {"answer": answer, "reasoning": {"text": text, "grounding": grounding}}
-        return SkillOutput(fields, answer, num_reasoning_tokens=self._num_thinking)
+        return SkillOutput(fields, answer, self._num_thinking, stop_text=self._answer.stop_text)
 
 
 class _Chunk:

@@ -92,10 +92,8 @@ class ThinkingState(RecordingState):
         return token_id == self._marks.opens and not self._has_thought and not self._answer.text.strip()
 
     def output(self) -> SkillOutput:
-        fields: dict[str, Any] = {"answer": self._answer.text}
-        if self._has_thought:
-            fields["reasoning"] = {"text": self._thoughts.text, "grounding": []}
-        return SkillOutput(fields, self._answer.text, num_reasoning_tokens=self._num_thinking)
+        thought = self._thoughts.text if self._has_thought else None
+        return _output(self._answer, thought, self._num_thinking)
 
 
 class TaggedThinkingState(RecordingState):
@@ -193,11 +191,11 @@ class TaggedThinkingState(RecordingState):
 
     def output(self) -> SkillOutput:
         thought = self._thoughts.text if self._has_thought else None
-        return _output(self._answer.text, thought, self._num_thinking)
+        return _output(self._answer, thought, self._num_thinking)
 
 
-def _output(answer: str, thought: str | None, num_thinking: int) -> SkillOutput:
-    fields: dict[str, Any] = {"answer": answer}
+def _output(answer: TextStream, thought: str | None, num_thinking: int) -> SkillOutput:
+    fields: dict[str, Any] = {"answer": answer.text}
     if thought is not None:
         fields["reasoning"] = {"text": thought, "grounding": []}
-    return SkillOutput(fields, answer, num_reasoning_tokens=num_thinking)
+    return SkillOutput(fields, answer.text, num_thinking, stop_text=answer.stop_text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kestrel.request import FinishReason, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.skills.base import SkillState, Tokenizer
-from kestrel.skills.states import first_stop, open_stop
+from kestrel.skills.states import first_stop, open_stop, stop_before
 from kestrel.skills.tool_parsers import Found, ToolParser
 from kestrel.tokens import Token
 
@@ -68,10 +68,12 @@ class ToolState(SkillState):
     def finish(self, reason: FinishReason) -> SkillOutput:
         output = self._inner.finish(reason)
         text, calls = self._parser.result(keeps_unfinished=reason is FinishReason.LENGTH)
+        stop_text = None
         if self._is_stopped:
-            text = text[: first_stop(text, self._stops)]
+            end = first_stop(text, self._stops)
+            text, stop_text = text[:end], stop_before(text[end:], self._stops)
         fields = {**output.fields, "answer": text, "tool_calls": [call.body() for call in calls]}
-        return replace(output, fields=fields, text=text)
+        return replace(output, fields=fields, text=text, stop_text=stop_text)
 
 
 class NamingTokenizer:

@@ -61,6 +61,7 @@ def check(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]) -> Non
     assert stream.text == expected
     assert "".join(chunks) == expected
     assert stream.is_stopped == (expected != text)
+    assert stream.stop_text == min((s for s in stops if text.startswith(s, len(expected))), key=len, default=None)
     assert stream.num_printed == len(expected)
 
 
