@@ -42,10 +42,10 @@ class ApiKeys:
         return hmac.new(self._salt, digest, hashlib.sha256).hexdigest()[:16]
 
 
-def offered_keys(authorization: str, moondream_auth: str) -> list[bytes]:
-    """Every key in the two headers that may carry one; an empty header counts as absent."""
+def offered_keys(authorization: str, *others: str) -> list[bytes]:
+    """Every key in the headers that may carry one; an empty header counts as absent."""
     scheme, _, bearer = authorization.strip().partition(" ")
-    offered = [bearer if scheme.lower() == "bearer" else "", moondream_auth]
+    offered = [bearer if scheme.lower() == "bearer" else "", *others]
     return [key.strip().encode("latin-1") for key in offered if key.strip()]
 
 

@@ -25,7 +25,7 @@ there; null means not given.
 """
 SETTINGS_HEAD = """## Settings
 
-The same values with the same meaning in Python, in both dialects of HTTP, over gRPC and on the command line. In Python
+The same values with the same meaning in Python, in the dialects of HTTP, over gRPC and on the command line. In Python
 and in the routes of the skills a setting stands in `settings` or beside it.
 """
 

@@ -1,4 +1,7 @@
-"""Failures as HTTP: one table from error types to status, type and code, and the one shape that clients see."""
+"""Failures as HTTP: one table from error types to status, type and code, and the one shape that clients see.
+
+Clients of the Messages API see the same in Anthropic's shape.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ from kestrel.errors import (
     Unauthorised,
     cut,
 )
-from kestrel.server.records import RequestRecord
+from kestrel.server.records import RequestRecord, route_path
 
 logger = logging.getLogger("kestrel.server")
 
@@ -162,11 +165,15 @@ def error_body(error: BaseException) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind.type, "param": param, "code": kind.code}}
 
 
-def error_response(error: BaseException) -> Response:
-    return _response(kind_of(error), error_body(error))
+def error_response(error: BaseException, scope: Scope | None = None) -> Response:
+    """In the shape that the route of the scope has."""
+    return _response(kind_of(error), error_body(error), scope)
 
 
-def _response(kind: ErrorKind, body: dict[str, Any]) -> Response:
+def _response(kind: ErrorKind, body: dict[str, Any], scope: Scope | None) -> Response:
+    status = kind.status
+    if scope is not None and is_messages_route(scope):
+        status, body = ANTHROPIC_STATUSES.get(status, status), anthropic_body(status, body)
     headers: dict[str, str] = {}
     if kind.retry_after_s is not None:
         headers["retry-after"] = str(kind.retry_after_s)
@@ -174,7 +181,34 @@ def _response(kind: ErrorKind, body: dict[str, Any]) -> Response:
         headers["connection"] = "close"
     if kind.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(orjson.dumps(body), kind.status, headers, media_type="application/json")
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+
+MESSAGES_PATH = "/v1/messages"
+ANTHROPIC_STATUSES = {503: 529}
+"""Where the Messages API has a status of its own."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_messages_route(scope: Scope) -> bool:
+    path = route_path(scope)
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def anthropic_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """A failure as the Messages API has it."""
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 
 
 async def http_exception_response(request: Request, error: Exception) -> Response:
@@ -183,7 +217,7 @@ async def http_exception_response(request: Request, error: Exception) -> Respons
     default = ErrorKind(error.status_code, "invalid_request_error", None, None, str(error.detail))
     kind = HTTP_KINDS.get(error.status_code, default)
     body = {"error": {"message": kind.message, "type": kind.type, "param": None, "code": kind.code}}
-    response = _response(kind, body)
+    response = _response(kind, body, request.scope)
     response.headers.update(error.headers or {})
     return response
 
@@ -225,7 +259,7 @@ class ErrorBoundary:
                 logger.exception("request %s failed", scope["state"].get("request_id"))
             if started:
                 raise
-            response = error_response(error)
+            response = error_response(error, scope)
             forget_frames(error)
             await response(scope, receive, send)
 

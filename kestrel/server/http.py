@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from kestrel import __version__
+from kestrel.server.anthropic.routes import anthropic_routes
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import RETRY_AFTER_S, ErrorBoundary, http_exception_response, validation_response
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
@@ -77,7 +78,7 @@ def _observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    return [_operation_routes(), native_routes(), openai_routes(), playground_routes()]
+    return [_operation_routes(), native_routes(), openai_routes(), anthropic_routes(), playground_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:

@@ -31,6 +31,7 @@ from kestrel.server.errors import (
     NotJson,
     SlowClient,
     TooManyConnections,
+    is_messages_route,
 )
 from kestrel.server.records import HEALTH_PATHS, header_of, route_path
 from kestrel.server.state import HeldBytes, ServerState
@@ -180,14 +181,16 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            offered = None if not self._state.keys or _is_open(scope) else _keys_in(Headers(scope=scope))
+            offered = None if not self._state.keys or _is_open(scope) else _keys_in(scope)
             client, tenant = self._state.identify(offered, _address(scope))
             scope["state"]["client"], scope["state"]["tenant"] = client, tenant
         await self._app(scope, receive, send)
 
 
-def _keys_in(headers: Headers) -> list[bytes]:
-    return offered_keys(headers.get("authorization", ""), headers.get("x-moondream-auth", ""))
+def _keys_in(scope: Scope) -> list[bytes]:
+    headers = Headers(scope=scope)
+    others = ("x-moondream-auth", "x-api-key") if is_messages_route(scope) else ("x-moondream-auth",)
+    return offered_keys(headers.get("authorization", ""), *(headers.get(name, "") for name in others))
 
 
 def _address(scope: Scope) -> str:

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 from kestrel.server.api_docs import current_document
 from kestrel.server.config import ServerConfig
-from kestrel.server.errors import ERROR_KINDS
+from kestrel.server.errors import ERROR_KINDS, MESSAGES_PATH
 from kestrel.server.native import NATIVE_SKILLS
 from kestrel.server.schemas import TINY_PICTURE
 from tests.exhaustive import sweep
@@ -89,7 +89,8 @@ def test_every_operation_declares_its_answers_and_refusals(described: RunningSer
         responses = schema["paths"][path][method]["responses"]
         assert "200" in responses, path
         if method == "post":
-            assert {"400", "401", "404", "408", "413", "429", "503"} <= responses.keys(), path
+            full = "529" if path.startswith(MESSAGES_PATH) else "503"
+            assert {"400", "401", "404", "408", "413", "429", full} <= responses.keys(), path
             body = schema["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
             Draft202012Validator.check_schema(body)
             assert body["properties"], path

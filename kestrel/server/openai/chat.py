@@ -236,16 +236,16 @@ class PartReader:
         self.image_places: list[str] = []
 
     async def read_all(self, name: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
-        self._count(name, len(parts))
+        self.count(name, len(parts))
         return [await self._read(f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
-    def _count(self, name: str, number: int) -> None:
+    def count(self, name: str, number: int) -> None:
         self._num_parts += number
         if self._num_parts > self._max_parts:
             raise RequestError(name, f"brings the request to {self._num_parts} parts; give at most {self._max_parts}")
 
     async def read_calls(self, name: str, calls: Sequence[Any]) -> list[Any]:
-        self._count(name, len(calls))
+        self.count(name, len(calls))
         return [await self._read_call(f"{name}[{index}]", call) for index, call in enumerate(calls)]
 
     async def _read_call(self, name: str, call: Any) -> Any:
@@ -269,22 +269,24 @@ class PartReader:
             return {"type": "text", "text": part["text"]}
         if kind != "image_url":
             raise RequestError(name, f"must be {_SHAPES} (got {shown(part)})")
-        return {"type": "image", "image": await self._image(f"{name}.image_url", part.get("image_url"))}
+        place, url = f"{name}.image_url", part.get("image_url")
+        if isinstance(url, Mapping):  # its `detail` means nothing here
+            return await self.read_image(place, f"{place}.url", url.get("url"))
+        return await self.read_image(place, place, url)
 
-    async def _image(self, name: str, value: Any) -> bytes:
-        """`value` is a URL or an object with one; its `detail` means nothing here."""
+    async def read_image(self, place: str, name: str, value: Any) -> dict[str, Any]:
+        """`value` is a URL or base64 in the field `name`, `place` the picture's in the request."""
         if not self._profile.has_vision:
-            raise reads_no_pictures(name, self._profile)
+            raise reads_no_pictures(place, self._profile)
         if not self._takes_images:
-            raise RequestError(name, "is a picture, which has no token ids; leave it out")
+            raise RequestError(place, "is a picture, which has no token ids; leave it out")
         if len(self.image_places) >= MAX_IMAGES:
-            raise RequestError(name, f"is one picture too many; send at most {MAX_IMAGES} in a request")
-        self.image_places.append(name)
-        if isinstance(value, Mapping):
-            name, value = f"{name}.url", value.get("url")
+            raise RequestError(place, f"is one picture too many; send at most {MAX_IMAGES} in a request")
+        self.image_places.append(place)
         try:
-            return await image_bytes(value, self._max_bytes, self._fetch, self._threads, name)
+            data = await image_bytes(value, self._max_bytes, self._fetch, self._threads, name)
         except RequestError as error:
             if error.field == name:
                 raise
             raise RequestError(name, str(error).removeprefix(f"{error.field}: ")) from error
+        return {"type": "image", "image": data}

@@ -179,7 +179,7 @@ async def all_results(
 
 
 @asynccontextmanager
-async def _open_streams(request: Request, work: EngineWork) -> AsyncIterator[list[EngineStream]]:
+async def open_streams(request: Request, work: EngineWork) -> AsyncIterator[list[EngineStream]]:
     """All of them running at the same time, until the block is left."""
     info = _info(request, work, stream=True)
     with _counted(request, work), client_names(work.names):
@@ -223,7 +223,7 @@ def _stream_response(request: Request, asked: Generation, envelope: Mapping[str,
     def events(streams: list[EngineStream]) -> AsyncIterator[bytes]:
         return _events(streams, envelope, asked)
 
-    return EventStream(_open_streams(request, asked.work), events, state_of(request).config, _events_of_failure)
+    return EventStream(open_streams(request, asked.work), events, state_of(request).config, _events_of_failure)
 
 
 def _events_of_failure(error: BaseException) -> bytes:
@@ -247,7 +247,7 @@ async def _events(
     yield DONE
 
 
-async def _pieces(index: int, stream: EngineStream) -> AsyncIterator[Piece]:
+async def pieces(index: int, stream: EngineStream) -> AsyncIterator[Piece]:
     """Every chunk as it comes. The last text and the result arrive together, so the last piece has both."""
     chunk = await anext(stream, None)
     while chunk is not None and not stream.is_done:
@@ -263,7 +263,7 @@ async def _merged(streams: Sequence[EngineStream]) -> AsyncIterator[Piece]:
     """The pieces of all streams in the order they come. The first failure ends them all."""
     queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
     pumps = [
-        asyncio.ensure_future(_pump(_pieces(index, stream), queue.put_nowait)) for index, stream in enumerate(streams)
+        asyncio.ensure_future(_pump(pieces(index, stream), queue.put_nowait)) for index, stream in enumerate(streams)
     ]
     num_open = len(streams)
     try:

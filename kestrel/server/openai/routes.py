@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -37,6 +37,7 @@ from kestrel.skills.tools import MAX_TOOLS, NAME
 BOOLEAN = boolean.schema
 TEXT: Schema = {"type": "string"}
 COUNT = integer(0, 2**53)
+Responses: TypeAlias = dict[int | str, dict[str, Any]]
 TOKEN_ID = integer(0, 2**31 - 1)
 
 
@@ -301,13 +302,17 @@ ROUTES = (
 
 
 def openai_routes() -> APIRouter:
-    router = APIRouter(tags=["openai"], route_class=DirectRoute)
-    for route in ROUTES:
+    return dialect_routes("openai", ROUTES, refusals(*REFUSALS))
+
+
+def dialect_routes(tag: str, routes: Sequence[DialectRoute], refused: Responses) -> APIRouter:
+    router = APIRouter(tags=[tag], route_class=DirectRoute)
+    for route in routes:
         router.add_api_route(
             route.path,
             route.endpoint,
             methods=["GET" if route.body is None else "POST"],
-            responses=_responses(route),
+            responses={**_answer(route), **refused},
             openapi_extra=_extra(route),
             response_model=None,
         )
@@ -318,11 +323,11 @@ def openai_routes() -> APIRouter:
     return router
 
 
-def _responses(route: DialectRoute) -> dict[int | str, dict[str, Any]]:
+def _answer(route: DialectRoute) -> Responses:
     content: dict[str, Any] = {"application/json": {"schema": route.answer}}
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    return {200: {"description": "The answer.", "content": content}, **refusals(*REFUSALS)}
+    return {200: {"description": "The answer.", "content": content}}
 
 
 def _extra(route: DialectRoute) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""The routes of the Messages API, and their bodies as JSON Schema."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kestrel.server.anthropic.messages import CHOICES, UNUSED, count_tokens, create_message
+from kestrel.server.errors import ANTHROPIC_STATUSES, MESSAGES_PATH
+from kestrel.server.openai.chat import MAX_MESSAGES
+from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, body, dialect_routes
+from kestrel.server.schemas import REFUSALS, Schema, described, list_of, nullable, record
+from kestrel.settings import SETTINGS
+from kestrel.skills.tools import MAX_TOOLS, NAME
+
+_TEXT_BLOCK = record({"type": {"const": "text"}, "text": TEXT})
+_TEXTS: Schema = {"anyOf": [TEXT, list_of(_TEXT_BLOCK)]}
+_SOURCE: Schema = {
+    "anyOf": [
+        record({"type": {"const": "base64"}, "media_type": {}, "data": TEXT}, "media_type"),
+        record({"type": {"const": "url"}, "url": TEXT}),
+    ]
+}
+_CALL = record({"type": {"const": "tool_use"}, "id": TEXT, "name": TEXT, "input": {"type": "object"}})
+_THOUGHT = record({"type": {"const": "thinking"}, "thinking": TEXT, "signature": {}}, "signature")
+_RESULT = record(
+    {"type": {"const": "tool_result"}, "tool_use_id": TEXT, "content": nullable(_TEXTS), "is_error": nullable(BOOLEAN)},
+    "content",
+    "is_error",
+)
+_PICTURE = record({"type": {"const": "image"}, "source": _SOURCE})
+_BLOCK: Schema = {"anyOf": [_TEXT_BLOCK, _PICTURE, _CALL, _RESULT, _THOUGHT]}
+_MESSAGE = record({"role": {"enum": ["user", "assistant"]}, "content": {"anyOf": [TEXT, list_of(_BLOCK, minItems=1)]}})
+_TOOL = body(
+    {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}, "input_schema": {"type": "object"}},
+    {"type": {"const": "custom"}, "description": TEXT, "strict": BOOLEAN, "cache_control": {}},
+)
+_TOOL_CHOICE = body({"type": {"enum": [*CHOICES, "tool"]}}, {"name": TEXT, "disable_parallel_tool_use": BOOLEAN})
+_THINKING: Schema = {
+    "anyOf": [
+        record({"type": {"const": "enabled"}, "budget_tokens": {"type": "integer", "minimum": 1}}),
+        record({"type": {"enum": ["adaptive", "disabled"]}}),
+    ]
+}
+_MESSAGES = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_CONVERSATION = {
+    "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
+    "system": described("What stands before the conversation.", _TEXTS),
+    "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
+    "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
+    "thinking": described("Whether to think first. The budget has no effect.", _THINKING),
+}
+_UNUSED = {"description": "Taken and not used."}
+_CLOSED = {"additionalProperties": False}
+MESSAGE_REQUEST = _CLOSED | body(
+    {"messages": _MESSAGES, "max_tokens": SETTINGS["max_tokens"].schema},
+    {
+        **_CONVERSATION,
+        **{name: SETTINGS[name].schema for name in ("temperature", "top_p", "top_k")},
+        "stop_sequences": described(SETTINGS["stop"].meaning, SETTINGS["stop"].schema["anyOf"][1]),
+        "stream": described("Answer as Server-Sent Events.", BOOLEAN),
+        **dict.fromkeys(UNUSED, _UNUSED),
+    },
+)
+COUNT_REQUEST = _CLOSED | body({"messages": _MESSAGES}, {**_CONVERSATION, "cache_control": _UNUSED})
+MESSAGE = record(
+    {
+        "id": TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": TEXT,
+        "content": list_of({"anyOf": [_TEXT_BLOCK, _CALL, _THOUGHT]}),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        "stop_sequence": nullable(TEXT),
+        "usage": record(
+            {
+                "input_tokens": described("Those of the prompt that were not cached.", COUNT),
+                "cache_creation_input_tokens": COUNT,
+                "cache_read_input_tokens": COUNT,
+                "output_tokens": COUNT,
+            }
+        ),
+    }
+)
+_ERROR = record({"type": {"const": "error"}, "error": record({"type": TEXT, "message": TEXT})})
+ROUTES = (
+    DialectRoute(MESSAGES_PATH, create_message, MESSAGE, MESSAGE_REQUEST, streams=True),
+    DialectRoute(f"{MESSAGES_PATH}/count_tokens", count_tokens, record({"input_tokens": COUNT}), COUNT_REQUEST),
+)
+
+
+def anthropic_routes() -> APIRouter:
+    told = {status: meaning for status, meaning in REFUSALS.items() if status not in ANTHROPIC_STATUSES}
+    told |= {own: f"As {status} elsewhere. {REFUSALS[status]}" for status, own in ANTHROPIC_STATUSES.items()}
+    content = {"application/json": {"schema": _ERROR}}
+    return dialect_routes(
+        "anthropic", ROUTES, {status: {"description": meaning, "content": content} for status, meaning in told.items()}
+    )
