@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from kestrel.errors import RequestError
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.settings import text
-from kestrel.skills.base import ConstraintSource, Conversation, ModelProfile, RegionIds, Tokenizer, WrittenChat
+from kestrel.skills.base import (
+    ConstraintSource,
+    Conversation,
+    ModelProfile,
+    RegionIds,
+    Tokenizer,
+    WrittenChat,
+    joined_turns,
+)
 from kestrel.skills.builtin import block, opening, template_of
 from kestrel.tokens import ContextItem, ImageSpan, Text
+
+PICTURE_QUESTION = "Describe this image."
+"""What a user asks who sends a picture without words."""
 
 
 def moondream_profile(
@@ -40,7 +52,8 @@ class QueryBlocks:
     """`ChatFormat`: a conversation as query blocks one after another. Moondream has no chat format of its own.
 
     After one beginning-of-text token each user message is its pictures, then a query block with the answer opener and
-    the assistant's text; a leading system message stands before the first user text.
+    the assistant's text; the system message stands before the first user text. Pictures without words are asked about
+    by the system message, or by `PICTURE_QUESTION`.
     """
 
     roles = ("system", "user", "assistant")
@@ -50,37 +63,34 @@ class QueryBlocks:
     tools = None
 
     def write(self, conversation: Conversation) -> WrittenChat:
-        """An optional system message, then user and assistant in turn, a user last."""
+        """Whatever the order of the messages, as long as a user has the last word."""
         _refuse_template_values(conversation)
-        messages = conversation.messages
-        expected = "user"
-        for message in messages[1:] if messages[0].role == "system" else messages:
-            if message.role != expected:
-                remedy = "user and assistant must take turns, with a system message only at the front"
-                problem = f"is {message.role!r} where {expected!r} must follow; {remedy}"
-                raise RequestError(f"{message.field}.role", problem)
-            if message.role == "user":
+        messages = joined_turns(conversation.messages)
+        for message in messages:
+            if message.role == "user" and not message.images:
                 text(f"{message.field}.content", message.text)
-            expected = "assistant" if expected == "user" else "user"
         if messages[-1].role != "user":
             raise RequestError("messages", "must end with a user message, the one to answer")
-        return WrittenChat(conversation)
+        return WrittenChat(replace(conversation, messages=messages))
 
     def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> list[ContextItem]:
         messages, reasoning = written.conversation.messages, written.conversation.reasoning
-        prefix, spans = template_of(profile, "query").prefix, iter(images)
-        system = f"{messages[0].text}\n\n" if messages[0].role == "system" and messages[0].text else ""
+        prefix, spans, system = template_of(profile, "query").prefix, iter(images), ""
         items: list[ContextItem] = []
         for message in messages:
+            if message.role == "system":
+                system = message.text
+                continue
+            own = _take(spans, len(message.images))
+            items += own if items else opening(profile, own)
             if message.role == "assistant":
                 items += Text(profile.tokenizer.encode(message.text))
-            elif message.role == "user":
-                own = _take(spans, len(message.images))
-                question = message.text if items else system + message.text
-                items += own if items else opening(profile, own)
-                opens_thinking = reasoning and message is messages[-1]
-                opener = profile.reasoning_opener if opens_thinking else profile.answer_opener
-                items += block(profile, prefix, (), question, opener)
+                continue
+            question = "\n\n".join(words for words in (system, message.text) if words.strip()) or PICTURE_QUESTION
+            system = ""
+            opens_thinking = reasoning and message is messages[-1]
+            opener = profile.reasoning_opener if opens_thinking else profile.answer_opener
+            items += block(profile, prefix, (), question, opener)
         return items
 
 

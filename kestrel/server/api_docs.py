@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel.server.http import create_app
+from kestrel.server.json_body import FORM
 from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 
 Schema = Mapping[str, Any]
@@ -28,6 +29,8 @@ SETTINGS_HEAD = """## Settings
 The same values with the same meaning in Python, in the dialects of HTTP, over gRPC and on the command line. In Python
 and in the routes of the skills a setting stands in `settings` or beside it.
 """
+FORM_TOLD = """the same fields, with the picture as the file `image` in place of `image_url`. Texts are written as they
+are, other values as JSON; a field whose value is a list of texts is repeated ([example](serving.md#skills))."""
 
 
 def api_document(schema: Schema) -> str:
@@ -93,6 +96,9 @@ def _parameters(operation: Schema) -> Iterator[str]:
 
 def _body(operation: Schema) -> Iterator[str]:
     for kind, media in operation.get("requestBody", {}).get("content", {}).items():
+        if kind == FORM:
+            yield f"Body, {kind}: {FORM_TOLD}\n"
+            continue
         properties = media["schema"].get("properties", {})
         inner = properties.get("settings", {}).get("properties", {})
         settings = [name for name in properties if name in inner or _is_declared(name, properties[name])]

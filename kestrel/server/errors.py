@@ -5,9 +5,11 @@ Clients of the Messages API see the same in Anthropic's shape.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import (
     MAX_MESSAGE,
+    MAX_SHOWN,
     AdapterGone,
     AdapterNotFound,
     AdapterSourceBusy,
@@ -42,6 +45,7 @@ from kestrel.errors import (
     TooManyRequests,
     Unauthorised,
     cut,
+    shown,
 )
 from kestrel.server.records import RequestRecord, route_path
 
@@ -148,9 +152,11 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
 """The first entry an error is an instance of counts."""
 
 HTTP_KINDS = {
-    404: ErrorKind(404, "invalid_request_error", "not_found", None, "there is no such route; see /openapi.json"),
-    405: ErrorKind(405, "invalid_request_error", "method_not_allowed", None, "this route does not take that method"),
+    404: ErrorKind(404, "invalid_request_error", "not_found"),
+    405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
 }
+LIKENESS = 0.8
+"""From which on another route is named; /v1/ alone makes two short paths alike by 0.7."""
 
 
 def kind_of(error: BaseException) -> ErrorKind:
@@ -211,15 +217,25 @@ def anthropic_body(status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 
 
-async def http_exception_response(request: Request, error: Exception) -> Response:
-    """What the routing layer refuses, in the same shape."""
+async def http_exception_response(paths: Sequence[str], request: Request, error: Exception) -> Response:
+    """What the routing layer refuses, in the same shape. `paths`: those that there are."""
     assert isinstance(error, HTTPException)
-    default = ErrorKind(error.status_code, "invalid_request_error", None, None, str(error.detail))
-    kind = HTTP_KINDS.get(error.status_code, default)
-    body = {"error": {"message": kind.message, "type": kind.type, "param": None, "code": kind.code}}
+    kind = HTTP_KINDS.get(error.status_code, ErrorKind(error.status_code, "invalid_request_error"))
+    message = str(error.detail)
+    if kind.status == 404:
+        message = f"there is no such route; see /openapi.json{_nearest(paths, route_path(request.scope))}"
+    elif kind.status == 405:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        message = f"this route does not take {shown(request.method)}; send {allowed}"
+    body = {"error": {"message": message, "type": kind.type, "param": None, "code": kind.code}}
     response = _response(kind, body, request.scope)
     response.headers.update(error.headers or {})
     return response
+
+
+def _nearest(paths: Sequence[str], path: str) -> str:
+    close = difflib.get_close_matches(path[:MAX_SHOWN], paths, n=1, cutoff=LIKENESS)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 async def validation_response(request: Request, error: Exception) -> Response:

@@ -6,10 +6,12 @@ Another surface is one line in `routers`, another watcher one object in `app.sta
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -46,14 +48,16 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
     watch = _observation(state)
     state.observers.append(watch)
     included = [*routers(), watch.router()]
+    routes = [route for router in included for route in router.routes]
+    paths = [route.path for route in routes if isinstance(route, APIRoute) and route.include_in_schema]
     app = FastAPI(
         title="Kestrel",
         version=__version__,
         root_path=config.root_path,
         lifespan=engine_lifespan(engine_or_factory),
-        middleware=_middleware(state, watch, [route for router in included for route in router.routes]),
+        middleware=_middleware(state, watch, routes),
         exception_handlers={
-            HTTPException: http_exception_response,
+            HTTPException: partial(http_exception_response, paths),
             RequestValidationError: validation_response,
         },
         docs_url=None,

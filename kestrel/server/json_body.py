@@ -6,17 +6,20 @@ import json
 import re
 import secrets
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, AnyStr
 
 import orjson
 from starlette.requests import Request
+from starlette.types import Scope
 
 from kestrel.errors import RequestError, shown
-from kestrel.server.errors import ClientGone, UnsupportedEncoding
-from kestrel.server.records import header_of
+from kestrel.server.errors import ClientGone, NotJson, UnsupportedEncoding
+from kestrel.server.records import header_of, route_path
 from kestrel.server.state import state_of
 from kestrel.threads import Pace
 
+FORM = "multipart/form-data"
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are counted before they are parsed, and parsed in pieces off the event loop."""
 MANY_SIGNS = 2**10
@@ -49,27 +52,43 @@ FEW = 64
 _NUMBERS = frozenset({int, float})
 
 
+def is_form(scope: Scope) -> bool:
+    return (header_of(scope, b"content-type") or "").partition(";")[0].strip().lower() == FORM
+
+
 async def read_object(request: Request) -> dict[str, object]:
     """The JSON object in the body. Whatever else it holds is a RequestError."""
+    if is_form(request.scope):
+        raise NotJson(
+            f"{route_path(request.scope)} takes no form; send JSON with Content-Type: application/json "
+            "(forms are for /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment)"
+        )
+    value = await parse_chunks(request, [chunk async for chunk in body_chunks(request)])
+    if not isinstance(value, dict):
+        raise RequestError("body", f"must be a JSON object (got {_kind(value)})")
+    return value
+
+
+async def body_chunks(request: Request) -> AsyncIterator[bytes]:
+    """The body as it arrives."""
     encoding = (header_of(request.scope, b"content-encoding") or "").strip().lower()
     if encoding not in ("", "identity"):
-        raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)}; send plain JSON")
-    chunks: list[bytes] = []
+        raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)}; send it plain")
     more = True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        chunks.append(message.get("body", b""))
+        yield message.get("body", b"")
         more = message.get("more_body", False)
+
+
+async def parse_chunks(request: Request, chunks: list[bytes]) -> object:
+    """JSON in pieces, off the event loop if there is much of it."""
     state = state_of(request)
     if sum(map(len, chunks)) > LARGE_BODY_BYTES or _has_many_signs(chunks):
-        value = await state.body_threads.run(_parse_large, chunks, state.config.max_body_values)
-    else:
-        value = parse_json(b"".join(chunks))
-    if not isinstance(value, dict):
-        raise RequestError("body", f"must be a JSON object (got {_kind(value)})")
-    return value
+        return await state.body_threads.run(_parse_large, chunks, state.config.max_body_values)
+    return parse_json(b"".join(chunks))
 
 
 def _has_many_signs(chunks: list[bytes]) -> bool:

@@ -33,6 +33,7 @@ from kestrel.server.errors import (
     TooManyConnections,
     is_messages_route,
 )
+from kestrel.server.json_body import is_form
 from kestrel.server.records import HEALTH_PATHS, header_of, route_path
 from kestrel.server.state import HeldBytes, ServerState
 from kestrel.settings import MAX_NAME_LENGTH
@@ -96,7 +97,8 @@ class WebPages:
 
     A server without a key is open to whoever can connect, and a browser on this machine can. So its Host must be a name
     of this server (a page can have its own name resolve to loopback), no foreign page may post, and a body must be
-    declared as JSON, which browsers ask leave for. With a key none of it is needed: a page does not have the key.
+    declared as JSON, which browsers ask leave for, or as a form: with that they tell the origin, and only routes of
+    skills read it. With a key none of it is needed: a page does not have the key.
     Health routes answer under any name: whoever probes them calls an address.
     """
 
@@ -118,7 +120,7 @@ class WebPages:
                 )
             if self._is_open and scope["method"] not in HARMLESS_METHODS:
                 self._refuse_foreign_page(scope, host)
-                if scope["method"] == "POST":
+                if scope["method"] == "POST" and not is_form(scope):
                     _require_json(scope)
         await self._app(scope, receive, send)
 

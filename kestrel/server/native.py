@@ -18,7 +18,8 @@ from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.server.calls import AcceptedRequest, accept, engine_call, request_info, until_gone
 from kestrel.server.config import ServerConfig
 from kestrel.server.errors import ModelNotFound
-from kestrel.server.json_body import read_object
+from kestrel.server.forms import form_schema, read_form
+from kestrel.server.json_body import FORM, is_form, read_object
 from kestrel.server.middleware import DirectRoute
 from kestrel.server.request_images import image_bytes
 from kestrel.server.responses import EventStream, event, json_response
@@ -57,6 +58,11 @@ class NativeSkill:
         """Of a request's body."""
         bound = "max_tokens" if self.counts_tokens else "max_objects"
         return body_schema(self.fields, self.required, bound, in_words=self.streams_text)
+
+    @cached_property
+    def form_schema(self) -> dict[str, Any]:
+        """Of the same as a form."""
+        return form_schema(self.schema)
 
 
 # Clients of the hosted service leave `reasoning` out when it is false, so false is what its absence means here.
@@ -120,7 +126,10 @@ def native_routes() -> APIRouter:
             name=skill.name,
             responses=skill_responses(skill.name),
             openapi_extra={
-                "requestBody": {"required": True, "content": {"application/json": {"schema": skill.schema}}}
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": skill.schema}, FORM: {"schema": skill.form_schema}},
+                }
             },
             response_model=None,
         )
@@ -130,10 +139,12 @@ def native_routes() -> APIRouter:
 def _handler(skill: NativeSkill) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         state_of(request).require_serving()
-        body = await read_object(request)
+        sends_form = is_form(request.scope)
+        known = (skill.form_schema if sends_form else skill.schema)["properties"]
+        body = await (read_form(request, known) if sends_form else read_object(request))
         accepted = accept(request)
         wants_stream = _take_flag(body, "stream")
-        fields = await _engine_fields(accepted, skill, body)
+        fields = await _engine_fields(accepted, skill, body, known)
         adapter, request_id = fields.get("adapter"), fields.pop("request_id", None)
         if request_id is not None:
             ROUTING["request_id"].kind("request_id", request_id)
@@ -172,7 +183,7 @@ async def _native_call(request: Request, info: RequestInfo, fields: dict[str, An
         async with engine_call(request, info, fields) as stream:
             yield stream
     except RequestError as error:
-        if error.field != "image":
+        if error.field != "image" or is_form(request.scope):
             raise
         raise RequestError("image_url", str(error).removeprefix("image: ")) from error
 
@@ -180,14 +191,15 @@ async def _native_call(request: Request, info: RequestInfo, fields: dict[str, An
 # ---------------------------------------------------------------------- what goes in
 
 
-async def _engine_fields(accepted: AcceptedRequest, skill: NativeSkill, body: Mapping[str, Any]) -> dict[str, Any]:
+async def _engine_fields(
+    accepted: AcceptedRequest, skill: NativeSkill, body: Mapping[str, Any], known: Mapping[str, Schema]
+) -> dict[str, Any]:
     """The engine's fields for a body: null means not given, the picture is bytes, the rest as it came."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name in fields:
-        if name not in skill.schema["properties"]:
-            known = sorted(skill.schema["properties"])
+        if name not in known:
             close = did_you_mean(name, known)
-            raise RequestError(name, f"is not a field of {skill.name}; known fields: {', '.join(known)}{close}")
+            raise RequestError(name, f"is not a field of {skill.name}; known fields: {', '.join(sorted(known))}{close}")
     take_model(accepted.state, fields)
     for name, value in skill.defaults.items():
         fields.setdefault(name, value)

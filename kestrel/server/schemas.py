@@ -219,7 +219,7 @@ REFUSALS = {
     408: "The request arrived too slowly, or took too long.",
     410: "The adapter has been removed where it came from.",
     413: "The body is too large.",
-    415: "The body is not declared as JSON, or compressed in a way that is not read here.",
+    415: "The body is not declared as JSON (or, for a skill, as a form), or compressed in a way that is not read here.",
     429: "This client has too many unanswered requests; see Retry-After.",
     431: "The request line and headers are too large.",
     500: "A fault of the server.",

@@ -97,6 +97,9 @@ class SkillDefaults:
     repetition_penalty: float = 1.0
 
 
+SYSTEM_ROLES = frozenset({"system", "developer"})
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation."""
@@ -108,6 +111,34 @@ class Message:
     images: tuple[Any, ...] = ()
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields, by name."""
+
+
+def joined_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """One system message at the front, and neighbours of one role as one message, line by line.
+
+    Messages with further fields, and results of tools, stay alone.
+    """
+    groups: list[list[Message]] = []
+    for message in sorted(messages, key=lambda message: message.role not in SYSTEM_ROLES):
+        if groups and _are_one(groups[-1][-1], message):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return tuple(_joined(group) for group in groups)
+
+
+def _are_one(one: Message, other: Message) -> bool:
+    share_role = one.role == other.role or {one.role, other.role} <= SYSTEM_ROLES
+    return share_role and one.role != "tool" and not one.extra and not other.extra
+
+
+def _joined(group: Sequence[Message]) -> Message:
+    if len(group) == 1:
+        return group[0]
+    images = tuple(image for message in group for image in message.images)
+    return dataclasses.replace(
+        group[0], text="\n".join(message.text for message in group if message.text), images=images
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

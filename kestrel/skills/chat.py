@@ -64,7 +64,7 @@ def _message(name: str, raw: Any) -> Message:
         extra["tool_calls"] = calls
     if calls and role != "assistant":
         raise RequestError(f"{name}.tool_calls", f"stands in a {shown(role)} message; only assistants call tools")
-    content = "" if calls and raw.get("content") is None else raw.get("content")
+    content = "" if role == "assistant" and raw.get("content") is None else raw.get("content")
     words, images = _content(f"{name}.content", content)
     if images and role != "user":
         raise RequestError(f"{name}.content", f"holds a picture in a {shown(role)} message; only user messages may")

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kestrel.errors import RequestError
-from kestrel.skills.base import Conversation, Message, ModelProfile, ThinkingIds, ThinkingTags, WrittenChat
+from kestrel.skills.base import (
+    Conversation,
+    Message,
+    ModelProfile,
+    ThinkingIds,
+    ThinkingTags,
+    WrittenChat,
+    joined_turns,
+)
 from kestrel.skills.chat_template import RESERVED, ChatTemplate
 from kestrel.skills.tool_forms import told_in_messages, tool_form
 from kestrel.tokens import ContextItem, ImageSpan, Text
@@ -50,12 +58,29 @@ class TemplateChat:
         return self._template.text
 
     def write(self, conversation: Conversation) -> WrittenChat:
+        """A template that refuses the messages as they came, as some do with neighbours of one role, gets them
+        joined."""
         values = self._values(conversation)
-        messages = [self._message(message) for message in conversation.messages]
+        try:
+            parts = self._rendered(conversation, conversation.messages, values)
+        except RequestError as refusal:
+            turns = joined_turns(conversation.messages)
+            if turns == conversation.messages:
+                raise
+            try:
+                parts = self._rendered(conversation, turns, values)
+            except RequestError:
+                raise refusal from None
+        return WrittenChat(conversation, tuple(parts), self._is_thinking(parts))
+
+    def _rendered(
+        self, conversation: Conversation, given: Sequence[Message], values: Mapping[str, Any]
+    ) -> Sequence[str]:
+        messages = [self._message(message) for message in given]
         if self.tools is not None and not self.tools.is_in_template:
             messages = told_in_messages(messages, conversation.tools)
         elif conversation.tools:
-            values["tools"] = conversation.tools
+            values = {**values, "tools": conversation.tools}
         parts = self._template.render(
             messages,
             values,
@@ -64,7 +89,7 @@ class TemplateChat:
         )
         if parts == [""]:
             raise RequestError("messages", "are written as nothing by the model's chat template")
-        return WrittenChat(conversation, tuple(parts), self._is_thinking(parts))
+        return parts
 
     def items(self, profile: ModelProfile, written: WrittenChat, images: Sequence[ImageSpan]) -> Sequence[ContextItem]:
         assert not images, "templates here are of text models"

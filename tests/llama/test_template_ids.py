@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from kestrel.errors import RequestError
-from kestrel.skills.base import ThinkingIds, ThinkingTags, WrittenChat
+from kestrel.skills.base import ThinkingIds, ThinkingTags, WrittenChat, joined_turns
 from tests.exhaustive import given_examples
 from tests.llama.chat_shapes import (
     CHATML,
@@ -147,13 +147,28 @@ def test_the_last_message_can_be_continued() -> None:
         template_chat("{{ messages | length }}", described).write(conversation([user("a")], continues=True))
 
 
+@pytest.mark.parametrize("turns", [
+    [user("a"), user("b"), said("c"), said("d"), user("e")],
+    [{"role": "system", "content": "x"}, {"role": "system", "content": "y"}, user("a")],
+    [user("a"), {"role": "system", "content": "x"}, said("b"), user("c")],
+])  # fmt: skip
+def test_messages_are_joined_for_templates_that_refuse_them_alone(turns: list[Any]) -> None:
+    described = byte_level()
+    strict = template_chat(MISTRAL, described)
+    messages = joined_turns(conversation(turns).messages)
+    joined = [{"role": message.role, "content": message.text} for message in messages]
+    assert ids_of(strict, described, turns) == reference_ids(MISTRAL, described, joined)
+    assert ids_of(template_chat(CHATML, described), described, turns) == reference_ids(CHATML, described, turns)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (MISTRAL, [user("a"), user("b")], "messages: user and assistant must alternate, sir"),
+        (MISTRAL, [said("a"), user("b")], "messages: user and assistant must alternate, sir"),
+        (MISTRAL, [said("a"), user("b"), user("c")], "messages: user and assistant must alternate, sir"),
         (NO_SYSTEM, [{"role": "system", "content": "a"}], "messages: System role not supported"),
         ("{{ messages[7].content }}", [user("a")], "messages: do not fit the model's chat template"),
         ("{{ messages + 1 }}", [user("a")], r"messages: do not fit the model's chat template \(TypeError\)"),

@@ -84,6 +84,23 @@ def test_several_turns_and_pictures_are_what_the_chat_skill_makes_of_them(
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * 729
 
 
+@pytest.mark.parametrize(
+    ("messages", "answer"),
+    [
+        ([{"role": "user", "content": [PICTURE]}, {"role": "user", "content": COUNT["text"]}], str(len(BEES))),
+        ([{"role": "developer", "content": COUNT["text"]}, {"role": "user", "content": [PICTURE]}], str(len(BEES))),
+        ([*COUNTING, {"role": "assistant", "content": None}, *COUNTING], None),
+        ([{"role": "assistant", "content": "Hello!"}, *WHO], None),
+        ([{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *WHO], None),
+        ([{"role": "user", "content": [PICTURE]}], None),
+    ],
+)
+def test_conversations_out_of_turn_are_answered(client: httpx.Client, messages: list[Any], answer: str | None) -> None:
+    """What they are taken for: tests/skills/test_chat.py."""
+    told = said(chat(client, messages, max_tokens=4))
+    assert told == answer or answer is None
+
+
 @pytest.fixture(scope="module")
 def thoughts(server: RunningServer) -> str:
     direct = server.on_loop(lambda: server.engine.query(SCENE, COUNT["text"], reasoning=True, temperature=0.0))
@@ -180,6 +197,7 @@ def test_an_answer_keeps_to_its_schema(client: httpx.Client) -> None:
     [
         {"top_k": -1, "min_p": None, "n": None, "stop": None, "stream": None, "stream_options": None, "tools": None},
         {"user": "me", "metadata": {"a": 1}, "store": False, "service_tier": "auto", "unheard_of": [1, {"x": 2}]},
+        {"tool_choice": "none"},
         {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "priority": 3},
         {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "stop": []},
         {"response_format": {"type": "text"}, "min_tokens": 1, "ignore_eos": False, "stop_token_ids": [5]},

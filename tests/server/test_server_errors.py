@@ -138,6 +138,32 @@ def test_routes_that_do_not_exist_have_the_same_shape(client: httpx.Client) -> N
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/v1/detct", "/v1/detect"),
+        ("/query", "/v1/query"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/metric", "/metrics"),
+    ],
+)
+def test_an_unknown_route_points_to_the_nearest_one(client: httpx.Client, path: str, nearest: str) -> None:
+    assert refusal(client.post(path, json={}), 404)["message"].endswith(f"; did you mean {nearest}?")
+    assert refusal(client.post(path, files={"image": b""}), 404)["message"].endswith(f"; did you mean {nearest}?")
+
+
+@pytest.mark.parametrize("path", ["/v1/sing", "/nothing/like/it", "/" + "v1/detect" * 1000])
+def test_a_route_that_is_like_no_other_points_to_none(client: httpx.Client, path: str) -> None:
+    assert "did you mean" not in refusal(client.post(path, json={}), 404)["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "right"), [("GET", "/v1/query", "POST"), ("POST", "/v1/models", "GET")])
+def test_a_wrong_method_is_told_the_right_one(client: httpx.Client, method: str, path: str, right: str) -> None:
+    message = refusal(client.request(method, path, json={}), 405)["message"]
+    assert message == f"this route does not take {method!r}; send {right}"
+
+
 def test_an_unexpected_failure_says_nothing_and_harms_nobody(
     server: RunningServer, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kestrel.errors import RequestError
+from kestrel.moondream.prompts import PICTURE_QUESTION
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.chat import ChatSkill
 from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken
@@ -101,6 +102,45 @@ def test_text_parts_become_lines(md2: ModelProfile) -> None:
     assert items_of(md2, [user(words("a"), words("b"))]) == items_of(md2, [user("a\nb")])
 
 
+def alone(*pictures: str) -> dict[str, Any]:
+    return {"role": "user", "content": [image(picture) for picture in pictures]}
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ([alone(FIRST)], [user(image(FIRST), words(PICTURE_QUESTION))]),
+        ([alone(FIRST), said("a dog"), user("why?")],
+         [user(image(FIRST), words(PICTURE_QUESTION)), said("a dog"), user("why?")]),
+        ([alone(FIRST), user("what?")], [user(image(FIRST), words("what?"))]),
+        ([user("these:"), alone(FIRST), alone(SECOND)], [user(words("these:"), image(FIRST), image(SECOND))]),
+        ([user("a"), user(""), user("b")], [user("a\nb")]),
+        ([user("a"), said("x"), said("y"), user("b")], [user("a"), said("x\ny"), user("b")]),
+        ([SYSTEM, user("a"), {"role": "system", "content": "in French"}],
+         [{"role": "system", "content": "be brief\nin French"}, user("a")]),
+        ([user("a"), SYSTEM, user("b")], [SYSTEM, user("a\nb")]),
+        ([user("a"), {"role": "assistant", "content": None}, user("b")], [user("a"), said(""), user("b")]),
+        ([user("a"), {"role": "assistant"}, user("b")], [user("a"), said(""), user("b")]),
+    ],
+)  # fmt: skip
+def test_conversations_out_of_turn_are_put_in_order(given: list[Any], same: list[Any], md2: ModelProfile) -> None:
+    assert items_of(md2, given) == items_of(md2, same)
+
+
+def test_a_system_message_asks_about_a_picture_without_words(md2: ModelProfile) -> None:
+    items = items_of(md2, [SYSTEM, alone(FIRST)])
+    assert items == [ImageSpan(FIRST, 730, bos_id=0), *question(md2, "be brief", (3, 3))]
+
+
+def test_an_assistant_may_speak_first(md2: ModelProfile) -> None:
+    assert items_of(md2, [SYSTEM, said("hello"), user(image(FIRST), words("what?"))]) == [
+        TextToken(0),
+        *Text(md2.tokenizer.encode("hello")),
+        ImageSpan(FIRST, 729),
+        *question(md2, "be brief\n\nwhat?", (3, 3)),
+    ]
+
+
 def test_the_result_is_a_querys(md3: ModelProfile) -> None:
     request = SKILL.parse({"messages": [user("what?")]}, md3)
     assert request.reasoning
@@ -122,13 +162,11 @@ BAD: list[tuple[Any, str]] = [
     ([{"content": "a"}], "messages[0].role"),
     ([{"role": "user"}], "messages[0].content"),
     ([user("")], "messages[0].content"),
+    ([user(""), user(" ")], "messages[0].content"),
+    ([SYSTEM, user("")], "messages[1].content"),
+    ([{"role": "system", "content": None}, user("a")], "messages[0].content"),
     ([user(5)], "messages[0].content"),
     ([{"role": "user", "content": "a", "name": "me"}], "messages[0].name"),
-    ([user("a"), user("b")], "messages[1].role"),
-    ([said("a"), user("b")], "messages[0].role"),
-    ([user("a"), SYSTEM, user("b")], "messages[1].role"),
-    ([SYSTEM, SYSTEM, user("b")], "messages[1].role"),
-    ([{"role": "user", "content": [image(FIRST)]}], "messages[0].content"),
     ([user(words("a"), {"type": "audio", "audio": b""})], "messages[0].content[1]"),
     ([user(words("a"), {"type": "image"})], "messages[0].content[1]"),
     ([user(words("a"), "b")], "messages[0].content[1]"),

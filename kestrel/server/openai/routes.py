@@ -63,6 +63,7 @@ _MESSAGE = record(
         "content": {"anyOf": [TEXT, list_of(PART), NULL]},
         "tool_calls": nullable(list_of(_CALL)),
     },
+    "content",
     "tool_calls",
 )
 _NAME: Schema = {"type": "string", "pattern": f"^{NAME.pattern}$"}
