@@ -26,7 +26,8 @@ from kestrel.server.request_images import FIELD, RemoteImages
 
 READ_TEXT = "What text is in the picture?"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-NOT_FOR_ASSISTANTS = ("metrics", "request_id")
+TOLD = ("answer", "caption", "objects", "points", "image", "finish_reason")
+"""What of an answer an assistant has a use for: no times, ids and thoughts."""
 WEB = ("http://", "https://")
 
 ImageField = Annotated[str, Field(description="Path of the picture, or its http(s) address where that is allowed.")]
@@ -126,7 +127,7 @@ class PictureTools:
             answer = await asyncio.to_thread(lambda: ask(self._opened(), picture))
         except KestrelError as error:
             raise ToolError(str(error)) from error
-        return {name: value for name, value in answer.items() if name not in NOT_FOR_ASSISTANTS}
+        return {name: answer[name] for name in TOLD if name in answer}
 
     def _opened(self) -> Model:
         with self._opening:

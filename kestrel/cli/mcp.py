@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from kestrel.config import RuntimeConfig, setting
 from kestrel.errors import ConfigError, KestrelError, shown
 
 if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
     from kestrel.client.model import Model
 
 KEY_VARIABLE = "KESTREL_API_KEY"
@@ -54,7 +58,7 @@ def mcp(*, options: McpOptions, config: RuntimeConfig) -> None:
     folders, address = _folders(options.allow), None if options.http is None else _address(options.http)
     open_model = _opener(options, config)
     try:
-        from kestrel.mcp_server import Pictures, PictureTools, host_rules, make_server  # noqa: PLC0415
+        from kestrel.mcp_server import Pictures, PictureTools, make_server  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise KestrelError(REMEDY) from error
     from kestrel.server.request_images import RemoteImages  # noqa: PLC0415
@@ -64,14 +68,29 @@ def mcp(*, options: McpOptions, config: RuntimeConfig) -> None:
     server = make_server(tools, pictures)
     try:
         if address is None:
-            run_to_end(server.run_stdio_async())
+            _run_over_stdio(server)
         else:
-            host, port = address
-            note(f"listening at http://{f'[{host}]' if ':' in host else host}:{port}/mcp")
-            rules = host_rules(host, port)
-            run_to_end(server.run_streamable_http_async(host=host, port=port, transport_security=rules))
+            _run_over_http(server, *address)
     finally:
         tools.close()
+
+
+def _run_over_stdio(server: MCPServer) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever waits for stdin cannot be cancelled
+    try:
+        asyncio.run(server.run_stdio_async())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run_over_http(server: MCPServer, host: str, port: int) -> None:
+    from kestrel.mcp_server import host_rules  # noqa: PLC0415
+
+    note(f"the tools are at http://{f'[{host}]' if ':' in host else host}:{port}/mcp")
+    try:
+        run_to_end(server.run_streamable_http_async(host=host, port=port, transport_security=host_rules(host, port)))
+    except SystemExit:  # of uvicorn, which has said why
+        raise ConfigError("--http", f"nothing can listen at {host}, port {port}; give another address") from None
 
 
 def _folders(names: tuple[str, ...]) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_things_are_found_with_scores_and_pixels(assistant: Assistant) -> None:
 def test_things_are_counted(assistant: Assistant) -> None:
     found = assistant.call("count", image=str(assistant.folder / "allowed" / "scene.png"), object="bee")
     assert found["count"] == len(found["points"]) == 3
+    assert set(found) == {"count", "points", "image", "finish_reason"}
 
 
 def test_questions_are_answered_in_words(assistant: Assistant) -> None:
@@ -140,6 +142,17 @@ def test_nothing_but_the_protocol_is_on_stdout(assistant: Assistant) -> None:
     assert assistant.strays == []
 
 
+def test_ctrl_c_ends_a_server_that_waits_for_stdin() -> None:
+    command = [sys.executable, *COMMAND]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b'{"jsonrpc": "2.0", "id": 1, "method": "ping"}\n')
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+
+
 # ---------------------------------------------------------------------- over HTTP
 
 
@@ -176,6 +189,13 @@ def test_pages_of_other_hosts_are_refused(listening: SimpleNamespace, header: di
     asked = {"accept": "application/json, text/event-stream", **header}
     body = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
     assert httpx.post(listening.url, json=body, headers=asked).status_code in (403, 421)
+
+
+def test_an_address_in_use_is_refused(listening: SimpleNamespace) -> None:
+    command = [sys.executable, *COMMAND, "--http", str(listening.port)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "--http" in ended.stderr
 
 
 # ---------------------------------------------------------------------- mistakes of whoever starts it
