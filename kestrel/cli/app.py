@@ -31,6 +31,7 @@ VERBS = {
     "label": "Label folders of pictures and videos.",
     "schedule": "Ask many questions at once and show what each took.",
     "serve": "Serve a model over HTTP.",
+    "mcp": "Offer a model to assistants as tools of the Model Context Protocol.",
     "batch": "Answer a file of requests, or of prompts, into a file.",
     "eval": "Judge a model on held-out scenes, drawn on the spot, whose truth is exact.",
     "profile": "Show where a request's time goes: JPEG decoding, upload, resizing, vision, prefill, tokens, "

@@ -111,11 +111,11 @@ class _SystemResolver:
 
 class RemoteImages:
     """`fetch` is the only door. Hosts are exact names or `*.example.org` (its subdomains, not itself), each with an
-    optional `:port`; without one the ports are 80 and 443."""
+    optional `:port`; without one the ports are 80 and 443. None allows every host at these."""
 
     def __init__(
         self,
-        allowed_hosts: Sequence[str],
+        allowed_hosts: Sequence[str] | None,
         *,
         max_fetches: int = 16,
         timeout_s: float = 10.0,
@@ -124,7 +124,7 @@ class RemoteImages:
         may_connect: Callable[[str], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._hosts = tuple(_AllowedHost(entry) for entry in allowed_hosts)
+        self._hosts = (_AnyHost(),) if allowed_hosts is None else tuple(map(_AllowedHost, allowed_hosts))
         self._turns = asyncio.Semaphore(max_fetches)
         self._timeout_s = timeout_s
         self._max_redirects = max_redirects
@@ -225,6 +225,11 @@ class _Body:
     def _too_large(self) -> RequestError:
         limit = f"{self._max_bytes} bytes (max_image_bytes)"
         return RequestError(FIELD, f"the picture has more than {limit}; send a smaller one")
+
+
+class _AnyHost:
+    def matches(self, host: str, port: int) -> bool:
+        return port in PORTS.values()
 
 
 class _AllowedHost:

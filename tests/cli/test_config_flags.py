@@ -48,6 +48,7 @@ def test_every_verb_that_loads_a_model_takes_every_field() -> None:
     assert {verb.__name__ for verb in loading} == {
         "query",
         "batch",
+        "mcp",
         "chat",
         "complete",
         "caption",

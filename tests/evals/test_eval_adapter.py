@@ -93,7 +93,10 @@ def without(key: str) -> Callable[[Path], None]:
     [
         (without("annotations"), "all 4 questions of .* ask for what is not there; add pictures with boxes"),
         (without("images"), r"annotations\[0\]: image_id: 1 is not among the images"),
-        (lambda data: (data / "images" / "scene.png").unlink(), "nothing was judged:\n.*is neither beside annotations.json nor in images"),
+        (
+            lambda data: (data / "images" / "scene.png").unlink(),
+            "nothing was judged:\n.*is neither beside annotations.json nor in images",
+        ),
         (lambda data: (data / "annotations.json").unlink(), "neither train.jsonl nor annotations.json"),
     ],
 )

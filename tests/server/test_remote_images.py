@@ -55,6 +55,12 @@ async def test_a_picture_of_an_allowed_host_arrives_whole() -> None:
     assert not {"cookie", "authorization"} & request.keys()
 
 
+async def test_where_every_host_is_allowed_ports_and_addresses_are_still_checked() -> None:
+    private = RemoteImages(None, resolve=resolver("10.0.0.1"))
+    assert "not public" in await refusal(private, "http://pictures.test/a.png")
+    assert "is not allowed" in await refusal(private, "http://pictures.test:8080/a.png")
+
+
 async def test_without_hosts_nothing_is_fetched() -> None:
     assert "base64" in await refusal(here(), "http://pictures.test/a.png")
 
