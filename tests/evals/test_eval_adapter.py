@@ -95,7 +95,7 @@ def without(key: str) -> Callable[[Path], None]:
         (without("images"), r"annotations\[0\]: image_id: 1 is not among the images"),
         (
             lambda data: (data / "images" / "scene.png").unlink(),
-            "nothing was judged:\n.*is neither beside annotations.json nor in images",
+            r"nothing was judged:\n.*is neither beside annotations\.json nor in images",
         ),
         (lambda data: (data / "annotations.json").unlink(), "neither train.jsonl nor annotations.json"),
     ],
@@ -108,7 +108,7 @@ def test_data_that_judges_nothing_is_refused(data: Path, spoil: Callable[[Path],
 
 def test_pictures_can_lie_elsewhere_and_be_chosen_by_a_list(data: Path, tmp_path: Path) -> None:
     path = (data / "annotations.json").rename(tmp_path / "labels.json")
-    with pytest.raises(DataError, match="is neither beside labels.json nor in images"):
+    with pytest.raises(DataError, match=r"is neither beside labels\.json nor in images"):
         asked(path)
     pictures = open_pictures(path, data / "images", LIMITS)
     questions = read_questions(path, pictures, LocatePlan())
