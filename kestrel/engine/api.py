@@ -94,7 +94,7 @@ class InferenceEngine(SkillCalls):
         )
         max_requests = config.max_queue_size + limits.max_batch_size
         self._room = QueueRoom(max_requests, config.max_queue_tokens, self._scheduler.has_begun)
-        self._turns = ReadingTurns(loop)
+        self._turns = ReadingTurns(loop, self._prepares_step)
         self._gate = PictureGate(loop, limits.max_batch_size + PICTURES_AHEAD, config.priority_ageing_s)
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
 
@@ -130,6 +130,10 @@ class InferenceEngine(SkillCalls):
     def _computes_here(self) -> bool:
         """Whether the model is at work on this machine's processor."""
         return self._ready.runtime.limits.paces_pictures and self._worker.busy_since_s is not None
+
+    def _prepares_step(self) -> bool:
+        """Whether a GPU may be waiting for the worker."""
+        return not self._ready.runtime.limits.paces_pictures and self._worker.is_preparing
 
     # ------------------------------------------------------------------ what is loaded and how it is doing
 

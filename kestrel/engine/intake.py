@@ -126,17 +126,25 @@ class QueueRoom:
 
 
 READ_AT_ONCE = 8
+DELAY_S, MAX_DELAYS = 0.0005, 20
+"""Of a round that waits for the worker."""
 PICTURES_AHEAD = 48
 """Requests with pictures beside as many as can run at the same time."""
 
 
 class ReadingTurns:
     """A few requests are read in each round of the event loop, which hears of decoded pictures and of answers between
-    them. Alone, a request does not wait."""
+    them. Alone, a request does not wait.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    A round waits while the worker prepares a step: both need the interpreter, and a GPU would stand still. It does not
+    wait for long, as a worker may be busy all the time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, is_worker_busy: Callable[[], bool]) -> None:
         self._loop = loop
+        self._is_worker_busy = is_worker_busy
         self._num_taken = 0
+        self._num_delays = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
@@ -153,7 +161,11 @@ class ReadingTurns:
         self._num_taken += 1
 
     def _next_round(self) -> None:
-        self._num_taken = 0
+        if self._waiting and self._num_delays < MAX_DELAYS and self._is_worker_busy():
+            self._num_delays += 1
+            self._loop.call_later(DELAY_S, self._next_round)
+            return
+        self._num_taken = self._num_delays = 0
         while self._waiting and self._num_taken < READ_AT_ONCE:
             turn = self._waiting.popleft()
             if not turn.done():  # its caller has left

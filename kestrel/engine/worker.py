@@ -79,6 +79,11 @@ class EngineWorker:
         """When the turn that runs now began, by the monotonic clock; None while there is nothing to do."""
         return self._busy_since_s
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a turn runs now that is not just waiting for the device."""
+        return self._busy_since_s is not None and not self._scheduler.is_collecting
+
     def start(self) -> None:
         self._thread.start()
 

@@ -89,6 +89,24 @@ def fp8_linear(
     return plan.run(x_fp8_TD, weight_fp8_FD, bias_F, scales=(x_scale_T1, weight_scale_F))
 
 
+def add_fp8_linear(
+    sum_TF: Tensor,
+    x_fp8_TD: Tensor,
+    x_scale_T1: Tensor,
+    weight_fp8_FD: Tensor,
+    weight_scale_F: Tensor,
+    *,
+    table: TuningTable = NO_TABLE,
+    tuning: Algorithm | None = None,
+) -> Tensor:
+    """sum += (x_scale · x_fp8) · (weight_scale · weight_fp8)ᵀ, in place. torch has no such product: where the table
+    names no algorithm, the library's guess is taken."""
+    plan = _plan_for("add_fp8_linear", x_fp8_TD, weight_fp8_FD, None, table, tuning) if sum_TF.is_contiguous() else None
+    if plan is None or sum_TF.dtype is not torch.bfloat16:
+        return fp8.add_fp8_linear(sum_TF, x_fp8_TD, x_scale_T1, weight_fp8_FD, weight_scale_F)
+    return plan.run(x_fp8_TD, weight_fp8_FD, scales=(x_scale_T1, weight_scale_F), into_TF=sum_TF)
+
+
 def _plan_for(
     op: str, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, table: TuningTable, tuning: Algorithm | None
 ) -> _Plan | None:
@@ -97,6 +115,8 @@ def _plan_for(
         return None
     if tuning is None:
         tuning = table.find_in(op, fine_rows_range(x.shape[0]), tuple(weight_FD.shape), x.dtype)
+    if tuning is None and op == "add_fp8_linear" and _suits(x) and _suits(weight_FD):
+        tuning = _first_guess(op, x.device.index, _sizes(x, weight_FD))
     if tuning is None or tuning.library != loaded_version() or not (_suits(x) and _suits(weight_FD)):
         return None
     if x.dtype is not weight_FD.dtype or not _is_bias(bias_F):
@@ -244,7 +264,8 @@ class _Problem:
     def __init__(self, op: str, has_bias: bool, sizes: Sizes) -> None:
         num_rows, num_in, num_out, x_step, weight_step = sizes
         self.op, self.num_out = op, num_out
-        self.data_type = DATA_TYPES[torch.float8_e4m3fn if op == "fp8_linear" else torch.bfloat16]
+        is_fp8 = op in ("fp8_linear", "add_fp8_linear")
+        self.data_type = DATA_TYPES[torch.float8_e4m3fn if is_fp8 else torch.bfloat16]
         bf16 = DATA_TYPES[torch.bfloat16]
         self.description = c_void_p()
         _call("cublasLtMatmulDescCreate", byref(self.description), COMPUTE_FP32, FP32)
@@ -254,7 +275,7 @@ class _Problem:
             self.put(BIAS_TYPE, c_int32(bf16))
         else:
             self.put(EPILOGUE, c_uint32(NO_EPILOGUE))
-        if op == "fp8_linear":
+        if is_fp8:
             self.put(A_SCALE_MODE, c_int32(SCALE_PER_ROW))
             self.put(B_SCALE_MODE, c_int32(SCALE_PER_ROW))
             self.put(FAST_SUMS, c_int8(1))
@@ -293,7 +314,7 @@ class _Plan:
         self._problem = problem
         self._opaque = _opaque(algorithm, problem.data_type)
         self._workspace = problem.check(self._opaque)
-        self._one, self._beta = c_float(1.0), c_float(1.0 if problem.op == "add_linear" else 0.0)
+        self._one, self._beta = c_float(1.0), c_float(1.0 if problem.op in ("add_linear", "add_fp8_linear") else 0.0)
         self._lock = Lock()
 
     def run(
@@ -337,6 +358,14 @@ def _plan(op: str, device_index: int, has_bias: bool, sizes: Sizes, algorithm: A
         return None
 
 
+@lru_cache(maxsize=4096)
+def _first_guess(op: str, device_index: int, sizes: Sizes) -> Algorithm | None:
+    if not loaded_version():
+        return None
+    with torch.cuda.device(device_index):
+        return next(iter(Offer(op, False, sizes).guessed()), None)
+
+
 # ---------------------------------------------------------------------- all that the library has
 
 MAX_GUESSES = 16
@@ -349,8 +378,12 @@ SCHEME_OF_SPLITS = 2
 class Offer:
     """The algorithms that the library has for one product."""
 
-    def __init__(self, op: str, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> None:
-        self._problem = _Problem(op, bias_F is not None, _sizes(x_TD, weight_FD))
+    def __init__(self, op: str, has_bias: bool, sizes: Sizes) -> None:
+        self._problem = _Problem(op, has_bias, sizes)
+
+    @classmethod
+    def of(cls, op: str, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Offer:
+        return cls(op, bias_F is not None, _sizes(x_TD, weight_FD))
 
     def guessed(self) -> list[Algorithm]:
         """The best ones as the library guesses, none where it has no guess; torch takes the first."""

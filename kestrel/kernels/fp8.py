@@ -60,6 +60,14 @@ def fp8_linear(
     return (y_TF if bias_F is None else y_TF + bias_F.float()).to(out_dtype)
 
 
+def add_fp8_linear(
+    sum_TF: Tensor, x_fp8_TD: Tensor, x_scale_T1: Tensor, weight_fp8_FD: Tensor, weight_scale_F: Tensor
+) -> Tensor:
+    """sum += y without a bias, in place, rounded once."""
+    y_TF = fp8_linear(x_fp8_TD, x_scale_T1, weight_fp8_FD, weight_scale_F, None, torch.float32)
+    return sum_TF.copy_(sum_TF + y_TF)
+
+
 def scaled_mm_linear(
     x_fp8_TD: Tensor,
     x_scale_T1: Tensor,

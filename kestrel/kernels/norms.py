@@ -4,7 +4,7 @@
     RMS norm:    normed = x / sqrt(mean(x²) + eps) · weight
 
 Means are those of one row, in fp32. An RMS norm rounds to the dtype of x before the weight is applied, as the published
-models do. `layer_norm` may be given what all rows lack yet: x stands for x + shift then, which is not rounded.
+models do. A layer norm may be given what all rows lack yet: x stands for x + shift then, which is not rounded.
 The versions `add` make the residual stream first: sum = x + a + b, added in fp32 and rounded once to the dtype of x.
 What is normalised is the rounded sum, so that a later reader of the stream sees the same numbers.
 
@@ -39,9 +39,11 @@ def add_layer_norm(
     return total, layer_norm(total, weight_D, bias_D, eps)
 
 
-def layer_norm_to_fp8(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def layer_norm_to_fp8(
+    x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, shift_D: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(normed rows in float8 [T, D], their scales [T, 1] fp32)."""
-    return rows_to_fp8(layer_norm(x_TD.float(), weight_D.float(), bias_D.float(), eps))
+    return rows_to_fp8(layer_norm(x_TD.float(), weight_D.float(), bias_D.float(), eps, shift_D))
 
 
 def add_layer_norm_to_fp8(

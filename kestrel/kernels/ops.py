@@ -13,7 +13,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from kestrel.kernels.commit_ids import commit_ids
-from kestrel.kernels.fp8 import fp8_linear, gelu_to_fp8, rows_to_fp8
+from kestrel.kernels.fp8 import add_fp8_linear, fp8_linear, gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.linear import (
     add_linear,
     gated_linear,
@@ -39,7 +39,7 @@ from kestrel.kernels.paged_attention import attend_chunks, attend_rows
 from kestrel.kernels.rotary import rotate_and_store, stacked_tau_factors
 from kestrel.kernels.row_tables import RowInputs, row_inputs
 from kestrel.kernels.sampling import best_ids, draw_ids, weigh_ids
-from kestrel.kernels.vision import attend_crops, patchify, resample
+from kestrel.kernels.vision import attend_crops, join_crops, patchify, resample
 
 Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
@@ -77,6 +77,7 @@ class Ops:
     tau_factors: PairOp
     resample: Op
     patchify: Op
+    join_crops: Op
     weigh_ids: Op
     best_ids: Op
     draw_ids: Op
@@ -93,6 +94,7 @@ class Ops:
     rows_to_fp8: PairOp
     gelu_to_fp8: PairOp
     fp8_linear: Op
+    add_fp8_linear: Op
     tile_slots: Callable[..., SlotTiles]
     add_deltas: InPlaceOp
     add_input_deltas: InPlaceOp
@@ -119,6 +121,7 @@ PLAIN = Ops(
     moe_mlp_adapted=moe_mlp_adapted,
     resample=resample,
     patchify=patchify,
+    join_crops=join_crops,
     tau_factors=stacked_tau_factors,
     weigh_ids=weigh_ids,
     best_ids=best_ids,
@@ -136,6 +139,7 @@ PLAIN = Ops(
     rows_to_fp8=rows_to_fp8,
     gelu_to_fp8=gelu_to_fp8,
     fp8_linear=fp8_linear,
+    add_fp8_linear=add_fp8_linear,
     tile_slots=tile_slots,
     add_deltas=add_deltas,
     add_input_deltas=add_input_deltas,

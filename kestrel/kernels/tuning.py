@@ -75,6 +75,7 @@ TUNED_OPS = {
     "linear": _PRODUCT,
     "gelu_linear": _PRODUCT,
     "add_linear": _PRODUCT,
+    "add_fp8_linear": _PRODUCT,
     "fp8_linear": _PRODUCT,
     "rotate_and_store": TunedOp((rotary.RotateTuning,), _HEADS),
     "attend_rows": TunedOp((paged_attention.RowsTuning,), _HEADS, num_dtypes=2),

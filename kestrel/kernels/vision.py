@@ -1,4 +1,4 @@
-"""What pictures need: resizing, patches, attention inside crops, features of coordinates."""
+"""What pictures need: resizing, patches, attention inside crops, crops joined, features of coordinates."""
 
 from __future__ import annotations
 
@@ -69,6 +69,48 @@ def attend_crops(qkv_NPC: Tensor, n_heads: int) -> Tensor:
     assert qkv_NPC.ndim == 3
     q, k, v = qkv_NPC.unflatten(2, (3, n_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+# ---------------------------------------------------------------------- crops of one picture
+# What the projector reads: for each cell of the grid its features in crop 0, which shows the whole picture, and behind
+# them those of the tiles there. Tiles overlap. They are stitched to one map without their margins, wherever a neighbour
+# lies, and the map is averaged back to the grid.
+
+
+def join_crops(features_NPD: Tensor, tiles_hw: tuple[int, int], margin: int) -> Tensor:
+    """[P, 2 · D] from the features of crop 0 and then the tiles, row by row.
+
+    With one tile it shows the same pixels as crop 0, so crop 0 alone will do.
+    """
+    num_tiles, grid = tiles_hw[0] * tiles_hw[1], math.isqrt(features_NPD.shape[1])
+    if num_tiles == 1 and features_NPD.shape[0] == 1:
+        return torch.cat([features_NPD[0], features_NPD[0]], dim=1)
+    assert features_NPD.shape[0] == 1 + num_tiles, "one global crop and every tile, no more and no less"
+    stitched_HWD = stitch(features_NPD[1:].unflatten(1, (grid, grid)), tiles_hw, margin)
+    return torch.cat([features_NPD[0], average_to_grid(stitched_HWD, grid)], dim=1)
+
+
+def stitch(local_NGGD: Tensor, tiles_hw: tuple[int, int], margin: int) -> Tensor:
+    """One map [H, W, D] from overlapping tiles, row by row; the margin is cut wherever a neighbour lies."""
+    tiles_h, tiles_w = tiles_hw
+    assert local_NGGD.ndim == 4
+    assert local_NGGD.shape[0] == tiles_h * tiles_w
+    grid = local_NGGD.shape[1]
+
+    def kept(index: int, count: int) -> slice:
+        return slice(margin if index > 0 else 0, grid - margin if index < count - 1 else grid)
+
+    rows = []
+    for i in range(tiles_h):
+        tiles = [local_NGGD[i * tiles_w + j, kept(i, tiles_h), kept(j, tiles_w)] for j in range(tiles_w)]
+        rows.append(torch.cat(tiles, dim=1))
+    return torch.cat(rows, dim=0)
+
+
+def average_to_grid(features_HWD: Tensor, grid: int) -> Tensor:
+    """One row per grid cell: [grid², D]."""
+    pooled = functional.adaptive_avg_pool2d(features_HWD.permute(2, 0, 1), grid)
+    return pooled.flatten(1).transpose(0, 1)
 
 
 # ---------------------------------------------------------------------- coordinates

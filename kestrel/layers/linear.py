@@ -90,6 +90,15 @@ class Linear(nn.Linear):
             return self.ops.small_linear(x, self.weight, self.bias, gelu_from=0, scale_F=self.scale_F)
         return self.ops.gelu_linear(x, self.weight, self.bias)
 
+    def add_to(self, sum_TF: Tensor, x: Rows) -> Tensor:
+        """sum += x · weightᵀ, in place and without a bias."""
+        rows = self.rows(x) if isinstance(x, Tensor) else x
+        if isinstance(rows, Fp8Rows):
+            return self.ops.add_fp8_linear(sum_TF, rows.numbers, rows.scale_T1, self.weight, self.scale_F)
+        if self.is_fp8:
+            return sum_TF.add_(self.ops.small_linear(rows, self.weight, scale_F=self.scale_F))
+        return self.ops.add_linear(sum_TF, rows, self.weight)
+
     def rows(self, x: Tensor) -> Rows:
         """The rows as this layer multiplies them: several layers of the same format can share the result."""
         return self.quantised(x) if self.takes_fp8_rows(x) else x

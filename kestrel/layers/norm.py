@@ -27,7 +27,7 @@ class LayerNorm(nn.LayerNorm):
         parameters = (self.weight, self.bias, self.eps)
         if to_fp8:
             if not pending:
-                return x_TD, Fp8Rows(*self.ops.layer_norm_to_fp8(x_TD, *parameters))
+                return x_TD, Fp8Rows(*self.ops.layer_norm_to_fp8(x_TD, *parameters, self.shift_D))
             x_TD, *rows = self.ops.add_layer_norm_to_fp8(x_TD, *_two(pending), *parameters)
             return x_TD, Fp8Rows(*rows)
         return self.ops.add_layer_norm(x_TD, *_two(pending), *parameters) if pending else (x_TD, self(x_TD))
@@ -66,7 +66,5 @@ def add_and_norm(
 ) -> tuple[Tensor, Rows]:
     """(x + linear(rows), its norm). x is changed in place where the norms add the layer's bias."""
     if linear.bias_in_norms:
-        assert not isinstance(rows, Fp8Rows)
-        x_TD = linear.ops.add_linear(x_TD, rows, linear.weight)
-        return x_TD, norm(x_TD)
+        return norm.of_sum(linear.add_to(x_TD, rows), (), to_fp8=to_fp8)
     return norm.of_sum(x_TD, (linear(rows),), to_fp8=to_fp8)

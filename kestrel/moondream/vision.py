@@ -70,6 +70,8 @@ class VisionBlock(nn.Module):
 class VisionModel(nn.Module):
     """Encoder and projector; parameters carry the names of the published checkpoints."""
 
+    ops: Ops = PLAIN
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.grid = config.grid
@@ -82,6 +84,7 @@ class VisionModel(nn.Module):
 
     def fuse(self, ops: Ops) -> None:
         """From now on run in few, wide operations of this bundle. The projector stays as it is."""
+        self.ops = ops
         for part in (self.patch_emb, self.blocks, self.post_ln):
             use_ops(part, ops)
         missing = -self.patch_emb.weight.shape[1] % ALIGNMENT
@@ -100,9 +103,6 @@ class VisionModel(nn.Module):
         for block in self._blocks():
             for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
                 linear.to_fp8()
-                linear.bias_in_norms = False
-            block.ln1.shift_D = block.ln2.shift_D = None
-        self.post_ln.shift_D = None
 
     def new_buffers(self, num_crops: int) -> tuple[Tensor, Tensor]:
         """Patches and features of so many crops."""
@@ -156,39 +156,8 @@ class VisionModel(nn.Module):
 
     def embed_images(self, features: Sequence[Tensor], tiles: Sequence[tuple[int, int]]) -> list[Tensor]:
         """`embed_image` of several pictures, projected together."""
-        pooled = [self._pooled_tiles(one_NPD, tiles_hw) for one_NPD, tiles_hw in zip(features, tiles, strict=True)]
-        projected = self.project(torch.cat([one_NPD[0] for one_NPD in features]), torch.cat(pooled))
-        return list(projected.split(self.grid**2))
-
-    def _pooled_tiles(self, features_NPD: Tensor, tiles_hw: tuple[int, int]) -> Tensor:
-        num_tiles = tiles_hw[0] * tiles_hw[1]
-        if num_tiles == 1 and features_NPD.shape[0] == 1:
-            return features_NPD[0]
-        assert features_NPD.shape[0] == 1 + num_tiles, "one global crop and every tile, no more and no less"
-        local = features_NPD[1:].unflatten(1, (self.grid, self.grid))
-        return self.pool(stitch(local, tiles_hw, self.overlap_margin))
-
-    def pool(self, features_HWD: Tensor) -> Tensor:
-        """Averages a stitched map back to one row per grid cell: [grid², D]."""
-        pooled = functional.adaptive_avg_pool2d(features_HWD.permute(2, 0, 1), self.grid)
-        return pooled.flatten(1).transpose(0, 1)
-
-    def project(self, global_PD: Tensor, pooled_PD: Tensor) -> Tensor:
-        return self.proj_mlp(torch.cat([global_PD, pooled_PD], dim=1))
-
-
-def stitch(local_NGGD: Tensor, tiles_hw: tuple[int, int], margin: int) -> Tensor:
-    """One map [H, W, D] from overlapping tiles, row by row; the margin is cut wherever a neighbour lies."""
-    tiles_h, tiles_w = tiles_hw
-    assert local_NGGD.ndim == 4
-    assert local_NGGD.shape[0] == tiles_h * tiles_w
-    grid = local_NGGD.shape[1]
-
-    def kept(index: int, count: int) -> slice:
-        return slice(margin if index > 0 else 0, grid - margin if index < count - 1 else grid)
-
-    rows = []
-    for i in range(tiles_h):
-        tiles = [local_NGGD[i * tiles_w + j, kept(i, tiles_h), kept(j, tiles_w)] for j in range(tiles_w)]
-        rows.append(torch.cat(tiles, dim=1))
-    return torch.cat(rows, dim=0)
+        joined = [
+            self.ops.join_crops(one_NPD, tiles_hw, self.overlap_margin)
+            for one_NPD, tiles_hw in zip(features, tiles, strict=True)
+        ]
+        return list(self.proj_mlp(torch.cat(joined)).split(self.grid**2))

@@ -66,6 +66,9 @@ class GenerationScheduler(Generic[StepT]):
     def has_work(self) -> bool:
         return bool(self._sequences or self._leaving or self._notices or len(self._pipeline))
 
+    is_collecting = False
+    """Whether it waits for the device now. Other threads may ask this too."""
+
     @property
     def num_waiting(self) -> int:
         return len(self._queue) + self._admission.num_parked
@@ -158,7 +161,11 @@ class GenerationScheduler(Generic[StepT]):
 
     def _commit_oldest(self) -> list[StreamUpdate]:
         launched = self._pipeline.pop()
-        output = self._runtime.collect(launched.step)
+        self.is_collecting = True
+        try:
+            output = self._runtime.collect(launched.step)
+        finally:
+            self.is_collecting = False
         self._planner.step_ended()
         updates = self._committer.commit(output, launched.work)
         self._retire_done()

@@ -123,7 +123,8 @@ def embed_pictures(model: MoondreamModel, pixels_BHWC: Tensor, dtype: torch.dtyp
     if (height, width) == (config.crop_size, config.crop_size):
         patches = normalise_and_patchify(pixels_BHWC, config.enc_patch_size, dtype)
         features = vision.encode_crops(patches)
-        return vision.project(features.flatten(0, 1), features.flatten(0, 1)).view(batch, -1, config.proj_out_dim)
+        joined = torch.cat([features, features], dim=2).flatten(0, 1)  # one crop is its own only tile
+        return vision.proj_mlp(joined).view(batch, -1, config.proj_out_dim)
     tiling = TilingParams(config.crop_size, config.enc_patch_size, config.overlap_margin, config.max_crops)
     plan = plan_tiling(height, width, tiling)
     crops = torch.cat([make_crops(pixels_HWC, plan) for pixels_HWC in pixels_BHWC])

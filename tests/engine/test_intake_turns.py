@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kestrel.engine import intake
-from kestrel.engine.intake import READ_AT_ONCE, PictureGate, ReadingTurns
+from kestrel.engine.intake import MAX_DELAYS, READ_AT_ONCE, PictureGate, ReadingTurns
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled
 from kestrel.runtime.contract import StepOutput
@@ -22,9 +22,13 @@ AGEING_S = 5.0
 MOST_INSIDE = 4
 
 
+def never() -> bool:
+    return False
+
+
 async def test_a_few_are_read_in_each_round_and_others_are_heard_between_them() -> None:
     loop = asyncio.get_running_loop()
-    turns, order = ReadingTurns(loop), []
+    turns, order = ReadingTurns(loop, never), []
 
     async def read(number: int) -> None:
         await turns.take()
@@ -38,7 +42,7 @@ async def test_a_few_are_read_in_each_round_and_others_are_heard_between_them() 
 
 
 async def test_alone_nobody_waits_for_a_round() -> None:
-    turns = ReadingTurns(asyncio.get_running_loop())
+    turns = ReadingTurns(asyncio.get_running_loop(), never)
     for _ in range(3 * READ_AT_ONCE):
         with pytest.raises(StopIteration):  # it ends without a pause
             turns.take().send(None)
@@ -46,12 +50,43 @@ async def test_alone_nobody_waits_for_a_round() -> None:
 
 
 async def test_who_leaves_while_waiting_takes_no_turn() -> None:
-    turns = ReadingTurns(asyncio.get_running_loop())
+    turns = ReadingTurns(asyncio.get_running_loop(), never)
     tasks = [asyncio.create_task(turns.take()) for _ in range(2 * READ_AT_ONCE)]
     await asyncio.sleep(0)
     for task in tasks[READ_AT_ONCE:-1]:
         task.cancel()
     await asyncio.wait_for(tasks[-1], 5)
+
+
+@pytest.mark.parametrize("busy_for", [3, 10**9])
+async def test_a_round_waits_while_the_worker_prepares_a_step_but_not_for_ever(busy_for: int) -> None:
+    asked: list[int] = []
+
+    def is_busy() -> bool:
+        asked.append(sum(task.done() for task in tasks))
+        return len(asked) <= busy_for
+
+    turns = ReadingTurns(asyncio.get_running_loop(), is_busy)
+    tasks = [asyncio.create_task(turns.take()) for _ in range(READ_AT_ONCE + 1)]
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    assert asked == [READ_AT_ONCE] * min(busy_for + 1, MAX_DELAYS)
+
+
+async def test_the_worker_does_not_prepare_anything_while_it_waits_for_the_device() -> None:
+    seen: set[tuple[str, bool]] = set()
+
+    class Watched(FakeRuntime):
+        def launch(self, plan: Any) -> Any:
+            seen.add(("launch", engine._worker.is_preparing))
+            return super().launch(plan)
+
+        def collect(self, step: Any) -> StepOutput:
+            seen.add(("collect", engine._worker.is_preparing))
+            return super().collect(step)
+
+    async with fake_engine(Watched(fake_limits())) as engine:
+        await engine.query(question="a b", settings={"max_tokens": 3})
+        assert seen == {("launch", True), ("collect", False)}
 
 
 # ---------------------------------------------------------------------- the gate

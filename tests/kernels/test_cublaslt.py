@@ -20,7 +20,7 @@ from kestrel.kernels.triton.launch import TunedSize, TuningTable, fine_rows_rang
 from kestrel.kernels.triton.ops import TRITON, triton_ops
 
 assert DEVICES
-OPS = ("linear", "gelu_linear", "add_linear", "fp8_linear")
+OPS = ("linear", "gelu_linear", "add_linear", "fp8_linear", "add_fp8_linear")
 SOME = Algorithm(
     1, number=66, tile=20, stages=35, split_k=1, reduction=0, swizzle=0, option=1, inner_shape=0, cluster=2
 )
@@ -35,18 +35,22 @@ def operands(device: str, rows: int, num_out: int, num_in: int) -> tuple[Tensor,
 
 
 def arguments(op: str, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, ...]:
+    in_fp8 = *rows_to_fp8(x), *weights_to_fp8(weight)
     if op == "fp8_linear":
-        return *rows_to_fp8(x), *weights_to_fp8(weight), bias, x.dtype
-    if op == "add_linear":
-        return torch.ones(len(x), len(weight), dtype=x.dtype, device=x.device), x, weight
+        return *in_fp8, bias, x.dtype
+    if op.startswith("add"):
+        ones = torch.ones(len(x), len(weight), dtype=x.dtype, device=x.device)
+        return (ones, x, weight) if op == "add_linear" else (ones, *in_fp8)
     return x, weight, bias
 
 
 def offer(op: str, given: tuple[Any, ...]) -> Offer:
     if op == "fp8_linear":
-        return Offer(op, given[0], given[2], given[4])
+        return Offer.of(op, given[0], given[2], given[4])
+    if op == "add_fp8_linear":
+        return Offer.of(op, given[1], given[3], None)
     x, weight, bias = (given[1], given[2], None) if op == "add_linear" else given
-    return Offer(op, x, weight, bias)
+    return Offer.of(op, x, weight, bias)
 
 
 def assert_equal(got: Tensor, expected: Tensor) -> None:
@@ -102,7 +106,7 @@ def test_every_guess_of_the_library_gives_the_right_result(
 ) -> None:
     given = arguments(op, *operands("cuda", *sizes))
     guesses = offer(op, given).guessed()
-    assert guesses or op == "fp8_linear", "for few rows and many inputs it has none in float8"
+    assert guesses or "fp8" in op, "for few rows and many inputs it has none in float8"
     for algorithm in guesses:
         expected = getattr(PLAIN, op)(*arguments(op, *operands("cuda", *sizes)))
         fresh = arguments(op, *operands("cuda", *sizes))
@@ -117,9 +121,19 @@ def test_float8_rows_that_the_library_has_nothing_for_are_multiplied_all_the_sam
 
 
 @pytest.mark.gpu
+def test_a_float8_product_is_added_in_place_without_a_table_too(spied: list[str]) -> None:
+    for sizes in (729, 1152, 4304), (32, 2048, 8192):
+        given, expected = (arguments("add_fp8_linear", *operands("cuda", *sizes)) for _ in range(2))
+        got = TRITON.add_fp8_linear(*given)
+        assert got.data_ptr() == given[0].data_ptr()
+        assert_equal(got, PLAIN.add_fp8_linear(*expected))
+    assert spied == ["add_fp8_linear"] * 2
+
+
+@pytest.mark.gpu
 def test_other_tiles_clusters_and_splits_give_it_too(spied: list[str]) -> None:
     x, weight, bias = operands("cuda", 200, 768, 1024)
-    offered = Offer("linear", x, weight, bias)
+    offered = Offer.of("linear", x, weight, bias)
     tiles = offered.with_every_tile(offered.guessed()[0])
     assert len(tiles) > 100
     parted = [one for base in tiles[::40] for one in (split(base, 3), replace(base, cluster=3)) if offered.has(one)]
@@ -135,7 +149,7 @@ def test_other_tiles_clusters_and_splits_give_it_too(spied: list[str]) -> None:
 def test_a_table_names_the_algorithm_also_inside_a_graph(op: str, spied: list[str]) -> None:
     given = arguments(op, *operands("cuda", 100, 512, 256))
     chosen = offer(op, given).guessed()[-1]
-    dtype = torch.float8_e4m3fn if op == "fp8_linear" else torch.bfloat16
+    dtype = torch.float8_e4m3fn if "fp8" in op else torch.bfloat16
     ops = triton_ops(TuningTable({TunedSize(op, 112, (512, 256), (dtype,)): chosen}))
     run, graph = getattr(ops, op), torch.cuda.CUDAGraph()
     expected = getattr(PLAIN, op)(*arguments(op, *operands("cuda", 100, 512, 256)))
@@ -152,7 +166,7 @@ def test_a_table_names_the_algorithm_also_inside_a_graph(op: str, spied: list[st
 def test_columns_of_a_wider_matrix_are_read_where_they_lie(spied: list[str]) -> None:
     x, weight, bias = operands("cuda", 96, 512, 1024)
     parts = x[:, 256:768], weight[:, 256:768]
-    algorithm = Offer("linear", *parts, bias).guessed()[0]
+    algorithm = Offer.of("linear", *parts, bias).guessed()[0]
     assert_equal(TRITON.linear(*parts, bias, tuning=algorithm), PLAIN.linear(*parts, bias))
     assert spied == ["linear"]
 
@@ -160,7 +174,7 @@ def test_columns_of_a_wider_matrix_are_read_where_they_lie(spied: list[str]) -> 
 @pytest.mark.gpu
 def test_what_does_not_suit_is_left_to_torch(spied: list[str]) -> None:
     x, weight, bias = operands("cuda", 96, 512, 1024)
-    algorithm = Offer("linear", x, weight, bias).guessed()[0]
+    algorithm = Offer.of("linear", x, weight, bias).guessed()[0]
     odd = x[:, 1:513], weight[:, 1:513]
     cases = [odd, (x.float(), weight.float()), (x[:0], weight), (x.view(2, 48, 1024), weight)]
     for some_x, some_weight in cases:

@@ -109,7 +109,8 @@ def test_normed_rows_in_float8_are_those_of_the_plain_version(
     draw = Draw(device)
     x, a, b, weight, bias = (draw(*size) for size in (shape, shape, shape, shape[1:], shape[1:]))
     if num_deltas == 0:
-        total, (narrow, scale) = x, layer_norm_to_fp8(x, weight, bias, EPS)
+        shift = draw(*shape[1:])
+        total, (narrow, scale) = x + shift, layer_norm_to_fp8(x, weight, bias, EPS, shift)
     else:
         total, narrow, scale = add_layer_norm_to_fp8(x, a, b if num_deltas == 2 else None, weight, bias, EPS)
         assert torch.equal(total, plain.residual_sum(x, a, b if num_deltas == 2 else None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.triton_mode import HALF, devices  # isort: skip - before any kernel
+from tests.kernels.triton_mode import HALF, Draw, devices  # isort: skip - before any kernel
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from kestrel.images.crops import cut_patches, make_crops, normalise_and_patchify
 from kestrel.images.picture import TilingParams, plan_tiling
 from kestrel.images.resize import lanczos_taps, resize_by_taps
 from kestrel.kernels.ops import PLAIN
-from kestrel.kernels.triton.vision import patchify, resample
+from kestrel.kernels.triton.vision import join_crops, patchify, resample
+from kestrel.kernels.vision import join_crops as plain_join_crops
 from kestrel.kernels.vision import patchify as plain_patchify
 from kestrel.kernels.vision import resample as plain_resample
 from tests.images.pictures import MOONDREAM, pattern
@@ -80,3 +81,26 @@ def test_kernels_cut_what_plain_operations_cut(device: str) -> None:
     picture, plan = torch.from_numpy(pattern(50, 61, 1)), plan_tiling(50, 61, params)
     got = cut_patches(picture.to(device), plan, torch.float32, TRITON)
     torch.testing.assert_close(got.cpu(), cut_patches(picture, plan, torch.float32, PLAIN), rtol=0, atol=1e-6)
+
+
+@devices
+@pytest.mark.parametrize("tiles_hw", [(1, 1), (1, 3), (2, 2), (4, 3)])
+@pytest.mark.parametrize(("grid", "margin", "dim"), [(5, 1, 3), (6, 2, 520), (4, 0, 8), (27, 4, 24)])
+def test_crops_are_joined_as_by_the_plain_version(
+    tiles_hw: tuple[int, int], grid: int, margin: int, dim: int, device: str
+) -> None:
+    draw, num_tiles = Draw(device), tiles_hw[0] * tiles_hw[1]
+    for num_crops in (1, 2) if num_tiles == 1 else (1 + num_tiles,):
+        features = draw(num_crops, grid * grid, dim)
+        torch.testing.assert_close(
+            join_crops(features, tiles_hw, margin), plain_join_crops(features, tiles_hw, margin), rtol=1e-6, atol=1e-6
+        )
+        half = features.to(HALF[device])
+        rounded = plain_join_crops(half.float(), tiles_hw, margin).to(half.dtype)
+        torch.testing.assert_close(join_crops(half, tiles_hw, margin), rounded, rtol=2.0**-7, atol=1e-6)
+
+
+@devices
+def test_a_missing_tile_is_refused(device: str) -> None:
+    with pytest.raises(AssertionError, match="every tile"):
+        join_crops(torch.zeros(4, 25, 3, device=device), (2, 2), 1)

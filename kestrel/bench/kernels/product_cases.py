@@ -88,7 +88,15 @@ def _gated_matrices(sizes: Sizes) -> Iterator[Matrix]:
 
 
 def _in_fp8(matrices: Iterable[Matrix]) -> Iterator[Matrix]:
-    return (replace(matrix, op="fp8_linear") for matrix in matrices)
+    return (replace(matrix, op="add_fp8_linear" if _adds(matrix.op) else "fp8_linear") for matrix in matrices)
+
+
+def _adds(op: str) -> bool:
+    return op.startswith("add_")
+
+
+def _is_fp8(op: str) -> bool:
+    return op.endswith("fp8_linear")
 
 
 def _product_case(matrix: Matrix, rows: int, search: ProductSearch) -> Case:
@@ -97,16 +105,17 @@ def _product_case(matrix: Matrix, rows: int, search: ProductSearch) -> Case:
     def make(maker: Maker) -> tuple[Any, ...]:
         x, weight = maker.numbers(rows, num_in), maker.numbers(num_out, num_in, scale=num_in**-0.5)
         bias = maker.numbers(num_out)
-        if op == "fp8_linear":
-            return *rows_to_fp8(x), *weights_to_fp8(weight), bias, maker.dtype
-        return (maker.numbers(rows, num_out), x, weight) if op == "add_linear" else (x, weight, bias)
+        factors = (*rows_to_fp8(x), *weights_to_fp8(weight)) if _is_fp8(op) else (x, weight)
+        if _adds(op):
+            return maker.numbers(rows, num_out), *factors
+        return (*factors, bias, maker.dtype) if _is_fp8(op) else (*factors, bias)
 
-    width = FP8_BYTES if op == "fp8_linear" else HALF_BYTES
+    width = FP8_BYTES if _is_fp8(op) else HALF_BYTES
     return op_case(
         op,
         f"{matrix.name}, {rows}x{num_in} to {num_out}",
         make,
-        bytes_moved=width * (rows + num_out) * num_in + HALF_BYTES * (1 + (op == "add_linear")) * rows * num_out,
+        bytes_moved=width * (rows + num_out) * num_in + HALF_BYTES * (1 + _adds(op)) * rows * num_out,
         flop=2 * rows * num_out * num_in,
         tunings=search.of(op, rows, (num_out, num_in)),
     )
@@ -125,7 +134,7 @@ class ProductSearch:
         """What finds the algorithms of a product, given how it is run and sets of its arguments."""
 
         def found(run: Callable[..., object], inputs: Sequence[tuple[Any, ...]]) -> tuple[Algorithm, ...]:
-            offer, known = Offer(op, *_operands(op, inputs[0])), self._known.setdefault((op, dims), [])
+            offer, known = Offer.of(op, *_operands(op, inputs[0])), self._known.setdefault((op, dims), [])
             guessed = offer.guessed()
             like = guessed[0] if guessed else self._last.get(op)
             if like is None:
@@ -144,9 +153,9 @@ class ProductSearch:
 
 def _operands(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Rows, weight and bias."""
-    if op == "fp8_linear":
-        return arguments[0], arguments[2], arguments[4]
-    return (*arguments[1:], None) if op == "add_linear" else arguments
+    if _adds(op):
+        return arguments[1], arguments[3] if _is_fp8(op) else arguments[2], None
+    return (arguments[0], arguments[2], arguments[4]) if _is_fp8(op) else arguments
 
 
 def _all_times(

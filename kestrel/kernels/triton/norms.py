@@ -151,13 +151,14 @@ def layer_norm_to_fp8(
     weight_D: Tensor,
     bias_D: Tensor,
     eps: float,
+    shift_D: Tensor | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> tuple[Tensor, Tensor]:
     """(normed rows in float8 [T, D], their scales [T, 1] fp32)."""
     y_TD, scale_T1 = fp8_rows_like(x_TD)
     chosen = tuning or _found("layer_norm_to_fp8", x_TD, table)
-    _launch(x_TD, None, None, x_TD, y_TD, scale_T1, weight_D, bias_D, eps, chosen)
+    _launch(x_TD, None, None, x_TD, y_TD, scale_T1, weight_D, bias_D, eps, chosen, shift_D)
     return y_TD, scale_T1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kestrel.kernels.cublaslt import add_linear, fp8_linear, gelu_linear, linear
+from kestrel.kernels.cublaslt import add_fp8_linear, add_linear, fp8_linear, gelu_linear, linear
 from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
@@ -27,7 +27,7 @@ from kestrel.kernels.triton.paged_attention import attend_chunks, attend_rows
 from kestrel.kernels.triton.rotary import rotate_and_store, tau_factors
 from kestrel.kernels.triton.row_tables import row_inputs
 from kestrel.kernels.triton.sampling import best_ids, draw_ids, weigh_ids
-from kestrel.kernels.triton.vision import patchify, resample
+from kestrel.kernels.triton.vision import join_crops, patchify, resample
 from kestrel.kernels.vision import attend_crops
 
 
@@ -58,6 +58,7 @@ def triton_ops(
         moe_mlp_adapted=partial(moe_grouped, table=table),
         resample=resample,
         patchify=patchify,
+        join_crops=join_crops,
         tau_factors=partial(tau_factors, table=table),
         weigh_ids=partial(weigh_ids, table=table),
         best_ids=partial(best_ids, table=table),
@@ -75,6 +76,7 @@ def triton_ops(
         rows_to_fp8=partial(rows_to_fp8, table=table),
         gelu_to_fp8=partial(gelu_to_fp8, table=table),
         fp8_linear=partial(fp8_linear, table=table),
+        add_fp8_linear=partial(add_fp8_linear, table=table),
         tile_slots=tile_slots,
         add_deltas=partial(add_deltas, table=table),
         add_input_deltas=partial(add_input_deltas, table=table),

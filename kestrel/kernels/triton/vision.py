@@ -1,4 +1,4 @@
-"""Resizing, patches and attention inside crops."""
+"""Resizing, patches, attention inside crops, crops joined."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
@@ -230,6 +230,61 @@ def split_head(head_dim: int) -> tuple[int, int]:
     main = max(16, 1 << (head_dim.bit_length() - 1))
     rest = head_dim - main
     return main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+
+# ---------------------------------------------------------------------- crops of one picture
+# A program per cell of the grid and a part of the features: it reads the positions whose average the cell is where they
+# lie in the tiles.
+
+
+JOINED_BLOCK = 512
+
+
+@triton.jit
+def _tile_of(place, count, GRID: tl.constexpr, MARGIN: tl.constexpr):
+    """(tile, place inside it) of a place on the stitched map, along one axis."""
+    step = GRID - 2 * MARGIN
+    tile = tl.minimum(tl.maximum(place - MARGIN, 0) // step, count - 1)
+    return tile, place - tile * step
+
+
+@triton.jit(do_not_specialize=["tiles_h", "tiles_w", "first_tile"])
+def _join_crops(
+    features_ptr, out_ptr, tiles_h, tiles_w, first_tile,
+    GRID: tl.constexpr, MARGIN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    cell = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < DIM
+    out_ptr += cell * (2 * DIM) + d
+    tl.store(out_ptr, tl.load(features_ptr + cell * DIM + d, mask=inside), mask=inside)
+    height, width = (GRID - 2 * MARGIN) * tiles_h + 2 * MARGIN, (GRID - 2 * MARGIN) * tiles_w + 2 * MARGIN
+    i, j = cell // GRID, cell % GRID
+    first_y, end_y = i * height // GRID, ((i + 1) * height + GRID - 1) // GRID
+    first_x, end_x = j * width // GRID, ((j + 1) * width + GRID - 1) // GRID
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for y in range(first_y, end_y):
+        tile_y, local_y = _tile_of(y, tiles_h, GRID, MARGIN)
+        for x in range(first_x, end_x):
+            tile_x, local_x = _tile_of(x, tiles_w, GRID, MARGIN)
+            row = ((first_tile + tile_y * tiles_w + tile_x) * GRID + local_y) * GRID + local_x
+            total += tl.load(features_ptr + row.to(tl.int64) * DIM + d, mask=inside, other=0.0)
+    mean = total / ((end_y - first_y) * (end_x - first_x))
+    tl.store(out_ptr + DIM, mean.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def join_crops(features_NPD: Tensor, tiles_hw: tuple[int, int], margin: int) -> Tensor:
+    """[P, 2 · D] from the features of crop 0 and then the tiles, row by row."""
+    num_crops, num_cells, dim = features_NPD.shape
+    num_tiles, grid = tiles_hw[0] * tiles_hw[1], math.isqrt(num_cells)
+    first_tile = 0 if num_tiles == num_crops == 1 else 1
+    assert num_crops == first_tile + num_tiles, "one global crop and every tile, no more and no less"
+    assert features_NPD.is_contiguous()
+    out_PJ = torch.empty(num_cells, 2 * dim, dtype=features_NPD.dtype, device=features_NPD.device)
+    _join_crops[(num_cells, triton.cdiv(dim, JOINED_BLOCK))](
+        features_NPD, out_PJ, *tiles_hw, first_tile, GRID=grid, MARGIN=margin, DIM=dim, BLOCK=JOINED_BLOCK
+    )
+    return out_PJ
 
 
 # ---------------------------------------------------------------------- which attention runs
