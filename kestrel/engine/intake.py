@@ -125,7 +125,7 @@ class QueueRoom:
 # while the first ones are answered.
 
 
-READ_AT_ONCE = 8
+READ_AT_ONCE = 2
 DELAY_S, MAX_DELAYS = 0.0005, 20
 """Of a round that waits for the worker."""
 PICTURES_AHEAD = 48

@@ -3,11 +3,13 @@ when they come up for the second time.
 
 A step's positions are filled up to the next size with positions of the spare row, its chunks with empty ones; where
 they lie, the graph reads from tensors that are written before each replay. Without this the host, which has a few
-hundred kernels to launch, would be slower than the GPU that runs them.
+hundred kernels to launch, would be slower than the GPU that runs them. While the GPU waits, as at the beginning of a
+flood, a step of another form runs in a captured one that has room for it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,8 @@ FINE, COARSE = 64, 128
 FINE_UP_TO = 1024
 MAX_FORMS = 256
 """Captured; further ones are launched kernel by kernel, so that odd traffic does not fill the memory with graphs."""
+PATIENCE = 3
+"""Times that a form runs in a larger one before it is launched, and then captured, by itself."""
 LONGEST_STEP = 256
 """Lengths of chunks are told apart by so many positions: they only decide how many programs are started."""
 
@@ -46,6 +50,16 @@ class PrefillForm:
     def num_wanted(self) -> int:
         """At most: a chunk has one position that a token follows."""
         return self.num_positions if self.wants_all else min(self.num_positions, self.num_long + self.num_short)
+
+    def holds(self, other: PrefillForm) -> bool:
+        """Whether a step of that form can run in this one."""
+        return (
+            (self.wants_all, self.is_adapted) == (other.wants_all, other.is_adapted)
+            and self.num_positions >= other.num_positions
+            and self.num_long >= other.num_long
+            and self.num_short >= other.num_short
+            and self.longest >= other.longest
+        )
 
     @classmethod
     def of(
@@ -95,6 +109,7 @@ class PrefillGraphs:
         self._hidden_TD = torch.zeros_like(self._x_TD)
         self._captured: dict[PrefillForm, CapturedPrefill] = {}
         self._has_run: set[PrefillForm] = set()
+        self._num_held: Counter[PrefillForm] = Counter()
 
     def prepare(self) -> None:
         """Captures what usual prompts need, after the most that fits a step: the rest finds room in what that takes."""
@@ -136,6 +151,7 @@ class PrefillGraphs:
         long, short = long_and_short(chunks)
         form = PrefillForm.of(len(positions), long, short, wants_all=wanted is None, is_adapted=is_adapted)
         self._capture_if_worth_it(form)
+        form = self._held_by(form)
         torch.cat(embedded, out=self._x_TD[: len(positions)])
         integers = self._integers(form, long, short, (rows, positions), wanted or [])
         captured = self._captured.get(form)
@@ -145,12 +161,23 @@ class PrefillGraphs:
         else:
             captured.integers.copy_(integers)
             captured.graph.replay()
+        self._pool.mark()
         return self._hidden_TD[: len(positions) if wanted is None else len(wanted)]
 
     def _capture_if_worth_it(self, form: PrefillForm) -> None:
         """What comes up once is not, and what has run is quickly recorded."""
         if form in self._has_run and form not in self._captured and len(self._captured) < MAX_FORMS:
             self._captured[form] = self._capture(form, has_run=True)
+
+    def _held_by(self, form: PrefillForm) -> PrefillForm:
+        """The smallest captured form that holds this one while the GPU waits, or the form itself."""
+        if form in self._captured or not self._pool.is_idle or self._num_held[form] >= PATIENCE:
+            return form
+        holding = [captured for captured in self._captured if captured.holds(form)]
+        if not holding:
+            return form
+        self._num_held[form] += 1
+        return min(holding, key=lambda captured: captured.num_positions)
 
     def _integers(
         self,

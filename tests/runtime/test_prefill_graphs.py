@@ -85,3 +85,39 @@ def test_a_form_is_captured_when_it_comes_up_again_and_the_usual_ones_at_the_sta
         graphs.prepare()
     assert pool.has_run == [True, False, False, False]
     assert [form.num_positions for form in graphs._captured] == [320, 2048, 64, 192], "a full step goes first"
+
+
+def test_while_the_gpu_waits_a_step_runs_in_a_captured_form_that_holds_it_and_then_in_its_own() -> None:
+    g, pool = coarse("md2"), RepeatingPool()
+    engine, graphs = captured("md2", pool, 2048)
+    expected = untagged(dense(g, crowd(g, "a")))
+    with torch.inference_mode():
+        graphs.prepare()
+    usual = list(graphs._captured)
+    pool.idle = True
+    for tag in "abcdefgh":
+        assert untagged(engine.run(*crowd(g, tag))) == expected, tag
+        if tag <= "c":
+            assert list(graphs._captured) == usual
+    assert len(graphs._captured) > len(usual), "what comes up again and again is captured by itself"
+
+
+def test_the_smallest_form_with_room_for_all_of_a_step_is_taken() -> None:
+    pool = RepeatingPool()
+    _, graphs = captured("md2", pool, 2048)
+    small, large, of_all = (
+        PrefillForm(num_positions, num_long, 4, longest=768, wants_all=wants_all, is_adapted=False)
+        for num_positions, num_long, wants_all in ((768, 1, False), (2048, 2, False), (2048, 2, True))
+    )
+    asked = {
+        small: PrefillForm(704, 1, 1, longest=512, wants_all=False, is_adapted=False),
+        large: PrefillForm(704, 2, 1, longest=512, wants_all=False, is_adapted=False),
+    }
+    with torch.inference_mode():
+        for form in (of_all, large, small):
+            graphs._captured[form] = graphs._capture(form)
+    assert all(graphs._held_by(form) == form for form in asked.values()), "while the GPU is at work"
+    pool.idle = True
+    assert {graphs._held_by(form): form for form in asked.values()} == asked
+    longer = PrefillForm(704, 1, 1, longest=1024, wants_all=False, is_adapted=False)
+    assert graphs._held_by(longer) == longer
