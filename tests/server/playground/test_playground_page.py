@@ -158,9 +158,14 @@ async def test_the_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     await page.evaluate("document.activeElement.select()")
     await page.type("Is there a fish? 4")
     assert await page.evaluate("document.querySelector('[data-name=query]').ariaChecked") == "true"
-    await page.press("Enter", ctrl=True)
+    await page.press("Enter", shift=True)
+    assert await page.evaluate("document.activeElement.value") == "Is there a fish? 4\n"
+    assert await page.evaluate("document.querySelector('.past')") is None
+    await page.press("Enter")
     await page.wait_for("document.querySelector('.past')")
     await page.evaluate("document.querySelector('[data-name=query]').focus()")
+    await page.press("Enter", ctrl=True)
+    await page.wait_for("document.querySelectorAll('.past').length === 2")
     await page.press("ArrowRight")
     assert await page.evaluate("document.activeElement.dataset.name") == "caption"
     outline = await page.evaluate("getComputedStyle(document.activeElement).outlineStyle")

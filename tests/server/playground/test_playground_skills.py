@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kestrel import default_model
+from kestrel.adapters import save_adapter
 from kestrel.evals.metrics import box_iou, match_points
+from tests.engine.random_adapters import random_adapter
+from tests.server.conftest import RunningServer
 from tests.server.playground.browser import Page
-from tests.server.playground.conftest import OpenPage, choose_sample, choose_skill, fill, run
+from tests.server.playground.conftest import OpenPage, answer_with, choose_sample, choose_skill, fill, finished, run
 from tests.server.playground.scenes import Box, boxes_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -148,17 +153,63 @@ async def test_layers_are_switched_off_and_on(open_page: OpenPage) -> None:
 async def test_thinking_is_folded_and_shows_what_it_counts(open_page: OpenPage) -> None:
     page = await foxes(open_page, "query")
     await page.evaluate("document.querySelector('#reasoning').click()")
+    await page.evaluate(f"{WATCH}(['.layer-point', layer => layer.childElementCount])")
     await run(page)
+    assert set(range(1, len(FOXES) + 1)) <= set(await page.evaluate("window.seen"))
     assert not await page.evaluate("document.querySelector('#thoughts').open")
-    assert await page.evaluate("document.querySelectorAll('.layer-point circle').length") == 0
-    await page.click("#thoughts summary")
-    await page.wait_for(f"document.querySelectorAll('.layer-point circle').length === {len(FOXES)}")
     circles = await boxes_on_screen(page, ".layer-point circle")
     found = match_points([((c[0] + c[2]) / 2, (c[1] + c[3]) / 2) for c in circles], FOXES)
     assert found.num_matched == len(FOXES)
+    await page.click("#thoughts summary")
     left, top, width, height = await page.frame("#thoughts mark")
     await page.hover((left + width / 2, top + height / 2))
     assert await page.evaluate("document.querySelectorAll('.layer-point .is-lit').length") == 1
+
+
+IN_SIGHT = "(f => f.top >= 0 && f.bottom <= innerHeight)(document.querySelector('%s').getBoundingClientRect())"
+
+
+async def test_on_a_phone_the_picture_is_in_sight_with_what_is_being_done(open_page: OpenPage) -> None:
+    page = await foxes(open_page, "query", width=390, height=844, touch=True)
+    ground = {"start_idx": 0, "end_idx": 5, "points": [[0.25, 0.5]]}
+    thought = {"type": "reasoning", "reasoning": "a fox", "grounding": ground}
+    await answer_with(page, thought, {"chunk": "one"}, {"chunk": "", "completed": True, "answer": "one"})
+    await page.click("#run")
+    await page.wait_for(f"{IN_SIGHT % '#canvas'} && {IN_SIGHT % '#running'}")
+    assert "Looking at the picture" in await page.text("#running")
+    await page.wait_for("document.querySelector('#doing-seconds').textContent === '1 s'")
+    await page.evaluate("sendEvent()")
+    await page.wait_for("document.querySelector('#doing').textContent === 'Thinking: 1 so far'")
+    (circle,) = await boxes_on_screen(page, ".layer-point circle")
+    assert ((circle[0] + circle[2]) / 2, (circle[1] + circle[3]) / 2) == pytest.approx((0.25, 0.5), abs=0.01)
+    await page.evaluate("sendEvent()")
+    await page.wait_for(f"document.querySelector('#doing').textContent === 'Writing' && {IN_SIGHT % '#answer'}")
+    await page.evaluate("sendEvent(), endEvents()")
+    await finished(page)
+    assert await page.text("#answer") == "one"
+
+
+async def test_an_adapter_of_the_server_is_chosen_in_a_menu(
+    open_page: OpenPage, adapter_folder: Path, locked_server: RunningServer
+) -> None:
+    page = await foxes(open_page, "caption")
+    assert await page.evaluate("document.querySelector('#adapter').offsetWidth") == 0
+    path = adapter_folder / "noise.safetensors"
+    save_adapter(random_adapter(str(default_model.FOLDER), rank=6, seed=0), path)
+    try:
+        await page.reload()
+        await page.wait_for("document.querySelector('#adapter').offsetWidth > 0")
+        await fill(page, "#adapter", "noise")
+        await choose_sample(page, "foxes.webp")
+        await choose_skill(page, "caption")
+        await run(page)
+    finally:
+        path.unlink()
+    outcome: Any = locked_server.watcher.outcomes[(await response_of(page))["request_id"]]
+    assert outcome.adapter == "noise"
+    await choose_skill(page, "chat")
+    await page.evaluate("document.querySelector('#code-tabs [data-name=request]').click()")
+    assert json.loads(await page.text("#code"))["model"] == "kestrel-tiny/noise"
 
 
 async def test_clicks_and_drags_become_references(open_page: OpenPage) -> None:

@@ -1,5 +1,6 @@
 /** The page put together: one form, one picture, one call at a time, and what came of each. */
 
+import { Adapters } from "./adapters.js";
 import { CallError, fetchBlob } from "./api.js";
 import { clearBanners, showError, showNotice } from "./banners.js";
 import { perform } from "./calling.js";
@@ -14,6 +15,7 @@ import { Marks } from "./marks.js";
 import { emptyOutcome } from "./outcome.js";
 import { Overlay } from "./overlay.js";
 import { largestPictureBytes, pictureOf, shownBytes } from "./picture.js";
+import { Progress, stepOf } from "./progress.js";
 import { Results } from "./results.js";
 import { connect } from "./server.js";
 import { showSamples } from "./samples.js";
@@ -23,7 +25,8 @@ import { setUpTheme } from "./theme.js";
 
 const NOTHING_KNOWN = { max_body_bytes: 32 * 2 ** 20 };
 
-const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const oneColumn = matchMedia("(max-width: 960px)");
 
 let picture = null;
 let facts = NOTHING_KNOWN;
@@ -33,7 +36,9 @@ const overlay = new Overlay(byId("overlay"), { onHover: (id) => results.light(id
 const results = new Results(overlay);
 const inspector = new Inspector();
 const conversation = new Conversation();
-const settings = new Settings({ onChange: () => onFormChange() });
+const progress = new Progress();
+const settings = new Settings({ onChange: () => onFormChange(), onKey: () => askForAdapters() });
+const adapters = new Adapters({ onChange: () => onFormChange() });
 const marks = new Marks({ overlay, onChange: () => onFormChange() });
 const composer = new Composer({ onChange: () => onSkillOrForm() });
 const history = new History({ onOpen: (entry) => reopen(entry) });
@@ -49,6 +54,7 @@ function form() {
     reasoning,
     system,
     picture,
+    adapter: adapters.chosen,
     model: facts.model,
     defaults: facts.defaults,
     marks: skill.takesMarks ? marks.list : [],
@@ -181,7 +187,9 @@ async function run() {
   const entry = { form: asked, call, outcome: emptyOutcome(), response: null, error: null, label: labelOf(asked) };
   running = new AbortController();
   composer.setRunning(true);
+  progress.begin();
   if (asked.skill === "chat") composer.setText("");
+  else if (asked.picture && oneColumn.matches) showStage();
   inspector.setResponse(null);
   try {
     await perform(entry, { key: settings.key, signal: running.signal, onProgress: () => showProgress(entry) });
@@ -190,20 +198,36 @@ async function run() {
     else entry.error = error;
   }
   running = null;
+  progress.end();
   composer.setRunning(false);
   finish(entry);
 }
 
-function showProgress({ form: asked, outcome, label }) {
-  if (asked.skill === "chat") conversation.showPending(asked.text, outcome);
-  else results.show(outcome, { label, picture: asked.picture, isBusy: true });
+/** With one column the form is below the picture; so is the keyboard of a phone. */
+function showStage() {
+  byId("prompt").blur();
+  scrollTo(byId("stage"), "start");
+}
+
+function scrollTo(node, block) {
+  node.scrollIntoView({ block, behavior: calm.matches ? "auto" : "smooth" });
+}
+
+function showProgress(entry) {
+  const { form: asked, outcome, label } = entry;
+  progress.say(stepOf(asked, outcome));
+  if (asked.skill === "chat") return conversation.showPending(asked.text, outcome);
+  results.show(outcome, { label, picture: asked.picture, isBusy: true });
+  if (!outcome.text || entry.hasText) return;
+  entry.hasText = true;
+  if (oneColumn.matches) scrollTo(byId("result"), "nearest");
 }
 
 function finish(entry) {
   if (entry.form.skill === "chat") finishChat(entry);
   history.add(entry);
   showEntry(entry);
-  if (results.shapes.length > 0) byId("stage").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
+  if (results.shapes.length > 0) scrollTo(byId("stage"), "nearest");
 }
 
 /** An answer that was stopped stays as far as it came. What was not answered can be sent again. */
@@ -249,6 +273,7 @@ function reopen(entry) {
   composer.restore(asked.skill === "chat" ? { ...asked, text: "" } : asked);
   shownSkill = asked.skill;
   settings.values = asked.settings;
+  adapters.chosen = asked.adapter;
   conversation.set(entry.turns ?? asked.turns);
   marks.set(asked.marks);
   showEntry(entry);
@@ -277,6 +302,10 @@ function whatIsMissing(asked) {
 
 // ---------------------------------------------------------------------- the start
 
+function askForAdapters() {
+  if (facts.skills && (!facts.needs_key || settings.key !== "")) adapters.ask(settings.key).then(onFormChange);
+}
+
 function onFacts(found) {
   const readsPictures = found.reads_pictures ?? true; // unknown while it loads
   const isFirst = facts === NOTHING_KNOWN;
@@ -290,6 +319,7 @@ function onFacts(found) {
     byId("reasoning").checked = true;
   } else if (isFirst) showSamples(byId("samples"), useSample).catch(showError);
   byId("desk").hidden = false;
+  askForAdapters();
   onSkillOrForm();
 }
 
@@ -305,7 +335,6 @@ setUpKeyboard({
   onStop: stop,
   onSkill: (index) => composer.offered[index] && composer.choose(composer.offered[index].name),
   onSettings: () => settings.open(),
-  sendsOnEnter: () => composer.skill.sendsOnEnter,
 });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -78,7 +78,6 @@ export const SKILLS = [
     hint: "Talk about the picture: earlier turns are remembered.",
     placeholder: "Say something about the picture",
     action: "Send",
-    sendsOnEnter: true,
     bound: "max_tokens",
     needsPicture: false,
     forText: {
@@ -138,7 +137,8 @@ function nativeBody(form, settings, skill) {
   if (skill.takesLength) body.length = form.length;
   if (skill.takesReasoning) body.reasoning = form.reasoning ?? false;
   if (skill.takesMarks && form.marks.length > 0) body.spatial_refs = form.marks;
-  if (Object.keys(settings).length > 0) body.settings = settings;
+  const all = form.adapter ? { ...settings, adapter: form.adapter } : settings;
+  if (Object.keys(all).length > 0) body.settings = all;
   if (form.streaming) body.stream = true;
   return body;
 }
@@ -166,8 +166,8 @@ const completeBody = (form, settings) =>
 
 const BODIES = { chat: chatBody, complete: completeBody };
 
-function inDialect(body, { model, streaming }) {
-  if (model) body.model = model;
+function inDialect(body, { model, adapter, streaming }) {
+  if (model) body.model = adapter ? `${model}/${adapter}` : model;
   if (streaming) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
   return body;
 }
