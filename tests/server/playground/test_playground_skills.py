@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from kestrel import default_model
 from kestrel.adapters import save_adapter
 from kestrel.evals.metrics import box_iou, match_points
+from kestrel.labelling.formats.shapes import polygon_area, polygons
+from kestrel.labelling.records import Row
+from kestrel.server.playground.routes import FOLDER
 from tests.engine.random_adapters import random_adapter
 from tests.server.conftest import RunningServer
 from tests.server.playground.browser import Page
@@ -148,6 +154,64 @@ async def test_layers_are_switched_off_and_on(open_page: OpenPage) -> None:
         assert not await page.evaluate(visible)
         await page.click(f"[data-layer={layer}]")
         assert await page.evaluate(visible)
+
+
+async def test_a_result_is_saved_as_a_picture_as_json_and_as_coco(open_page: OpenPage, tmp_path: Path) -> None:
+    page = await foxes(open_page, "detect")
+    await run(page)
+
+    async def saved(kind: str) -> tuple[str, bytes]:
+        path = await page.download(f"#download-{kind}", tmp_path)
+        content = path.read_bytes()
+        path.unlink()
+        return path.name, content
+
+    name, content = await saved("json")
+    found = json.loads(content)
+    assert (name, found) == ("foxes-detect.json", await response_of(page))
+    name, content = await saved("coco")
+    coco = json.loads(content)
+    assert (name, coco["categories"]) == ("foxes-detect.coco.json", [{"id": 1, "name": "fox"}])
+    size = coco["images"][0]
+    assert size == {"id": 1, "file_name": "foxes.webp", "width": 480, "height": 640}
+    for one, entry in zip(found["objects"], coco["annotations"], strict=True):
+        x, y = one["x_min"] * 480, one["y_min"] * 640
+        expected = [x, y, one["x_max"] * 480 - x, one["y_max"] * 640 - y]
+        assert entry["bbox"] == pytest.approx(expected, abs=0.011)
+        assert entry["score"] == one["score"]
+    before = Image.open(FOLDER / "samples/foxes.webp").convert("RGB")
+    _, content = await saved("png")
+    drawn = Image.open(io.BytesIO(content)).convert("RGB")
+    assert drawn.size == before.size
+    edge = int(found["objects"][0]["x_min"] * 480), int(sum(found["objects"][0][y] for y in ("y_min", "y_max")) * 320)
+    assert drawn.getpixel(edge) == (0xFF, 0x4D, 0x54)
+    for layer in ("box", "label"):
+        await page.click(f"[data-layer={layer}]")
+    _, content = await saved("png")
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(content)).convert("RGB")), np.asarray(before))
+    await choose_skill(page, "query")
+    await run(page)
+    shown = "[...document.querySelectorAll('#downloads button')].map(button => !button.hidden)"
+    assert await page.evaluate(shown) == [True, True, False]
+
+
+async def test_an_outline_is_saved_as_polygons(open_page: OpenPage, tmp_path: Path) -> None:
+    page = await foxes(open_page, "segment")
+    hole = "M0 0H1V1H0Z m.5 .5 l0 .25 c.1 0 .2 0 .25 0 a.25 .25 0 0 0 0 -.25z"
+    square = {"x_min": 0.25, "y_min": 0.25, "x_max": 0.75, "y_max": 0.5}
+    island = "M0 .5A.5 .5 0 0 1 .5 0L.5 .5ZM.6 .6L1 1L1 .6Z"
+    segments = [{"svg_path": path, "bbox": square} for path in (hole, island)]
+    await answer_with(page, {"type": "final", "completed": True, "segments": segments, "finish_reason": "stop"})
+    await page.evaluate("document.querySelector('#composer').requestSubmit()")
+    await page.evaluate("new Promise(done => setTimeout(done)).then(() => (sendEvent(), endEvents()))")
+    await finished(page)
+    with_hole, parts = json.loads((await page.download("#download-coco", tmp_path)).read_text())["annotations"]
+    assert with_hole["bbox"] == [120, 160, 240, 160]
+    row = Row(key="", file="", width=480, height=640)
+    for path, entry in ((hole, with_hole), (island, parts)):
+        truth = polygons(row, tuple(square.values()), path)
+        assert len(entry["segmentation"]) == len(truth)
+        assert entry["area"] == pytest.approx(sum(map(polygon_area, truth)), rel=0.01)
 
 
 async def test_thinking_is_folded_and_shows_what_it_counts(open_page: OpenPage) -> None:

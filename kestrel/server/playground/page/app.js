@@ -7,6 +7,7 @@ import { perform } from "./calling.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
+import { Downloads } from "./downloads.js";
 import { History } from "./history.js";
 import { Inspector } from "./inspector.js";
 import { setUpIntake } from "./intake.js";
@@ -36,6 +37,7 @@ const overlay = new Overlay(byId("overlay"), { onHover: (id) => results.light(id
 const results = new Results(overlay);
 const inspector = new Inspector();
 const conversation = new Conversation();
+const downloads = new Downloads();
 const progress = new Progress();
 const settings = new Settings({ onChange: () => onFormChange(), onKey: () => askForAdapters() });
 const adapters = new Adapters({ onChange: () => onFormChange() });
@@ -88,6 +90,7 @@ function showIdle() {
       : "Choose a picture first: then the answer appears here.",
   );
   inspector.setResponse(null);
+  downloads.offer(null);
   marks.offer(Boolean(composer.skill.takesMarks && picture));
   byId("new-chat").hidden = !isChat || conversation.turns.length === 0;
   conversation.isKept = isChat && facts.reads_pictures === false;
@@ -191,6 +194,7 @@ async function run() {
   if (asked.skill === "chat") composer.setText("");
   else if (asked.picture && oneColumn.matches) showStage();
   inspector.setResponse(null);
+  downloads.offer(null);
   try {
     await perform(entry, { key: settings.key, signal: running.signal, onProgress: () => showProgress(entry) });
   } catch (error) {
@@ -256,6 +260,7 @@ function showEntry(entry) {
     inspector.setResponse(error.body);
     if (!outcome.text && !outcome.points && !outcome.objects) return;
   } else inspector.setResponse(response);
+  downloads.offer(entry);
   const isChat = asked.skill === "chat";
   const shown = isChat ? { ...outcome, text: null, reasoning: null } : outcome;
   results.show(shown, { label, picture: asked.picture, isBusy: false, seen, wasStopped: wasStopped && !isChat });
