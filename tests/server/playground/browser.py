@@ -27,6 +27,7 @@ FLAGS = (
     "--disable-features=OptimizationHints,MediaRouter",
     "--hide-scrollbars",
     "--mute-audio",
+    "--use-fake-device-for-media-stream",
 )
 READ_BYTES = 2**20
 CALL_TIMEOUT_S = 30.0
@@ -232,6 +233,10 @@ class Page:
         """Media features of the system, such as prefers_color_scheme="dark"."""
         values = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         await self.call("Emulation.setEmulatedMedia", features=values)
+
+    async def allow_camera(self, origin: str, setting: str) -> None:
+        place = {"origin": origin, "browserContextId": self._context}
+        await self._connection.call("Browser.setPermission", permission={"name": "camera"}, setting=setting, **place)
 
     async def download(self, selector: str, folder: Path) -> Path:
         """The one file that a click saves; the folder must be empty."""

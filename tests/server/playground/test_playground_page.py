@@ -74,6 +74,23 @@ async def test_a_dropped_or_pasted_picture_is_shown_in_its_proportions(open_page
     assert "base64" in await page.text("#code")
 
 
+async def test_the_webcam_gives_a_picture_and_is_turned_off_again(
+    open_page: OpenPage, locked_server: RunningServer
+) -> None:
+    page = await open_page()
+    await page.allow_camera(locked_server.url, "denied")
+    await page.click("#webcam-first")
+    assert "refused this page the camera" in await banner(page)
+    await page.allow_camera(locked_server.url, "granted")
+    await page.click("#webcam-first")
+    await page.wait_for("!document.querySelector('#webcam-take').disabled")
+    await page.evaluate("window.track = document.querySelector('#webcam-view').srcObject.getVideoTracks()[0]")
+    await page.click("#webcam-take")
+    await page.wait_for("document.querySelector('#picture-facts').textContent.startsWith('webcam.jpg')")
+    assert await page.evaluate("document.querySelector('#picture').naturalWidth") > 300
+    assert await page.evaluate("[document.querySelector('#webcam').open, track.readyState]") == [False, "ended"]
+
+
 async def test_dragging_over_the_page_shows_where_to_drop(open_page: OpenPage) -> None:
     page = await open_page()
     visible = "getComputedStyle(document.querySelector('.drop-here')).display !== 'none'"

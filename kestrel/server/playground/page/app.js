@@ -23,6 +23,7 @@ import { showSamples } from "./samples.js";
 import { Settings } from "./settings.js";
 import { callOf } from "./skills.js";
 import { setUpTheme } from "./theme.js";
+import { setUpWebcam } from "./webcam.js";
 
 const NOTHING_KNOWN = { max_body_bytes: 32 * 2 ** 20 };
 
@@ -335,6 +336,7 @@ function onNoFacts(error) {
 
 setUpTheme();
 setUpIntake({ onFile: useFile, onError: showError });
+setUpWebcam({ onFile: useFile, onError: showError });
 setUpKeyboard({
   onRun: run,
   onStop: stop,

@@ -16,7 +16,7 @@ export function setUpKeyboard({ onRun, onStop, onSkill, onSettings }) {
     onRun();
   });
   document.addEventListener("keydown", (event) => {
-    if (byId("settings").open) return;
+    if (document.querySelector("dialog[open]")) return;
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
       onRun();
