@@ -173,7 +173,8 @@ class Page:
     async def forget(self) -> None:
         """What the page has kept, and what was noted of it: the next one opens as in another browser. A new tab would
         do too, at the price of four processes."""
-        await self.evaluate("sessionStorage.clear(), localStorage.clear()")
+        origin = await self.evaluate("sessionStorage.clear(), location.origin")
+        await self.call("Storage.clearDataForOrigin", origin=origin, storageTypes="local_storage,indexeddb")
         await self.hover((0, 0))
         self.requested.clear()
         self.complaints.clear()

@@ -87,7 +87,7 @@ async def test_the_webcam_gives_a_picture_and_is_turned_off_again(
     await page.evaluate("window.track = document.querySelector('#webcam-view').srcObject.getVideoTracks()[0]")
     await page.click("#webcam-take")
     await page.wait_for("document.querySelector('#picture-facts').textContent.startsWith('webcam.jpg')")
-    assert await page.evaluate("document.querySelector('#picture').naturalWidth") > 300
+    await page.wait_for("document.querySelector('#picture').naturalWidth > 300")
     assert await page.evaluate("[document.querySelector('#webcam').open, track.readyState]") == [False, "ended"]
 
 

@@ -21,8 +21,17 @@ from kestrel.labelling.records import Row
 from kestrel.server.playground.routes import FOLDER
 from tests.engine.random_adapters import random_adapter
 from tests.server.conftest import RunningServer
-from tests.server.playground.browser import Page
-from tests.server.playground.conftest import OpenPage, answer_with, choose_sample, choose_skill, fill, finished, run
+from tests.server.playground.browser import POLL_S, WAIT_S, Page
+from tests.server.playground.conftest import (
+    HAS_SAMPLES,
+    OpenPage,
+    answer_with,
+    choose_sample,
+    choose_skill,
+    fill,
+    finished,
+    run,
+)
 from tests.server.playground.scenes import Box, boxes_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -314,17 +323,54 @@ async def test_a_chat_remembers_its_turns_where_the_server_offers_it(open_page: 
     assert len(json.loads(await page.text("#code"))["messages"]) == 3
 
 
+IN_STORE = """import(new URL('history_store.js', document.querySelector('script[src$="app.js"]').src)).then(
+  async store => { %s })"""
+
+
+async def until_kept(page: Page, count: int) -> None:
+    async def polled() -> None:
+        while await page.evaluate(IN_STORE % "return (await store.kept()).length") != count:
+            await asyncio.sleep(POLL_S)
+
+    await asyncio.wait_for(polled(), WAIT_S)
+
+
 async def test_history_brings_back_what_was_asked_and_found(open_page: OpenPage) -> None:
     page = await foxes(open_page, "detect")
     await run(page)
     await choose_sample(page, "fish.webp")
     await choose_skill(page, "query")
     await run(page)
-    assert await page.evaluate("document.querySelectorAll('.past').length") == 2
     assert await page.text("#answer") == "yes"
+    await until_kept(page, 2)
+    await page.reload()
+    await page.wait_for(f"{HAS_SAMPLES} && document.querySelectorAll('.past').length === 2")
     await page.click("#history li:nth-child(2) .past")
-    await asyncio.sleep(0.1)
+    await page.wait_for("document.querySelector('#picture').complete")
     assert await page.evaluate("document.querySelector('[data-name=detect]').ariaChecked") == "true"
     assert "foxes.webp" in await page.text("#picture-facts")
     assert len(await page.evaluate(DRAWN_BOXES)) == len(FOXES)
     assert await page.evaluate("document.querySelector('#prompt').value") == "fox"
+    await run(page)  # with the picture that was kept
+    assert len(await page.evaluate(DRAWN_BOXES)) == len(FOXES)
+    await page.click("#clear-history")
+    await until_kept(page, 0)
+    await page.reload()
+    await page.wait_for(HAS_SAMPLES)
+    assert await page.evaluate("document.querySelectorAll('.past').length") == 0
+
+
+async def test_the_oldest_make_way_in_the_history_and_other_models_calls_stay_closed(open_page: OpenPage) -> None:
+    page = await open_page()
+    form = {"skill": "complete", "text": "", "settings": {}, "turns": [], "marks": [], "picture": None}
+    entry = f"{{form: {json.dumps(form)}, outcome: {{text: ''}}, at: new Date()}}"
+    await page.evaluate(IN_STORE % f"for (let i = 0; i < 62; i++) await store.keep({{label: `${{i}}`, ...{entry}}})")
+    await page.reload()
+    await page.wait_for(f"{HAS_SAMPLES} && document.querySelector('.past')")
+    asked = "[...document.querySelectorAll('.past-ask')].map(node => node.lastChild.textContent.trim())"
+    assert await page.evaluate(asked) == [str(number) for number in range(61, 1, -1)]
+    assert await page.evaluate("[...document.querySelectorAll('.past')].every(past => past.disabled)")
+    assert "kestrel-tiny does not know" in await page.evaluate("document.querySelector('.past').title")
+    large = f"{{label: 'large', blob: new Blob([new Uint8Array(9000)]), ...{entry}}}"
+    await page.evaluate(IN_STORE % f"await store.keep({large}, 10000)")
+    assert 1 < await page.evaluate(IN_STORE % "return (await store.kept()).length") < 60

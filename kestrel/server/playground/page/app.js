@@ -44,7 +44,7 @@ const settings = new Settings({ onChange: () => onFormChange(), onKey: () => ask
 const adapters = new Adapters({ onChange: () => onFormChange() });
 const marks = new Marks({ overlay, onChange: () => onFormChange() });
 const composer = new Composer({ onChange: () => onSkillOrForm() });
-const history = new History({ onOpen: (entry) => reopen(entry) });
+const history = new History({ onOpen: (entry) => reopen(entry), whyNot: (entry) => whyNotHere(entry) });
 
 // ---------------------------------------------------------------------- the form
 
@@ -271,6 +271,12 @@ function showEntry(entry) {
   if (outcome.text) byId("live").textContent = `${wasStopped ? "Stopped. " : ""}Answer: ${outcome.text}`;
 }
 
+/** Earlier calls may be of another model. */
+function whyNotHere({ form: asked }) {
+  if (!composer.named(asked.skill)) return `${facts.model} does not know this skill.`;
+  return composer.unavailable[asked.skill] ?? "";
+}
+
 function reopen(entry) {
   if (running) return;
   const { form: asked } = entry;
@@ -325,6 +331,7 @@ function onFacts(found) {
     byId("reasoning").checked = true;
   } else if (isFirst) showSamples(byId("samples"), useSample).catch(showError);
   byId("desk").hidden = false;
+  history.show();
   askForAdapters();
   onSkillOrForm();
 }
@@ -355,6 +362,7 @@ byId("new-chat").addEventListener("click", () => {
   onFormChange();
 });
 onSkillOrForm();
+history.load();
 connect(onFacts, onNoFacts);
 
 function stop() {
