@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 import time
@@ -109,6 +110,24 @@ async def choose_sample(page: Page, name: str) -> None:
 
 async def choose_skill(page: Page, name: str) -> None:
     await page.evaluate(f"document.querySelector('[data-name={name}]').click()")
+
+
+TRANSFER = """(([data, name, type]) => {
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], name, { type }));
+  return transfer;
+})"""
+
+
+async def give(
+    page: Page, event: str, data: bytes, name: str = "mine.png", kind: str = "image/png", to: str = "body"
+) -> None:
+    """A file in a drop or paste event, as the browser would send it."""
+    transfer = f"{TRANSFER}({json.dumps([base64.b64encode(data).decode(), name, kind])})"
+    carrier = "new DragEvent('drop', {bubbles: true, dataTransfer})"
+    if event == "paste":
+        carrier = "new ClipboardEvent('paste', {bubbles: true, clipboardData: dataTransfer})"
+    await page.evaluate(f"(dataTransfer => document.querySelector({to!r}).dispatchEvent({carrier}))({transfer})")
 
 
 async def run(page: Page) -> None:

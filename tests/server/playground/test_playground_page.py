@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import base64
 import io
 import json
 import os
@@ -33,18 +32,12 @@ from tests.server.playground.conftest import (
     enter_key,
     fill,
     finished,
+    give,
     run,
     soon,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-
-TRANSFER = """(([data, name, type]) => {
-  const transfer = new DataTransfer();
-  transfer.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], name, { type }));
-  return transfer;
-})"""
-
 
 def png(height: int, width: int, noisy: bool = False) -> bytes:
     shape = (height, width, 3)
@@ -52,15 +45,6 @@ def png(height: int, width: int, noisy: bool = False) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(out, "PNG")
     return out.getvalue()
-
-
-async def give(page: Page, event: str, data: bytes, name: str = "mine.png", kind: str = "image/png") -> None:
-    """A file in a drop or paste event, as the browser would send it."""
-    transfer = f"{TRANSFER}({json.dumps([base64.b64encode(data).decode(), name, kind])})"
-    carrier = "new DragEvent('drop', {bubbles: true, dataTransfer})"
-    if event == "paste":
-        carrier = "new ClipboardEvent('paste', {bubbles: true, clipboardData: dataTransfer})"
-    await page.evaluate(f"(dataTransfer => document.body.dispatchEvent({carrier}))({transfer})")
 
 
 @pytest.mark.parametrize("event", ["drop", "paste"])

@@ -30,6 +30,7 @@ from tests.server.playground.conftest import (
     choose_skill,
     fill,
     finished,
+    give,
     run,
 )
 from tests.server.playground.scenes import Box, boxes_of
@@ -273,6 +274,7 @@ async def test_an_adapter_of_the_server_is_chosen_in_a_menu(
         await page.reload()
         await page.wait_for("document.querySelector('#adapter').offsetWidth > 0")
         await fill(page, "#adapter", "noise")
+        await fill(page, "#setting-max_tokens", "3")
         await choose_sample(page, "foxes.webp")
         await choose_skill(page, "caption")
         await run(page)
@@ -321,6 +323,22 @@ async def test_a_chat_remembers_its_turns_where_the_server_offers_it(open_page: 
     assert len(turns) == 4
     await page.evaluate("document.querySelector('#code-tabs [data-name=request]').click()")
     assert len(json.loads(await page.text("#code"))["messages"]) == 3
+    fish = (FOLDER / "samples/fish.webp").read_bytes()
+    await give(page, "paste", fish, "fish.webp", "image/webp", to="#prompt")
+    await page.wait_for("document.querySelectorAll('#attached .chip').length === 1")
+    assert await page.evaluate("document.querySelector('#attach').disabled")  # the context has room for two
+    await fill(page, "#prompt", "And here?")
+    await run(page)
+    messages = json.loads(await page.text("#code"))["messages"]
+    kinds = [part["type"] for message in messages for part in message["content"] if isinstance(part, dict)]
+    assert kinds == ["image_url", "text", "image_url", "text"]
+    assert await page.evaluate("document.querySelectorAll('.turn').length") == 6
+    assert await page.evaluate("document.querySelectorAll('.turn img').length") == 1
+    for name, wanted in (("curl", "base64 < fish.webp"), ("python", '"url": picture_2')):
+        await page.evaluate(f"document.querySelector('#code-tabs [data-name={name}]').click()")
+        assert wanted in await page.text("#code")
+    await page.click("#new-chat")
+    assert not await page.evaluate("document.querySelector('#attach').disabled")
 
 
 IN_STORE = """import(new URL('history_store.js', document.querySelector('script[src$="app.js"]').src)).then(

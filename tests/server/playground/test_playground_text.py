@@ -66,6 +66,7 @@ async def say(page: Page, text: str, max_tokens: int = 6) -> None:
 async def test_a_text_model_has_a_chat_and_no_place_for_pictures(open_text_page: OpenPage) -> None:
     page = await open_text_page()
     assert await page.evaluate(VISIBLE_SKILLS) == ["chat", "complete"]
+    assert await page.evaluate("document.querySelector('#attach').offsetWidth") == 0
     await page.click("#open-settings")
     widths = (
         "['#picture-side', '#setting-max_objects', '#setting-top_p'].map(s => document.querySelector(s).offsetWidth)"

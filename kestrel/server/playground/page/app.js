@@ -2,6 +2,7 @@
 
 import { Adapters } from "./adapters.js";
 import { CallError, fetchBlob } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { clearBanners, showError, showNotice } from "./banners.js";
 import { perform } from "./calling.js";
 import { Composer } from "./composer.js";
@@ -42,6 +43,7 @@ const downloads = new Downloads();
 const progress = new Progress();
 const settings = new Settings({ onChange: () => onFormChange(), onKey: () => askForAdapters() });
 const adapters = new Adapters({ onChange: () => onFormChange() });
+const attachments = new Attachments({ onFile: (file) => attach(file), onChange: () => onFormChange() });
 const marks = new Marks({ overlay, onChange: () => onFormChange() });
 const composer = new Composer({ onChange: () => onSkillOrForm() });
 const history = new History({ onOpen: (entry) => reopen(entry), whyNot: (entry) => whyNotHere(entry) });
@@ -61,6 +63,7 @@ function form() {
     model: facts.model,
     defaults: facts.defaults,
     marks: skill.takesMarks ? marks.list : [],
+    attached: attachments.list,
     turns: conversation.turns,
     settings: settings.values,
     streaming: settings.isStreaming,
@@ -68,8 +71,20 @@ function form() {
 }
 
 function onFormChange() {
+  offerAttachments();
   inspector.setCall(callOf(form()), facts.needs_key || settings.key !== "");
   byId("key-wanted").hidden = !facts.needs_key || settings.key !== "";
+}
+
+function offerAttachments() {
+  const used = conversation.turns.reduce((sum, { pictures = [] }) => sum + pictures.length, picture ? 1 : 0);
+  const takesSeveral = composer.skill.name === "chat" && facts.max_chat_pictures > 1;
+  attachments.offer(takesSeveral, facts.max_chat_pictures - used);
+}
+
+function newChat() {
+  conversation.set([]);
+  attachments.set([]);
 }
 
 let shownSkill = null;
@@ -106,7 +121,7 @@ async function usePicture(blob, name, source = null) {
     const taken = await pictureOf(blob, name, { maxBytes: largestPictureBytes(facts), source });
     clearBanners();
     showPicture(taken);
-    conversation.set([]);
+    newChat();
     marks.set([]);
     showIdle();
     if (taken.shrunkFrom) showNotice(shrunkNotice(taken));
@@ -142,7 +157,7 @@ function removePicture() {
   if (isBusy()) return;
   showPicture(null);
   composer.suggest({});
-  conversation.set([]);
+  newChat();
   marks.set([]);
   showIdle();
   onFormChange();
@@ -159,11 +174,26 @@ async function useSample(sample, source) {
   }
 }
 
-function useFile(file) {
+/** What is dropped or pasted on the form goes to the message, where a chat takes several and has its first. */
+function useFile(file, target = null) {
   if (facts.reads_pictures === false) return showError(readsNoPictures());
   if (isBusy()) return;
+  if (picture && attachments.isOffered && !attachments.isFull && target?.closest("#composer")) return attach(file);
   composer.suggest({});
   usePicture(file, file.name || "pasted.png");
+}
+
+/** All pictures of a chat travel in one body. */
+async function attach(file) {
+  if (attachments.isFull) return;
+  const others = [picture, ...attachments.list, ...conversation.turns.flatMap(({ pictures = [] }) => pictures)];
+  const taken = others.reduce((sum, other) => sum + (other?.blob.size ?? 0), 0);
+  const maxBytes = Math.max(0, largestPictureBytes(facts) - taken);
+  try {
+    attachments.add(await pictureOf(file, file.name || "pasted.png", { maxBytes }));
+  } catch (error) {
+    showError(error);
+  }
 }
 
 const readsNoPictures = () =>
@@ -192,8 +222,10 @@ async function run() {
   running = new AbortController();
   composer.setRunning(true);
   progress.begin();
-  if (asked.skill === "chat") composer.setText("");
-  else if (asked.picture && oneColumn.matches) showStage();
+  if (asked.skill === "chat") {
+    composer.setText("");
+    attachments.set([]);
+  } else if (asked.picture && oneColumn.matches) showStage();
   inspector.setResponse(null);
   downloads.offer(null);
   try {
@@ -221,7 +253,7 @@ function scrollTo(node, block) {
 function showProgress(entry) {
   const { form: asked, outcome, label } = entry;
   progress.say(stepOf(asked, outcome));
-  if (asked.skill === "chat") return conversation.showPending(asked.text, outcome);
+  if (asked.skill === "chat") return conversation.showPending(asked.text, asked.attached, outcome);
   results.show(outcome, { label, picture: asked.picture, isBusy: true });
   if (!outcome.text || entry.hasText) return;
   entry.hasText = true;
@@ -241,13 +273,14 @@ function finishChat(entry) {
   if (error || (wasStopped && !outcome.text)) {
     conversation.show();
     if (composer.text === "") composer.setText(asked.text);
+    attachments.set(asked.attached);
     return;
   }
   const note = wasStopped ? "stopped" : outcome.finishReason === "length" ? "cut at the limit" : "";
   const { isUnfolded } = conversation;
   const answer = { role: "assistant", content: outcome.text, thoughts: outcome.reasoning?.text, isUnfolded };
   answer.note = note || (outcome.text.trim() === "" ? "an empty answer" : "");
-  conversation.set([...asked.turns, { role: "user", content: asked.text }, answer]);
+  conversation.set([...asked.turns, { role: "user", content: asked.text, pictures: asked.attached }, answer]);
   entry.turns = conversation.turns;
 }
 
@@ -287,6 +320,7 @@ function reopen(entry) {
   settings.values = asked.settings;
   adapters.chosen = asked.adapter;
   conversation.set(entry.turns ?? asked.turns);
+  attachments.set(entry.turns ? [] : asked.attached);
   marks.set(asked.marks);
   showEntry(entry);
 }
@@ -357,7 +391,7 @@ byId("composer").addEventListener("submit", (event) => {
 byId("stop").addEventListener("click", stop);
 byId("remove-picture").addEventListener("click", removePicture);
 byId("new-chat").addEventListener("click", () => {
-  conversation.set([]);
+  newChat();
   showIdle();
   onFormChange();
 });
