@@ -337,6 +337,7 @@ async def test_a_chat_remembers_its_turns_where_the_server_offers_it(open_page: 
     for name, wanted in (("curl", "base64 < fish.webp"), ("python", '"url": picture_2')):
         await page.evaluate(f"document.querySelector('#code-tabs [data-name={name}]').click()")
         assert wanted in await page.text("#code")
+    assert await page.evaluate("document.querySelector('#attach').disabled")
     await page.click("#new-chat")
     assert not await page.evaluate("document.querySelector('#attach').disabled")
 

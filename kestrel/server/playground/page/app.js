@@ -109,6 +109,7 @@ function showIdle() {
   downloads.offer(null);
   marks.offer(Boolean(composer.skill.takesMarks && picture));
   byId("new-chat").hidden = !isChat || conversation.turns.length === 0;
+  offerAttachments();
   conversation.isKept = isChat && facts.reads_pictures === false;
   conversation.show(isChat ? conversation.turns : []);
   byId("result").hidden = isChat;
