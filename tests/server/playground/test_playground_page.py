@@ -19,7 +19,6 @@ from PIL import Image
 from kestrel.errors import RequestCancelled
 from kestrel.server.playground.routes import FOLDER
 from tests.server.conftest import RunningServer
-from tests.server.playground.browser import Page
 from tests.server.playground.conftest import (
     KEY,
     MAX_BODY_BYTES,
@@ -38,6 +37,7 @@ from tests.server.playground.conftest import (
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
+
 
 def png(height: int, width: int, noisy: bool = False) -> bytes:
     shape = (height, width, 3)

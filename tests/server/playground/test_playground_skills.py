@@ -26,6 +26,7 @@ from tests.server.playground.conftest import (
     HAS_SAMPLES,
     OpenPage,
     answer_with,
+    banner,
     choose_sample,
     choose_skill,
     fill,
@@ -202,7 +203,7 @@ async def test_a_result_is_saved_as_a_picture_as_json_and_as_coco(open_page: Ope
     await choose_skill(page, "query")
     await run(page)
     shown = "[...document.querySelectorAll('#downloads button')].map(button => !button.hidden)"
-    assert await page.evaluate(shown) == [True, True, False]
+    assert await page.evaluate(shown) == [False, True, False]
 
 
 async def test_an_outline_is_saved_as_polygons(open_page: OpenPage, tmp_path: Path) -> None:
@@ -327,6 +328,8 @@ async def test_a_chat_remembers_its_turns_where_the_server_offers_it(open_page: 
     await give(page, "paste", fish, "fish.webp", "image/webp", to="#prompt")
     await page.wait_for("document.querySelectorAll('#attached .chip').length === 1")
     assert await page.evaluate("document.querySelector('#attach').disabled")  # the context has room for two
+    await give(page, "paste", fish, "third.webp", "image/webp", to="#prompt")
+    assert "room for 2 pictures: third.webp is left out" in await banner(page)
     await fill(page, "#prompt", "And here?")
     await run(page)
     messages = json.loads(await page.text("#code"))["messages"]

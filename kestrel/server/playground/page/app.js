@@ -179,14 +179,16 @@ async function useSample(sample, source) {
 function useFile(file, target = null) {
   if (facts.reads_pictures === false) return showError(readsNoPictures());
   if (isBusy()) return;
-  if (picture && attachments.isOffered && !attachments.isFull && target?.closest("#composer")) return attach(file);
+  if (picture && attachments.isOffered && target?.closest("#composer")) return attach(file);
   composer.suggest({});
   usePicture(file, file.name || "pasted.png");
 }
 
 /** All pictures of a chat travel in one body. */
 async function attach(file) {
-  if (attachments.isFull) return;
+  if (attachments.isFull) {
+    return showNotice(`This chat has room for ${facts.max_chat_pictures} pictures: ${file.name} is left out.`);
+  }
   const others = [picture, ...attachments.list, ...conversation.turns.flatMap(({ pictures = [] }) => pictures)];
   const taken = others.reduce((sum, other) => sum + (other?.blob.size ?? 0), 0);
   const maxBytes = Math.max(0, largestPictureBytes(facts) - taken);
@@ -295,10 +297,10 @@ function showEntry(entry) {
     inspector.setResponse(error.body);
     if (!outcome.text && !outcome.points && !outcome.objects) return;
   } else inspector.setResponse(response);
-  downloads.offer(entry);
   const isChat = asked.skill === "chat";
   const shown = isChat ? { ...outcome, text: null, reasoning: null } : outcome;
   results.show(shown, { label, picture: asked.picture, isBusy: false, seen, wasStopped: wasStopped && !isChat });
+  downloads.offer(entry);
   inspector.setCall(call, facts.needs_key || settings.key !== "");
   if (!isChat) return;
   byId("result").hidden = outcome.metrics === null;

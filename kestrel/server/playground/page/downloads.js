@@ -8,7 +8,7 @@ import { snapshotOf } from "./snapshot.js";
 const FINDERS = ["point", "detect", "segment"];
 const KINDS = {
   png: {
-    isThere: ({ form }) => form.picture && form.skill !== "chat",
+    isThere: () => byId("overlay").querySelector(".shape"),
     blobOf: ({ form }) => snapshotOf(form.picture, byId("overlay")),
   },
   json: { isThere: () => true, blobOf: ({ response }) => jsonBlob(response) },
@@ -19,11 +19,12 @@ export class Downloads {
   constructor() {
     this.entry = null;
     for (const [ending, { blobOf }] of Object.entries(KINDS)) {
-      buttonOf(ending).addEventListener("click", async () => save(await blobOf(this.entry), nameOf(this.entry, ending)));
+      const onClick = async () => save(await blobOf(this.entry), nameOf(this.entry, ending));
+      buttonOf(ending).addEventListener("click", onClick);
     }
   }
 
-  /** Null, and calls without a whole answer, offer nothing. */
+  /** Once its answer is drawn. Null, and calls without a whole answer, offer nothing. */
   offer(entry) {
     this.entry = entry;
     const isWhole = Boolean(entry?.response && !entry.error);

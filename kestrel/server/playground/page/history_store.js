@@ -4,7 +4,7 @@
  */
 
 import { Picture } from "./picture.js";
-import { callOf } from "./skills.js";
+import { callOf, skillNamed } from "./skills.js";
 
 const DATABASE = "kestrel-playground";
 const VERSION = 1; // another one forgets what was stored: raise it when entries change
@@ -32,7 +32,8 @@ export const keep = (entry, mostBytes = MOST_BYTES) =>
 /** What was kept, newest first. */
 export async function kept() {
   const found = (await inStore("readonly", (store) => store.getAll())) ?? [];
-  return found.reverse().map(({ record }) => {
+  const known = found.filter(({ record }) => skillNamed(record.form.skill)); // another release may have had others
+  return known.reverse().map(({ record }) => {
     const entry = unpacked(record);
     return { ...entry, call: callOf(entry.form) };
   });

@@ -26,7 +26,8 @@ async function loaded(address) {
 /** A picture of its own knows no stylesheet: what the sheet says is written to the nodes. */
 function addressOf(svg, { width, height, strokeScale }) {
   const copy = svg.cloneNode(true);
-  for (const [name, value] of Object.entries({ xmlns: svg.namespaceURI, width, height })) copy.setAttribute(name, value);
+  copy.setAttribute("width", width);
+  copy.setAttribute("height", height);
   const copies = copy.querySelectorAll("*");
   svg.querySelectorAll("*").forEach((node, index) => {
     const style = getComputedStyle(node);

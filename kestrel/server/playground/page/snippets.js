@@ -5,7 +5,7 @@ import { shownBytes } from "./picture.js";
 import { pictureAt, withPictures } from "./skills.js";
 
 const KEY_VARIABLE = "KESTREL_API_KEY";
-const CUT = "\0"; // where a picture's file goes
+const CUT = "\0file\0"; // where a picture's file goes
 
 export function requestJson({ body, pictures }) {
   const shortened = ({ mediaType, blob }) => `data:${mediaType};base64,… (${shownBytes(blob.size)})`;
@@ -39,7 +39,10 @@ export function curlCommand(call, { usesKey }) {
 
 export function pythonCode(call, { usesKey }) {
   const { pictures, body } = call;
-  const imports = [pictures.length > 0 && "import base64", body.stream && "import json", usesKey && "import os"].filter(Boolean);
+  const needs = { base64: pictures.length > 0, json: body.stream, os: usesKey };
+  const imports = Object.keys(needs)
+    .filter((name) => needs[name])
+    .map((name) => `import ${name}`);
   const parts = [[...imports, ...(imports.length ? [""] : []), "import httpx", ""].join("\n")];
   for (const [index, picture] of pictures.entries()) {
     parts.push(
