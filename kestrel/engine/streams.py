@@ -215,7 +215,8 @@ class EngineStream:
 def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
     """A chunk as plain data, the way every front end writes it.
 
-    Text has no type. Thinking has one and no `chunk`, so that joined chunks are the answer alone.
+    Text has no type. Thinking has one and no `chunk`, so that joined chunks are the answer alone. With a point that
+    thinking has named comes `grounding`, shaped as in the result: later ones of the same `start_idx` add to it.
     """
     place = {"completed": False, "token_index": chunk.token_index}
     match chunk.kind:
@@ -224,7 +225,7 @@ def chunk_body(chunk: StreamChunk) -> dict[str, Any]:
         case "tool_calls":
             return {"type": "tool_calls", "chunk": chunk.text, **(chunk.data or {}), **place}
         case "reasoning":
-            return {"type": "reasoning", "reasoning": chunk.text, **place}
+            return {"type": "reasoning", "reasoning": chunk.text, **(chunk.data or {}), **place}
         case "path_delta":
             return {"type": "path_delta", "chunk": chunk.text, **(chunk.data or {}), **place}
         case "bbox":

@@ -233,6 +233,8 @@ EVENT: Schema = {
         "completed": described("True in the last event, which holds the whole result.", {"type": "boolean"}),
         "chunk": described("A piece of the answer, the caption or the path.", {"type": "string"}),
         "token_index": COUNT,
+        "reasoning": described("A piece of thinking.", {"type": "string"}),
+        "grounding": described("A point of thinking; those of one `start_idx` belong together.", GROUND),
         "type": {"enum": ["reasoning", "bbox", "path_delta", "point", "object", "final"]},
         "error": ERROR["properties"]["error"],
     },

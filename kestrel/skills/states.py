@@ -385,7 +385,9 @@ class ReasoningState(RecordingState):
             self._suffix_left -= 1
             return text_delta(self._thoughts.flush(), "reasoning")
         coordinate = token.value if isinstance(token, CoordToken) else None
-        return text_delta(self._thoughts.push(emitted, coordinate), "reasoning")
+        words = self._thoughts.push(emitted, coordinate)
+        ground = None if coordinate is None else self._thoughts.new_ground
+        return text_delta(words, "reasoning") if ground is None else StreamDelta(words, "reasoning", ground)
 
     def rest(self) -> StreamDelta | None:
         if self._answering:
@@ -410,6 +412,11 @@ class _Chunk:
     def __init__(self, stream: TextStream) -> None:
         self.stream = stream
         self.coordinates: list[float] = []
+
+    def ground(self, start: int, values: Sequence[float]) -> dict[str, Any]:
+        """Its characters, which begin at `start`, and the whole points among these of its coordinates."""
+        points = [[values[i], values[i + 1]] for i in range(0, len(values) - 1, 2)]
+        return {"start_idx": start, "end_idx": start + len(self.stream.text), "points": points}
 
 
 class _Thoughts:
@@ -440,6 +447,14 @@ class _Thoughts:
             self._chunks[-1].coordinates.append(coordinate)
         return rest + self._chunks[-1].stream.push(emitted_id)
 
+    @property
+    def new_ground(self) -> dict[str, Any] | None:
+        """The point that the last coordinate completes, and the characters so far that it belongs to."""
+        chunk = self._chunks[-1]
+        if len(chunk.coordinates) % 2:
+            return None
+        return {"grounding": chunk.ground(self._num_before, chunk.coordinates[-2:])}
+
     def flush(self) -> str:
         return self._chunks[-1].stream.flush()
 
@@ -448,10 +463,8 @@ class _Thoughts:
         text = ""
         grounding: list[dict[str, Any]] = []
         for chunk in self._chunks:
-            start = len(text)
+            ground = chunk.ground(len(text), chunk.coordinates)
             text += chunk.stream.text
-            values = chunk.coordinates
-            points = [[values[i], values[i + 1]] for i in range(0, len(values) - 1, 2)]
-            if points:
-                grounding.append({"start_idx": start, "end_idx": len(text), "points": points})
+            if ground["points"]:
+                grounding.append(ground)
         return text, grounding

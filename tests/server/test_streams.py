@@ -61,6 +61,8 @@ def test_a_thoughtful_answer_streams_its_thoughts_apart_from_its_chunks(client: 
     assert thoughts
     assert all("chunk" not in piece for piece in thoughts)
     assert "".join(piece["reasoning"] for piece in thoughts) == last["reasoning"]["text"]
+    points = [point for piece in thoughts for point in piece.get("grounding", {}).get("points", ())]
+    assert points == [point for ground in last["reasoning"]["grounding"] for point in ground["points"]] != []
     assert "".join(piece["chunk"] for piece in pieces if "chunk" in piece) == last["answer"] == "3"
 
 

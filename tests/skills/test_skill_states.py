@@ -97,6 +97,16 @@ def test_a_coordinate_may_be_the_first_thought(md3: ModelProfile) -> None:
     assert output.fields["reasoning"]["grounding"] == [{"start_idx": 0, "end_idx": 4, "points": [[0.25, 0.5]]}]
 
 
+def test_a_point_of_thinking_streams_as_soon_as_it_is_whole(md3: ModelProfile) -> None:
+    places = [CoordToken(value) for value in (0.25, 0.5, 0.75, 1.0)]
+    tokens = [*words(md3, "look"), TextToken(7), *words(md3, "at dogs"), *places, TextToken(3)]
+    output, deltas = feed(ReasoningState(md3, PLAIN), tokens)
+    streamed = [delta.data["grounding"] for delta in deltas if delta.data is not None]
+    whole = {"start_idx": 4, "end_idx": 11}
+    assert streamed == [{**whole, "points": [[0.25, 0.5]]}, {**whole, "points": [[0.75, 1.0]]}]
+    assert output.fields["reasoning"]["grounding"] == [{**whole, "points": [[0.25, 0.5], [0.75, 1.0]]}]
+
+
 def test_characters_split_by_a_mark_stay_apart(md3: ModelProfile) -> None:
     halves = md3.tokenizer.encode("é")
     assert len(halves) == 2

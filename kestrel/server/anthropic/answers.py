@@ -117,7 +117,7 @@ class _Blocks:
         self._open: str | None = None
 
     def of_chunk(self, chunk: StreamChunk) -> Iterator[bytes]:
-        if chunk.kind == "reasoning":
+        if chunk.kind == "reasoning" and chunk.text:
             yield from self._begun("thinking", {"thinking": "", "signature": ""})
             yield self._delta("thinking_delta", thinking=chunk.text)
         elif chunk.text:

@@ -162,7 +162,7 @@ class _ChatShape:
             yield _chunk_choice(piece.index, {"role": "assistant", "content": ""})
         finish_reason = None if piece.result is None else _finish_reason(piece.result)
         chunk = piece.chunk
-        if chunk is None or (chunk.kind == "reasoning" and not self._shows_thinking):
+        if chunk is None or (chunk.kind == "reasoning" and not (self._shows_thinking and chunk.text)):
             if finish_reason is not None:
                 yield _chunk_choice(piece.index, {"content": ""}, None, finish_reason)
             return

@@ -20,6 +20,7 @@ from starlette.routing import Match
 
 from kestrel import __version__, default_model
 from kestrel.engine import InferenceEngine
+from kestrel.server.openai.chat import MAX_IMAGES
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.skills.template_chat import THINKING_SWITCH
@@ -163,6 +164,7 @@ def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]
     return {
         "skills": skills,
         "reads_pictures": profile.has_vision,
+        "max_chat_pictures": _max_chat_pictures(engine),
         "can_reason": bool(profile.reasoning_opener) or THINKING_SWITCH in template,
         "context_tokens": engine.max_model_length,
         "is_demonstration": engine.model_name == default_model.NAME,
@@ -174,6 +176,13 @@ def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]
             "max_objects": profile.defaults.max_objects,
         },
     }
+
+
+def _max_chat_pictures(engine: InferenceEngine) -> int:
+    """How many the context has room for, with words beside them."""
+    if not engine.profile.has_vision:
+        return 0
+    return min(MAX_IMAGES, (engine.max_model_length - 1) // engine.num_image_positions)
 
 
 def _is_routed(request: Request, path: str) -> bool:

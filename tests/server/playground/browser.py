@@ -27,6 +27,7 @@ FLAGS = (
     "--disable-features=OptimizationHints,MediaRouter",
     "--hide-scrollbars",
     "--mute-audio",
+    "--use-fake-device-for-media-stream",
 )
 READ_BYTES = 2**20
 CALL_TIMEOUT_S = 30.0
@@ -100,7 +101,7 @@ class Connection:
         context = (await self.call("Target.createBrowserContext"))["browserContextId"]
         target = await self.call("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        page = Page(self, attached["sessionId"])
+        page = Page(self, attached["sessionId"], context)
         self._pages[attached["sessionId"]] = page
         for domain in ("Page", "Runtime", "Network", "Log"):
             await page.call(f"{domain}.enable")
@@ -143,9 +144,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 class Page:
     """One tab. `requested` and `complaints` collect every address it asked for and every error it logged."""
 
-    def __init__(self, connection: Connection, session: str) -> None:
+    def __init__(self, connection: Connection, session: str, context: str) -> None:
         self._connection = connection
         self._session = session
+        self._context = context
         self.requested: list[str] = []
         self.complaints: list[str] = []
 
@@ -171,7 +173,8 @@ class Page:
     async def forget(self) -> None:
         """What the page has kept, and what was noted of it: the next one opens as in another browser. A new tab would
         do too, at the price of four processes."""
-        await self.evaluate("sessionStorage.clear(), localStorage.clear()")
+        origin = await self.evaluate("sessionStorage.clear(), location.origin")
+        await self.call("Storage.clearDataForOrigin", origin=origin, storageTypes="local_storage,indexeddb")
         await self.hover((0, 0))
         self.requested.clear()
         self.complaints.clear()
@@ -231,6 +234,21 @@ class Page:
         """Media features of the system, such as prefers_color_scheme="dark"."""
         values = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         await self.call("Emulation.setEmulatedMedia", features=values)
+
+    async def allow_camera(self, origin: str, setting: str) -> None:
+        place = {"origin": origin, "browserContextId": self._context}
+        await self._connection.call("Browser.setPermission", permission={"name": "camera"}, setting=setting, **place)
+
+    async def download(self, selector: str, folder: Path) -> Path:
+        """The one file that a click saves; the folder must be empty."""
+        settings = {"behavior": "allow", "browserContextId": self._context, "downloadPath": str(folder)}
+        await self._connection.call("Browser.setDownloadBehavior", **settings)
+        await self.click(selector)
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not (saved := [path for path in folder.iterdir() if path.suffix != ".crdownload"]):
+            assert asyncio.get_running_loop().time() < deadline, f"{selector} saved nothing"
+            await asyncio.sleep(POLL_S)
+        return saved[0]
 
     async def click(self, selector: str) -> None:
         await self.evaluate(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")

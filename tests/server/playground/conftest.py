@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -27,13 +29,21 @@ OpenPage = Callable[..., Awaitable[Page]]
 
 
 @pytest.fixture(scope="package")
-def locked_server(_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="package")
+def locked_server(
+    _one_thread: None, tmp_path_factory: pytest.TempPathFactory, adapter_folder: Path
+) -> Iterator[RunningServer]:
     """It looks at pictures as a whole only, which is enough for what is asked here and takes a fifth of the time."""
     folder = shutil.copytree(default_model.FOLDER, tmp_path_factory.mktemp("model") / default_model.NAME)
     given = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**given, "vision": given["vision"] | {"max_crops": 1}}))
     config = ServerConfig(port=0, api_keys=(KEY,), max_body_bytes=MAX_BODY_BYTES)
-    yield from start_server(config, runtime_config(model_path=folder))
+    adapters = {"adapter_dir": adapter_folder, "max_adapters": 1, "max_adapter_rank": 6}
+    yield from start_server(config, runtime_config(model_path=folder, **adapters))
 
 
 @pytest_asyncio.fixture(loop_scope="package", scope="package")
@@ -88,8 +98,8 @@ async def enter_key(page: Page, key: str) -> None:
 
 async def fill(page: Page, selector: str, text: str) -> None:
     field = f"document.querySelector({selector!r})"
-    event = "new Event('input', {bubbles: true})"
-    await page.evaluate(f"(field => {{ field.value = {text!r}; field.dispatchEvent({event}); }})({field})")
+    tell = "['input', 'change'].forEach(type => field.dispatchEvent(new Event(type, {bubbles: true})))"
+    await page.evaluate(f"(field => {{ field.value = {text!r}; {tell}; }})({field})")
 
 
 async def choose_sample(page: Page, name: str) -> None:
@@ -102,14 +112,48 @@ async def choose_skill(page: Page, name: str) -> None:
     await page.evaluate(f"document.querySelector('[data-name={name}]').click()")
 
 
+TRANSFER = """(([data, name, type]) => {
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], name, { type }));
+  return transfer;
+})"""
+
+
+async def give(
+    page: Page, event: str, data: bytes, name: str = "mine.png", kind: str = "image/png", to: str = "body"
+) -> None:
+    """A file in a drop or paste event, as the browser would send it."""
+    transfer = f"{TRANSFER}({json.dumps([base64.b64encode(data).decode(), name, kind])})"
+    carrier = "new DragEvent('drop', {bubbles: true, dataTransfer})"
+    if event == "paste":
+        carrier = "new ClipboardEvent('paste', {bubbles: true, clipboardData: dataTransfer})"
+    await page.evaluate(f"(dataTransfer => document.querySelector({to!r}).dispatchEvent({carrier}))({transfer})")
+
+
 async def run(page: Page) -> None:
     """Send, and wait for the whole answer."""
     await page.evaluate("document.querySelector('#composer').requestSubmit()")
     await finished(page)
 
 
+CANNED = """(events => {
+  window.fetch = async () => {
+    const body = new ReadableStream({ start(controller) {
+      window.sendEvent = () => controller.enqueue(new TextEncoder().encode(`${events.shift()}\\n\\n`));
+      window.endEvents = () => controller.close();
+    } });
+    return new Response(body, { headers: { "content-type": "text/event-stream" } });
+  };
+})"""
+"""Answers of the server that come when the test says so."""
+
+
+async def answer_with(page: Page, *events: dict[str, Any]) -> None:
+    await page.evaluate(f"{CANNED}({json.dumps([f'data: {json.dumps(event)}' for event in events])})")
+
+
 async def finished(page: Page) -> None:
-    await page.wait_for("document.querySelector('#stop').hidden", wait_s=30)
+    await page.wait_for("document.querySelector('#running').hidden", wait_s=30)
 
 
 SCREENSHOTS = Path("out/playground")

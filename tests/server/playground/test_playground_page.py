@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import base64
 import io
 import json
 import os
@@ -20,7 +19,6 @@ from PIL import Image
 from kestrel.errors import RequestCancelled
 from kestrel.server.playground.routes import FOLDER
 from tests.server.conftest import RunningServer
-from tests.server.playground.browser import Page
 from tests.server.playground.conftest import (
     KEY,
     MAX_BODY_BYTES,
@@ -33,17 +31,12 @@ from tests.server.playground.conftest import (
     enter_key,
     fill,
     finished,
+    give,
     run,
     soon,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-
-TRANSFER = """(([data, name, type]) => {
-  const transfer = new DataTransfer();
-  transfer.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))], name, { type }));
-  return transfer;
-})"""
 
 
 def png(height: int, width: int, noisy: bool = False) -> bytes:
@@ -52,15 +45,6 @@ def png(height: int, width: int, noisy: bool = False) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(out, "PNG")
     return out.getvalue()
-
-
-async def give(page: Page, event: str, data: bytes, name: str = "mine.png", kind: str = "image/png") -> None:
-    """A file in a drop or paste event, as the browser would send it."""
-    transfer = f"{TRANSFER}({json.dumps([base64.b64encode(data).decode(), name, kind])})"
-    carrier = "new DragEvent('drop', {bubbles: true, dataTransfer})"
-    if event == "paste":
-        carrier = "new ClipboardEvent('paste', {bubbles: true, clipboardData: dataTransfer})"
-    await page.evaluate(f"(dataTransfer => document.body.dispatchEvent({carrier}))({transfer})")
 
 
 @pytest.mark.parametrize("event", ["drop", "paste"])
@@ -72,6 +56,23 @@ async def test_a_dropped_or_pasted_picture_is_shown_in_its_proportions(open_page
     _, _, width, height = await page.frame("#picture")
     assert width / height == pytest.approx(3, rel=0.01)
     assert "base64" in await page.text("#code")
+
+
+async def test_the_webcam_gives_a_picture_and_is_turned_off_again(
+    open_page: OpenPage, locked_server: RunningServer
+) -> None:
+    page = await open_page()
+    await page.allow_camera(locked_server.url, "denied")
+    await page.click("#webcam-first")
+    assert "refused this page the camera" in await banner(page)
+    await page.allow_camera(locked_server.url, "granted")
+    await page.click("#webcam-first")
+    await page.wait_for("!document.querySelector('#webcam-take').disabled")
+    await page.evaluate("window.track = document.querySelector('#webcam-view').srcObject.getVideoTracks()[0]")
+    await page.click("#webcam-take")
+    await page.wait_for("document.querySelector('#picture-facts').textContent.startsWith('webcam.jpg')")
+    await page.wait_for("document.querySelector('#picture').naturalWidth > 300")
+    assert await page.evaluate("[document.querySelector('#webcam').open, track.readyState]") == [False, "ended"]
 
 
 async def test_dragging_over_the_page_shows_where_to_drop(open_page: OpenPage) -> None:
@@ -158,9 +159,14 @@ async def test_the_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     await page.evaluate("document.activeElement.select()")
     await page.type("Is there a fish? 4")
     assert await page.evaluate("document.querySelector('[data-name=query]').ariaChecked") == "true"
-    await page.press("Enter", ctrl=True)
+    await page.press("Enter", shift=True)
+    assert await page.evaluate("document.activeElement.value") == "Is there a fish? 4\n"
+    assert await page.evaluate("document.querySelector('.past')") is None
+    await page.press("Enter")
     await page.wait_for("document.querySelector('.past')")
     await page.evaluate("document.querySelector('[data-name=query]').focus()")
+    await page.press("Enter", ctrl=True)
+    await page.wait_for("document.querySelectorAll('.past').length === 2")
     await page.press("ArrowRight")
     assert await page.evaluate("document.activeElement.dataset.name") == "caption"
     outline = await page.evaluate("getComputedStyle(document.activeElement).outlineStyle")

@@ -20,6 +20,7 @@ from tests.server.playground.browser import Page
 from tests.server.playground.conftest import (
     IS_READY,
     OpenPage,
+    answer_with,
     banner,
     both_themes,
     choose_skill,
@@ -34,16 +35,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 TURNS = "[...document.querySelectorAll('.turn')].map(turn => turn.querySelector('.turn-text').textContent)"
 VISIBLE_SKILLS = "[...document.querySelectorAll('.skill')].filter(b => b.offsetWidth).map(b => b.dataset.name)"
-CANNED = """(events => {
-  window.fetch = async () => {
-    const body = new ReadableStream({ start(controller) {
-      window.sendEvent = () => controller.enqueue(new TextEncoder().encode(`${events.shift()}\\n\\n`));
-      window.endEvents = () => controller.close();
-    } });
-    return new Response(body, { headers: { "content-type": "text/event-stream" } });
-  };
-})"""
-"""Answers of the server that come when the test says so."""
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +63,10 @@ async def say(page: Page, text: str, max_tokens: int = 6) -> None:
     await page.press("Enter")
 
 
-async def answer_with(page: Page, *events: dict[str, Any]) -> None:
-    await page.evaluate(f"{CANNED}({json.dumps([f'data: {json.dumps(event)}' for event in events])})")
-
-
 async def test_a_text_model_has_a_chat_and_no_place_for_pictures(open_text_page: OpenPage) -> None:
     page = await open_text_page()
     assert await page.evaluate(VISIBLE_SKILLS) == ["chat", "complete"]
+    assert await page.evaluate("document.querySelector('#attach').offsetWidth") == 0
     await page.click("#open-settings")
     widths = (
         "['#picture-side', '#setting-max_objects', '#setting-top_p'].map(s => document.querySelector(s).offsetWidth)"

@@ -26,8 +26,8 @@ export class CallError extends Error {
   }
 }
 
-export async function fetchJson(path) {
-  const response = await reach(path, {});
+export async function fetchJson(path, key = "") {
+  const response = await reach(path, { headers: authorization(key) });
   if (!response.ok) throw await failureOf(response);
   return response.json();
 }
@@ -40,8 +40,7 @@ export async function fetchBlob(address) {
 
 /** Posts a body and gives the whole answer. Events of a stream go to `onEvent` as they come, the last one too. */
 export async function post(path, body, { key, signal, onEvent }) {
-  const headers = { "content-type": "application/json" };
-  if (key) headers.authorization = `Bearer ${key}`;
+  const headers = { "content-type": "application/json", ...authorization(key) };
   const response = await reach(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   if (!response.ok) throw await failureOf(response);
   if (!response.headers.get("content-type").startsWith("text/event-stream")) return response.json();
@@ -55,6 +54,8 @@ export async function post(path, body, { key, signal, onEvent }) {
   if (last === null) throw cutOff(requestId);
   return last;
 }
+
+const authorization = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 
 async function reach(path, options) {
   try {

@@ -1,11 +1,14 @@
 /** The page put together: one form, one picture, one call at a time, and what came of each. */
 
+import { Adapters } from "./adapters.js";
 import { CallError, fetchBlob } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { clearBanners, showError, showNotice } from "./banners.js";
 import { perform } from "./calling.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
+import { Downloads } from "./downloads.js";
 import { History } from "./history.js";
 import { Inspector } from "./inspector.js";
 import { setUpIntake } from "./intake.js";
@@ -14,16 +17,19 @@ import { Marks } from "./marks.js";
 import { emptyOutcome } from "./outcome.js";
 import { Overlay } from "./overlay.js";
 import { largestPictureBytes, pictureOf, shownBytes } from "./picture.js";
+import { Progress, stepOf } from "./progress.js";
 import { Results } from "./results.js";
 import { connect } from "./server.js";
 import { showSamples } from "./samples.js";
 import { Settings } from "./settings.js";
 import { callOf } from "./skills.js";
 import { setUpTheme } from "./theme.js";
+import { setUpWebcam } from "./webcam.js";
 
 const NOTHING_KNOWN = { max_body_bytes: 32 * 2 ** 20 };
 
-const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const oneColumn = matchMedia("(max-width: 960px)");
 
 let picture = null;
 let facts = NOTHING_KNOWN;
@@ -33,10 +39,14 @@ const overlay = new Overlay(byId("overlay"), { onHover: (id) => results.light(id
 const results = new Results(overlay);
 const inspector = new Inspector();
 const conversation = new Conversation();
-const settings = new Settings({ onChange: () => onFormChange() });
+const downloads = new Downloads();
+const progress = new Progress();
+const settings = new Settings({ onChange: () => onFormChange(), onKey: () => askForAdapters() });
+const adapters = new Adapters({ onChange: () => onFormChange() });
+const attachments = new Attachments({ onFile: (file) => attach(file), onChange: () => onFormChange() });
 const marks = new Marks({ overlay, onChange: () => onFormChange() });
 const composer = new Composer({ onChange: () => onSkillOrForm() });
-const history = new History({ onOpen: (entry) => reopen(entry) });
+const history = new History({ onOpen: (entry) => reopen(entry), whyNot: (entry) => whyNotHere(entry) });
 
 // ---------------------------------------------------------------------- the form
 
@@ -49,9 +59,11 @@ function form() {
     reasoning,
     system,
     picture,
+    adapter: adapters.chosen,
     model: facts.model,
     defaults: facts.defaults,
     marks: skill.takesMarks ? marks.list : [],
+    attached: attachments.list,
     turns: conversation.turns,
     settings: settings.values,
     streaming: settings.isStreaming,
@@ -59,8 +71,20 @@ function form() {
 }
 
 function onFormChange() {
+  offerAttachments();
   inspector.setCall(callOf(form()), facts.needs_key || settings.key !== "");
   byId("key-wanted").hidden = !facts.needs_key || settings.key !== "";
+}
+
+function offerAttachments() {
+  const used = conversation.turns.reduce((sum, { pictures = [] }) => sum + pictures.length, picture ? 1 : 0);
+  const takesSeveral = composer.skill.name === "chat" && facts.max_chat_pictures > 1;
+  attachments.offer(takesSeveral, facts.max_chat_pictures - used);
+}
+
+function newChat() {
+  conversation.set([]);
+  attachments.set([]);
 }
 
 let shownSkill = null;
@@ -82,8 +106,10 @@ function showIdle() {
       : "Choose a picture first: then the answer appears here.",
   );
   inspector.setResponse(null);
+  downloads.offer(null);
   marks.offer(Boolean(composer.skill.takesMarks && picture));
   byId("new-chat").hidden = !isChat || conversation.turns.length === 0;
+  offerAttachments();
   conversation.isKept = isChat && facts.reads_pictures === false;
   conversation.show(isChat ? conversation.turns : []);
   byId("result").hidden = isChat;
@@ -96,7 +122,7 @@ async function usePicture(blob, name, source = null) {
     const taken = await pictureOf(blob, name, { maxBytes: largestPictureBytes(facts), source });
     clearBanners();
     showPicture(taken);
-    conversation.set([]);
+    newChat();
     marks.set([]);
     showIdle();
     if (taken.shrunkFrom) showNotice(shrunkNotice(taken));
@@ -132,7 +158,7 @@ function removePicture() {
   if (isBusy()) return;
   showPicture(null);
   composer.suggest({});
-  conversation.set([]);
+  newChat();
   marks.set([]);
   showIdle();
   onFormChange();
@@ -149,11 +175,28 @@ async function useSample(sample, source) {
   }
 }
 
-function useFile(file) {
+/** What is dropped or pasted on the form goes to the message, where a chat takes several and has its first. */
+function useFile(file, target = null) {
   if (facts.reads_pictures === false) return showError(readsNoPictures());
   if (isBusy()) return;
+  if (picture && attachments.isOffered && target?.closest("#composer")) return attach(file);
   composer.suggest({});
   usePicture(file, file.name || "pasted.png");
+}
+
+/** All pictures of a chat travel in one body. */
+async function attach(file) {
+  if (attachments.isFull) {
+    return showNotice(`This chat has room for ${facts.max_chat_pictures} pictures: ${file.name} is left out.`);
+  }
+  const others = [picture, ...attachments.list, ...conversation.turns.flatMap(({ pictures = [] }) => pictures)];
+  const taken = others.reduce((sum, other) => sum + (other?.blob.size ?? 0), 0);
+  const maxBytes = Math.max(0, largestPictureBytes(facts) - taken);
+  try {
+    attachments.add(await pictureOf(file, file.name || "pasted.png", { maxBytes }));
+  } catch (error) {
+    showError(error);
+  }
 }
 
 const readsNoPictures = () =>
@@ -181,8 +224,13 @@ async function run() {
   const entry = { form: asked, call, outcome: emptyOutcome(), response: null, error: null, label: labelOf(asked) };
   running = new AbortController();
   composer.setRunning(true);
-  if (asked.skill === "chat") composer.setText("");
+  progress.begin();
+  if (asked.skill === "chat") {
+    composer.setText("");
+    attachments.set([]);
+  } else if (asked.picture && oneColumn.matches) showStage();
   inspector.setResponse(null);
+  downloads.offer(null);
   try {
     await perform(entry, { key: settings.key, signal: running.signal, onProgress: () => showProgress(entry) });
   } catch (error) {
@@ -190,20 +238,36 @@ async function run() {
     else entry.error = error;
   }
   running = null;
+  progress.end();
   composer.setRunning(false);
   finish(entry);
 }
 
-function showProgress({ form: asked, outcome, label }) {
-  if (asked.skill === "chat") conversation.showPending(asked.text, outcome);
-  else results.show(outcome, { label, picture: asked.picture, isBusy: true });
+/** With one column the form is below the picture; so is the keyboard of a phone. */
+function showStage() {
+  byId("prompt").blur();
+  scrollTo(byId("stage"), "start");
+}
+
+function scrollTo(node, block) {
+  node.scrollIntoView({ block, behavior: calm.matches ? "auto" : "smooth" });
+}
+
+function showProgress(entry) {
+  const { form: asked, outcome, label } = entry;
+  progress.say(stepOf(asked, outcome));
+  if (asked.skill === "chat") return conversation.showPending(asked.text, asked.attached, outcome);
+  results.show(outcome, { label, picture: asked.picture, isBusy: true });
+  if (!outcome.text || entry.hasText) return;
+  entry.hasText = true;
+  if (oneColumn.matches) scrollTo(byId("result"), "nearest");
 }
 
 function finish(entry) {
   if (entry.form.skill === "chat") finishChat(entry);
   history.add(entry);
   showEntry(entry);
-  if (results.shapes.length > 0) byId("stage").scrollIntoView({ block: "nearest", behavior: calm ? "auto" : "smooth" });
+  if (results.shapes.length > 0) scrollTo(byId("stage"), "nearest");
 }
 
 /** An answer that was stopped stays as far as it came. What was not answered can be sent again. */
@@ -212,13 +276,14 @@ function finishChat(entry) {
   if (error || (wasStopped && !outcome.text)) {
     conversation.show();
     if (composer.text === "") composer.setText(asked.text);
+    attachments.set(asked.attached);
     return;
   }
   const note = wasStopped ? "stopped" : outcome.finishReason === "length" ? "cut at the limit" : "";
   const { isUnfolded } = conversation;
   const answer = { role: "assistant", content: outcome.text, thoughts: outcome.reasoning?.text, isUnfolded };
   answer.note = note || (outcome.text.trim() === "" ? "an empty answer" : "");
-  conversation.set([...asked.turns, { role: "user", content: asked.text }, answer]);
+  conversation.set([...asked.turns, { role: "user", content: asked.text, pictures: asked.attached }, answer]);
   entry.turns = conversation.turns;
 }
 
@@ -235,10 +300,17 @@ function showEntry(entry) {
   const isChat = asked.skill === "chat";
   const shown = isChat ? { ...outcome, text: null, reasoning: null } : outcome;
   results.show(shown, { label, picture: asked.picture, isBusy: false, seen, wasStopped: wasStopped && !isChat });
+  downloads.offer(entry);
   inspector.setCall(call, facts.needs_key || settings.key !== "");
   if (!isChat) return;
   byId("result").hidden = outcome.metrics === null;
   if (outcome.text) byId("live").textContent = `${wasStopped ? "Stopped. " : ""}Answer: ${outcome.text}`;
+}
+
+/** Earlier calls may be of another model. */
+function whyNotHere({ form: asked }) {
+  if (!composer.named(asked.skill)) return `${facts.model} does not know this skill.`;
+  return composer.unavailable[asked.skill] ?? "";
 }
 
 function reopen(entry) {
@@ -249,7 +321,9 @@ function reopen(entry) {
   composer.restore(asked.skill === "chat" ? { ...asked, text: "" } : asked);
   shownSkill = asked.skill;
   settings.values = asked.settings;
+  adapters.chosen = asked.adapter;
   conversation.set(entry.turns ?? asked.turns);
+  attachments.set(entry.turns ? [] : asked.attached);
   marks.set(asked.marks);
   showEntry(entry);
 }
@@ -277,6 +351,10 @@ function whatIsMissing(asked) {
 
 // ---------------------------------------------------------------------- the start
 
+function askForAdapters() {
+  if (facts.skills && (!facts.needs_key || settings.key !== "")) adapters.ask(settings.key).then(onFormChange);
+}
+
 function onFacts(found) {
   const readsPictures = found.reads_pictures ?? true; // unknown while it loads
   const isFirst = facts === NOTHING_KNOWN;
@@ -290,6 +368,8 @@ function onFacts(found) {
     byId("reasoning").checked = true;
   } else if (isFirst) showSamples(byId("samples"), useSample).catch(showError);
   byId("desk").hidden = false;
+  history.show();
+  askForAdapters();
   onSkillOrForm();
 }
 
@@ -300,12 +380,12 @@ function onNoFacts(error) {
 
 setUpTheme();
 setUpIntake({ onFile: useFile, onError: showError });
+setUpWebcam({ onFile: useFile, onError: showError });
 setUpKeyboard({
   onRun: run,
   onStop: stop,
   onSkill: (index) => composer.offered[index] && composer.choose(composer.offered[index].name),
   onSettings: () => settings.open(),
-  sendsOnEnter: () => composer.skill.sendsOnEnter,
 });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -314,11 +394,12 @@ byId("composer").addEventListener("submit", (event) => {
 byId("stop").addEventListener("click", stop);
 byId("remove-picture").addEventListener("click", removePicture);
 byId("new-chat").addEventListener("click", () => {
-  conversation.set([]);
+  newChat();
   showIdle();
   onFormChange();
 });
 onSkillOrForm();
+history.load();
 connect(onFacts, onNoFacts);
 
 function stop() {

@@ -2,12 +2,12 @@
 
 import { cutOff, post } from "./api.js";
 import { joinedChat, outcomeOf, take } from "./outcome.js";
-import { withPicture } from "./skills.js";
+import { withPictures } from "./skills.js";
 
 /** Sets the entry's outcome, response and what the browser saw of the time. Throws what went wrong. */
 export async function perform(entry, { key, signal, onProgress }) {
   const { call, form } = entry;
-  const body = withPicture(call.body, call.picture && (await call.picture.dataUrl()));
+  const body = withPictures(call.body, await Promise.all(call.pictures.map((picture) => picture.dataUrl())));
   const beganMs = performance.now();
   const events = [];
   entry.seen = {};

@@ -1,7 +1,6 @@
 /** The form: which skill, in what words, how long, thinking or not. It changes with the skill. */
 
 import { byId, choiceGroup } from "./dom.js";
-import { RUN_KEYS } from "./keyboard.js";
 import { LENGTHS, SKILLS, skillsFor } from "./skills.js";
 
 export class Composer {
@@ -104,7 +103,6 @@ export class Composer {
 
   setRunning(isRunning) {
     this.isRunning = isRunning;
-    byId("stop").hidden = !isRunning;
     byId("run").hidden = isRunning;
     byId("new-chat").disabled = isRunning;
   }
@@ -130,6 +128,5 @@ export class Composer {
     prompt.placeholder = skill.placeholder;
     prompt.value = this.shownText;
     byId("run").firstChild.textContent = `${skill.action} `;
-    byId("run-keys").textContent = skill.sendsOnEnter ? "⏎" : RUN_KEYS;
   }
 }

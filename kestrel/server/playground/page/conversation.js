@@ -17,7 +17,7 @@ export class Conversation {
     return this.pending?.folded.open ?? false;
   }
 
-  /** A turn is {role, content}, of the model also {thoughts, isUnfolded, note}. */
+  /** A turn is {role, content}, of the visitor also {pictures}, of the model also {thoughts, isUnfolded, note}. */
   set(turns) {
     this.turns = turns;
     this.show();
@@ -25,11 +25,11 @@ export class Conversation {
 
   /** A question with its answer so far; the answer counts as a turn once it is whole. What is shown stays in place:
    * thoughts can be unfolded while more comes. */
-  showPending(question, { text, reasoning }) {
+  showPending(question, pictures, { text, reasoning }) {
     if (this.pending === null) {
       this.show();
       this.pending = new Bubble({ role: "assistant" });
-      this.box.append(new Bubble({ role: "user", content: question }).node, this.pending.node);
+      this.box.append(new Bubble({ role: "user", content: question, pictures }).node, this.pending.node);
       this.box.hidden = false;
       this.box.scrollTop = this.box.scrollHeight;
     }
@@ -47,13 +47,14 @@ export class Conversation {
 }
 
 class Bubble {
-  constructor({ role, content = "", thoughts, isUnfolded = false, note }) {
+  constructor({ role, content = "", pictures = [], thoughts, isUnfolded = false, note }) {
     this.title = element("summary");
     this.thoughts = element("p");
     this.folded = element("details", { className: "thoughts", open: isUnfolded }, this.title, this.thoughts);
     this.text = element("span", { className: "turn-text" });
     const who = element("span", { className: "sr-only" }, role === "user" ? "You: " : "Model: ");
-    this.node = element("div", { className: `turn turn-${role}` }, who, this.folded, this.text);
+    const shown = pictures.map(({ url, name }) => element("img", { src: url, alt: name }));
+    this.node = element("div", { className: `turn turn-${role}` }, who, ...shown, this.folded, this.text);
     this.say({ content, thoughts });
     if (note) this.node.append(element("span", { className: "answer-note" }, note));
   }

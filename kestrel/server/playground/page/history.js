@@ -1,28 +1,39 @@
-/** What was asked in this visit. Kept in memory alone: leaving or reloading the page forgets it. */
+/** What was asked, in this visit and earlier in this browser, newest first. */
 
 import { byId, element } from "./dom.js";
+import { MOST_ENTRIES, forgetAll, keep, kept } from "./history_store.js";
 import { summaryOf } from "./outcome.js";
 import { skillNamed } from "./skills.js";
 
-const MOST_ENTRIES = 60;
-
 export class History {
-  constructor({ onOpen }) {
+  /** `whyNot` says why an entry cannot be opened here: it may be of another model's skill. */
+  constructor({ onOpen, whyNot }) {
     this.entries = [];
-    this.onOpen = onOpen;
+    Object.assign(this, { onOpen, whyNot });
+    byId("history-bound").textContent = MOST_ENTRIES;
     byId("clear-history").addEventListener("click", () => {
       this.entries = [];
       this.show();
+      forgetAll();
     });
+  }
+
+  async load() {
+    const earlier = await kept();
+    this.entries = [...this.entries, ...earlier].slice(0, MOST_ENTRIES);
+    this.show(this.opened);
   }
 
   /** An entry is {form, call, outcome, response, error, seen, label}. */
   add(entry) {
-    this.entries = [{ ...entry, at: new Date() }, ...this.entries].slice(0, MOST_ENTRIES);
-    this.show(this.entries[0]);
+    const added = { ...entry, at: new Date() };
+    this.entries = [added, ...this.entries].slice(0, MOST_ENTRIES);
+    this.show(added);
+    keep(added);
   }
 
   show(opened = null) {
+    this.opened = opened;
     byId("history-empty").hidden = this.entries.length > 0;
     byId("clear-history").hidden = this.entries.length === 0;
     byId("history").replaceChildren(...this.entries.map((entry) => this.itemOf(entry, entry === opened)));
@@ -33,6 +44,7 @@ export class History {
     const thumbnail = form.picture
       ? element("img", { src: form.picture.url, alt: "" })
       : element("span", { className: "no-picture", "aria-hidden": "true" }, "Aa");
+    const asked = form.adapter ? `${entry.label} · ${form.adapter}` : entry.label;
     const summary = error?.title ?? (wasStopped ? "stopped" : summaryOf(outcome));
     const button = element(
       "button",
@@ -41,11 +53,13 @@ export class History {
       element(
         "span",
         { className: "past-text" },
-        element("span", { className: "past-ask" }, element("b", {}, skillNamed(form.skill).title), ` ${entry.label}`),
+        element("span", { className: "past-ask" }, element("b", {}, skillNamed(form.skill).title), ` ${asked}`),
         element("span", { className: "past-answer" }, summary),
       ),
-      element("time", {}, at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })),
+      element("time", {}, shownTime(at)),
     );
+    button.title = this.whyNot(entry);
+    button.disabled = button.title !== "";
     if (isOpened) button.setAttribute("aria-current", "true");
     button.addEventListener("click", () => {
       this.show(entry);
@@ -53,4 +67,10 @@ export class History {
     });
     return element("li", {}, button);
   }
+}
+
+function shownTime(at) {
+  const isToday = at.toDateString() === new Date().toDateString();
+  const day = isToday ? {} : { day: "numeric", month: "short" };
+  return at.toLocaleString([], { ...day, hour: "2-digit", minute: "2-digit" });
 }

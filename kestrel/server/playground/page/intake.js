@@ -3,6 +3,7 @@
 import { CallError } from "./api.js";
 import { byId } from "./dom.js";
 
+/** `onFile` gets the file, and what it was dropped or pasted on. */
 export function setUpIntake({ onFile, onError }) {
   for (const [input, ...buttons] of [
     ["file", "pick", "pick-first"],
@@ -19,7 +20,7 @@ export function setUpIntake({ onFile, onError }) {
     const file = pictureIn(event.clipboardData);
     if (!file) return; // text goes where the cursor is
     event.preventDefault();
-    onFile(file);
+    onFile(file, event.target);
   });
 }
 
@@ -37,7 +38,7 @@ function setUpDrop(onFile, onError) {
     event.preventDefault();
     set(0);
     const file = pictureIn(event.dataTransfer);
-    if (file) onFile(file);
+    if (file) onFile(file, event.target);
     else onError(noPicture());
   });
 }

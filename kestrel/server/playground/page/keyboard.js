@@ -4,19 +4,19 @@ import { byId } from "./dom.js";
 
 const IS_MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 
-export const RUN_KEYS = IS_MAC ? "⌘ ⏎" : "Ctrl ⏎";
+const RUN_KEYS = IS_MAC ? "⌘ ⏎" : "Ctrl ⏎";
 
-/** `sendsOnEnter` says whether a plain Enter in the field for the prompt runs it; Shift and Enter begin a line. */
-export function setUpKeyboard({ onRun, onStop, onSkill, onSettings, sendsOnEnter }) {
+/** Enter in the field for the prompt runs it; Shift and Enter begin a line. */
+export function setUpKeyboard({ onRun, onStop, onSkill, onSettings }) {
   byId("foot-run-keys").textContent = RUN_KEYS;
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.isComposing || !sendsOnEnter()) return;
+    if (event.isComposing) return;
     event.preventDefault();
     onRun();
   });
   document.addEventListener("keydown", (event) => {
-    if (byId("settings").open) return;
+    if (document.querySelector("dialog[open]")) return;
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
       onRun();

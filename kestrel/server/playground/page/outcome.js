@@ -23,7 +23,7 @@ export function take(outcome, event) {
       outcome.text = (outcome.text ?? "") + event.chunk;
       break;
     case "reasoning":
-      outcome.reasoning = { text: (outcome.reasoning?.text ?? "") + event.reasoning, grounding: [] };
+      outcome.reasoning = withThought(outcome.reasoning, event);
       break;
     case "point":
       outcome.points = [...(outcome.points ?? []), event.point];
@@ -39,6 +39,17 @@ export function take(outcome, event) {
       break;
   }
   return outcome;
+}
+
+/** A piece of thinking, and the point that came with it: points of one beginning belong together. */
+function withThought(reasoning, { reasoning: piece, grounding: ground }) {
+  const { text, grounding } = reasoning ?? { text: "", grounding: [] };
+  const others = grounding.filter(({ start_idx: start }) => start !== ground?.start_idx);
+  const before = grounding.find(({ start_idx: start }) => start === ground?.start_idx)?.points ?? [];
+  return {
+    text: text + piece,
+    grounding: ground ? [...others, { ...ground, points: [...before, ...ground.points] }] : grounding,
+  };
 }
 
 function takeChat(outcome, event) {

@@ -97,6 +97,6 @@ const unreadable = (name) =>
 const tooLarge = (name, maxBytes) =>
   new CallError({
     title: "This picture is too large",
-    message: `${name} does not fit into the ${shownBytes(maxBytes)} that this server takes, not even made smaller.`,
+    message: `${name} does not fit into the ${shownBytes(maxBytes)} that are left for it, not even made smaller.`,
     remedy: "Ask the operator for a larger limit (max_body_bytes).",
   });

@@ -14,10 +14,9 @@ const LAYERS = [
 export class Results {
   constructor(overlay) {
     this.overlay = overlay;
-    this.shapes = this.thoughts = [];
+    this.shapes = [];
     this.picture = null;
     this.hidden = new Set();
-    byId("thoughts").addEventListener("toggle", () => this.draw());
   }
 
   clear(hint) {
@@ -114,14 +113,8 @@ export class Results {
   }
 
   setShapes(shapes, thoughts) {
-    Object.assign(this, { shapes, thoughts });
-    this.draw();
-  }
-
-  /** Thoughts are drawn while their text is unfolded or touched. */
-  draw(touched = null) {
-    const showsThoughts = byId("thoughts").open || touched?.startsWith("thought");
-    const drawn = showsThoughts ? [...this.shapes, ...this.thoughts] : this.shapes;
+    this.shapes = shapes;
+    const drawn = [...shapes, ...thoughts];
     this.overlay.show(drawn);
     this.showLayers(drawn);
   }
@@ -158,7 +151,6 @@ export class Results {
   }
 
   light(id) {
-    if (id?.startsWith("thought") && !byId("thoughts").open) this.draw(id);
     this.overlay.highlight(id);
     for (const row of byId("result").querySelectorAll("[data-id]"))
       row.classList.toggle("is-lit", row.dataset.id === id);

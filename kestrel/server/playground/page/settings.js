@@ -13,11 +13,12 @@ const FIELDS = {
 };
 
 export class Settings {
-  constructor({ onChange }) {
+  constructor({ onChange, onKey }) {
     this.drawer = byId("settings");
     byId("sampling-fields").append(...SETTINGS.map(fieldOf));
     byId("api-key").value = storedKey();
     byId("api-key").addEventListener("input", () => storeKey(byId("api-key").value));
+    byId("api-key").addEventListener("change", onKey);
     this.drawer.addEventListener("input", onChange);
     this.drawer.addEventListener("click", (event) => event.target === this.drawer && this.drawer.close());
     byId("open-settings").addEventListener("click", () => this.open());

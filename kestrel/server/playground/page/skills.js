@@ -1,7 +1,10 @@
 /** What the page can ask for: one row per skill, and the request it makes of the form. */
 
-export const PICTURE = "\u0000picture\u0000";
-/** Stands for the picture's data URL in a body until it is sent or shown. */
+const STAND_IN = /^\0picture (\d+)\0$/;
+/** Stands for a picture's data URL in a body until it is sent or shown. */
+const standIn = (index) => `\0picture ${index}\0`;
+/** Which picture of the call a value stands for; undefined for other values. */
+export const pictureAt = (value) => (typeof value === "string" ? STAND_IN.exec(value)?.[1] : undefined);
 
 export const SKILLS = [
   {
@@ -78,7 +81,6 @@ export const SKILLS = [
     hint: "Talk about the picture: earlier turns are remembered.",
     placeholder: "Say something about the picture",
     action: "Send",
-    sendsOnEnter: true,
     bound: "max_tokens",
     needsPicture: false,
     forText: {
@@ -127,33 +129,33 @@ export function callOf(form) {
       .filter((name) => form.settings[name] !== undefined)
       .map((name) => [name, form.settings[name]]),
   );
-  const body = (BODIES[skill.name] ?? nativeBody)(form, settings, skill);
-  return { skill: skill.name, path: skill.path, body, picture: form.picture };
+  const pictures = []; // in their order in the body
+  const use = (picture) => standIn(pictures.push(picture) - 1);
+  const body = (BODIES[skill.name] ?? nativeBody)(form, settings, { skill, use });
+  return { skill: skill.name, path: skill.path, body, pictures };
 }
 
-function nativeBody(form, settings, skill) {
+function nativeBody(form, settings, { skill, use }) {
   const body = {};
-  if (form.picture) body.image_url = PICTURE;
+  if (form.picture) body.image_url = use(form.picture);
   if (skill.field) body[skill.field] = form.text;
   if (skill.takesLength) body.length = form.length;
   if (skill.takesReasoning) body.reasoning = form.reasoning ?? false;
   if (skill.takesMarks && form.marks.length > 0) body.spatial_refs = form.marks;
-  if (Object.keys(settings).length > 0) body.settings = settings;
+  const all = form.adapter ? { ...settings, adapter: form.adapter } : settings;
+  if (Object.keys(all).length > 0) body.settings = all;
   if (form.streaming) body.stream = true;
   return body;
 }
 
 /** The picture belongs to the first turn, so that every turn of the conversation shares it. */
-function chatBody(form, settings) {
-  const turns = [...form.turns, { role: "user", content: form.text }];
-  const messages = turns.map(({ role, content }) => ({ role, content }));
-  if (form.picture) {
-    const parts = [
-      { type: "image_url", image_url: { url: PICTURE } },
-      { type: "text", text: messages[0].content },
-    ];
-    messages[0].content = parts;
-  }
+function chatBody(form, settings, { use }) {
+  const turns = [...form.turns, { role: "user", content: form.text, pictures: form.attached }];
+  const messages = turns.map(({ role, content, pictures = [] }, index) => {
+    const all = form.picture && index === 0 ? [form.picture, ...pictures] : pictures;
+    const parts = all.map((picture) => ({ type: "image_url", image_url: { url: use(picture) } }));
+    return { role, content: parts.length > 0 ? [...parts, { type: "text", text: content }] : content };
+  });
   if (form.system) messages.unshift({ role: "system", content: form.system });
   const body = { messages, ...settings };
   if (form.reasoning !== null) body.reasoning = form.reasoning;
@@ -166,16 +168,17 @@ const completeBody = (form, settings) =>
 
 const BODIES = { chat: chatBody, complete: completeBody };
 
-function inDialect(body, { model, streaming }) {
-  if (model) body.model = model;
+function inDialect(body, { model, adapter, streaming }) {
+  if (model) body.model = adapter ? `${model}/${adapter}` : model;
   if (streaming) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
   return body;
 }
 
-/** The same body with every stand-in for the picture replaced. */
-export function withPicture(body, dataUrl) {
-  if (body === PICTURE) return dataUrl;
-  if (Array.isArray(body)) return body.map((item) => withPicture(item, dataUrl));
+/** The same body with every stand-in for a picture replaced. */
+export function withPictures(body, dataUrls) {
+  const index = pictureAt(body);
+  if (index !== undefined) return dataUrls[index];
+  if (Array.isArray(body)) return body.map((item) => withPictures(item, dataUrls));
   if (body === null || typeof body !== "object") return body;
-  return Object.fromEntries(Object.entries(body).map(([name, value]) => [name, withPicture(value, dataUrl)]));
+  return Object.fromEntries(Object.entries(body).map(([name, value]) => [name, withPictures(value, dataUrls)]));
 }

@@ -1,15 +1,15 @@
-/** The same call as JSON, as a curl command for macOS and Linux, and as Python. The picture is read from a file. */
+/** The same call as JSON, as a curl command for macOS and Linux, and as Python. Pictures are read from files. */
 
 import { ROOT } from "./api.js";
 import { shownBytes } from "./picture.js";
-import { PICTURE, withPicture } from "./skills.js";
+import { pictureAt, withPictures } from "./skills.js";
 
 const KEY_VARIABLE = "KESTREL_API_KEY";
+const CUT = "\0file\0"; // where a picture's file goes
 
-export function requestJson(call) {
-  const { picture } = call;
-  const shortened = picture && `data:${picture.mediaType};base64,… (${shownBytes(picture.blob.size)})`;
-  return prettyJson(withPicture(call.body, shortened));
+export function requestJson({ body, pictures }) {
+  const shortened = ({ mediaType, blob }) => `data:${mediaType};base64,… (${shownBytes(blob.size)})`;
+  return prettyJson(withPictures(body, pictures.map(shortened)));
 }
 
 /** Indented, with lists of plain values on one line. */
@@ -25,25 +25,29 @@ export function curlCommand(call, { usesKey }) {
     ...(usesKey ? [`-H "Authorization: Bearer $${KEY_VARIABLE}"`] : []),
     "--data-binary @-",
   ].join(" \\\n  ");
-  const [before, after] = JSON.stringify(call.body).split(JSON.stringify(PICTURE).slice(1, -1));
-  if (after === undefined) return `${keyNote(usesKey)}printf '%s' ${quoted(before)} |\n${flags}\n`;
-  const { picture } = call;
-  const lines = [
-    `  printf '%s' ${quoted(`${before}data:${picture.mediaType};base64,`)}`,
-    `  base64 < ${quoted(picture.name)} | tr -d '\\n'`,
-    `  printf '%s' ${quoted(after)}`,
-  ];
-  return `${keyNote(usesKey)}${fetchLine(picture)}${sizeNote(picture)}{\n${lines.join("\n")}\n} |\n${flags}\n`;
+  const { pictures } = call;
+  const cut = pictures.map(({ mediaType }) => `data:${mediaType};base64,${CUT}`);
+  const body = JSON.stringify(withPictures(call.body, cut));
+  const [first, ...rest] = body.split(JSON.stringify(CUT).slice(1, -1));
+  if (pictures.length === 0) return `${keyNote(usesKey)}printf '%s' ${quoted(first)} |\n${flags}\n`;
+  const lines = [`  printf '%s' ${quoted(first)}`];
+  for (const [index, piece] of rest.entries())
+    lines.push(`  base64 < ${quoted(pictures[index].name)} | tr -d '\\n'`, `  printf '%s' ${quoted(piece)}`);
+  const notes = pictures.map((picture) => fetchLine(picture) + sizeNote(picture)).join("");
+  return `${keyNote(usesKey)}${notes}{\n${lines.join("\n")}\n} |\n${flags}\n`;
 }
 
 export function pythonCode(call, { usesKey }) {
-  const { picture, body } = call;
-  const imports = [picture && "import base64", body.stream && "import json", usesKey && "import os"].filter(Boolean);
+  const { pictures, body } = call;
+  const needs = { base64: pictures.length > 0, json: body.stream, os: usesKey };
+  const imports = Object.keys(needs)
+    .filter((name) => needs[name])
+    .map((name) => `import ${name}`);
   const parts = [[...imports, ...(imports.length ? [""] : []), "import httpx", ""].join("\n")];
-  if (picture) {
+  for (const [index, picture] of pictures.entries()) {
     parts.push(
       `${fetchNote(picture)}${sizeNote(picture)}with open(${literal(picture.name)}, "rb") as file:\n` +
-        `    picture = "data:${picture.mediaType};base64," + base64.b64encode(file.read()).decode()\n`,
+        `    ${variableOf(index)} = "data:${picture.mediaType};base64," + base64.b64encode(file.read()).decode()\n`,
     );
   }
   parts.push(`body = ${literal(body)}\n`);
@@ -80,9 +84,12 @@ const streamingLines = (address, options, skill) =>
 /** For a POSIX shell. */
 const quoted = (text) => (/^[\w./:-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-/** A JSON value as Python writes it; the picture is the variable of that name. */
+const variableOf = (index) => (Number(index) === 0 ? "picture" : `picture_${Number(index) + 1}`);
+
+/** A JSON value as Python writes it; pictures are variables. */
 function literal(value, indent = "") {
-  if (value === PICTURE) return "picture";
+  const index = pictureAt(value);
+  if (index !== undefined) return variableOf(index);
   if (value === null) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
