@@ -24,6 +24,8 @@ from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
 from kestrel.engine.intake import (
+    DELAYS_AT_WORK,
+    DELAYS_WAITING,
     PICTURES_AHEAD,
     PictureGate,
     QueueRoom,
@@ -94,7 +96,7 @@ class InferenceEngine(SkillCalls):
         )
         max_requests = config.max_queue_size + limits.max_batch_size
         self._room = QueueRoom(max_requests, config.max_queue_tokens, self._scheduler.has_begun)
-        self._turns = ReadingTurns(loop, self._prepares_step)
+        self._turns = ReadingTurns(loop, self._num_delays)
         self._gate = PictureGate(loop, limits.max_batch_size + PICTURES_AHEAD, config.priority_ageing_s)
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
 
@@ -131,9 +133,11 @@ class InferenceEngine(SkillCalls):
         """Whether the model is at work on this machine's processor."""
         return self._ready.runtime.limits.paces_pictures and self._worker.busy_since_s is not None
 
-    def _prepares_step(self) -> bool:
-        """Whether a GPU may be waiting for the worker."""
-        return not self._ready.runtime.limits.paces_pictures and self._worker.is_preparing
+    def _num_delays(self) -> int:
+        """Of requests that are to be read, while a GPU may be waiting for the worker."""
+        if self._ready.runtime.limits.paces_pictures or not self._worker.is_preparing:
+            return 0
+        return DELAYS_AT_WORK if self._scheduler.has_steps_in_flight else DELAYS_WAITING
 
     # ------------------------------------------------------------------ what is loaded and how it is doing
 

@@ -125,9 +125,9 @@ class QueueRoom:
 # while the first ones are answered.
 
 
-READ_AT_ONCE = 2
-DELAY_S, MAX_DELAYS = 0.0005, 20
-"""Of a round that waits for the worker."""
+READ_AT_ONCE = 4
+DELAY_S, DELAYS_AT_WORK, DELAYS_WAITING = 0.0005, 3, 20
+"""Of a round that waits for the worker, while the GPU is at work and while it waits too."""
 PICTURES_AHEAD = 48
 """Requests with pictures beside as many as can run at the same time."""
 
@@ -140,9 +140,10 @@ class ReadingTurns:
     wait for long, as a worker may be busy all the time.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, is_worker_busy: Callable[[], bool]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_delays: Callable[[], int]) -> None:
+        """`num_delays` says how often a round may be put off now."""
         self._loop = loop
-        self._is_worker_busy = is_worker_busy
+        self._may_delay = num_delays
         self._num_taken = 0
         self._num_delays = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -161,7 +162,7 @@ class ReadingTurns:
         self._num_taken += 1
 
     def _next_round(self) -> None:
-        if self._waiting and self._num_delays < MAX_DELAYS and self._is_worker_busy():
+        if self._waiting and self._num_delays < self._may_delay():
             self._num_delays += 1
             self._loop.call_later(DELAY_S, self._next_round)
             return

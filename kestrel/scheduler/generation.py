@@ -66,6 +66,11 @@ class GenerationScheduler(Generic[StepT]):
     def has_work(self) -> bool:
         return bool(self._sequences or self._leaving or self._notices or len(self._pipeline))
 
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Other threads may ask this too."""
+        return len(self._pipeline) > 0
+
     is_collecting = False
     """Whether it waits for the device now. Other threads may ask this too."""
 

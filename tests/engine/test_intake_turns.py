@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kestrel.engine import intake
-from kestrel.engine.intake import MAX_DELAYS, READ_AT_ONCE, PictureGate, ReadingTurns
+from kestrel.engine.intake import READ_AT_ONCE, PictureGate, ReadingTurns
 from kestrel.engine.pools import PicturePool
 from kestrel.errors import EngineStopped, RequestCancelled
 from kestrel.runtime.contract import StepOutput
@@ -20,10 +20,11 @@ from tests.engine.fake_engine import fake_engine, fake_limits
 
 AGEING_S = 5.0
 MOST_INSIDE = 4
+MAX_DELAYS = 7
 
 
-def never() -> bool:
-    return False
+def never() -> int:
+    return 0
 
 
 async def test_a_few_are_read_in_each_round_and_others_are_heard_between_them() -> None:
@@ -62,14 +63,14 @@ async def test_who_leaves_while_waiting_takes_no_turn() -> None:
 async def test_a_round_waits_while_the_worker_prepares_a_step_but_not_for_ever(busy_for: int) -> None:
     asked: list[int] = []
 
-    def is_busy() -> bool:
+    def num_delays() -> int:
         asked.append(sum(task.done() for task in tasks))
-        return len(asked) <= busy_for
+        return MAX_DELAYS if len(asked) <= busy_for else 0
 
-    turns = ReadingTurns(asyncio.get_running_loop(), is_busy)
+    turns = ReadingTurns(asyncio.get_running_loop(), num_delays)
     tasks = [asyncio.create_task(turns.take()) for _ in range(READ_AT_ONCE + 1)]
     await asyncio.wait_for(asyncio.gather(*tasks), 60)
-    assert asked == [READ_AT_ONCE] * min(busy_for + 1, MAX_DELAYS)
+    assert asked == [READ_AT_ONCE] * (min(busy_for, MAX_DELAYS) + 1)
 
 
 async def test_the_worker_does_not_prepare_anything_while_it_waits_for_the_device() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kestrel.kernels.fp8 import LARGEST_FP8, SMALLEST_SCALE
 from kestrel.kernels.triton.device_functions import RowTiles, gelu_tanh, load_tile, store_tile
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 
 _LARGEST = tl.constexpr(LARGEST_FP8)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -62,8 +62,10 @@ def _load_row_part(x_ptr, offset, cols, dim, MASKED: tl.constexpr, HAS_GELU: tl.
 def _quantise(
     x_ptr, out_ptr, scale_ptr, dim, x_stride,
     MAIN: tl.constexpr, REST: tl.constexpr, REST_MASKED: tl.constexpr, HAS_GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    wait_for_inputs(DEPENDENT)
     x = _load_row_part(x_ptr, row * x_stride, tl.arange(0, MAIN), dim, False, HAS_GELU)
     x_rest = x
     if REST > 0:
@@ -103,6 +105,6 @@ def _launch(x_TD: Tensor, has_gelu: bool, tuning: RowTuning | None) -> tuple[Ten
         _quantise[(num_rows,)](
             x_TD, out_TD, scale_T1, dim, x_TD.stride(0),
             MAIN=tiles.main, REST=tiles.rest, REST_MASKED=tiles.is_rest_masked, HAS_GELU=has_gelu,
-            num_warps=(tuning or RowTuning.of(dim)).num_warps,
+            num_warps=(tuning or RowTuning.of(dim)).num_warps, **dependent(),
         )  # fmt: skip
     return out_TD, scale_T1
