@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -127,6 +126,8 @@ def _kestrel(
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - it takes 40 ms
+
     try:
         return version("kestrel")
     except PackageNotFoundError:

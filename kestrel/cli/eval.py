@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import note_default_model, open_engine, require_skill
@@ -35,7 +34,6 @@ from kestrel.evals.questions import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
 from kestrel.evals.report import as_json, as_tables
 from kestrel.evals.run import Evaluation, open_atlas, run_eval
 from kestrel.images.encoded import ImageLimits
-from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.train.adapter.samples import PictureFolder
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas
 
@@ -217,6 +215,9 @@ async def _evaluate(plan: EvalPlan, atlas: SpriteAtlas, config: RuntimeConfig) -
 
 
 def _run_on(config: RuntimeConfig) -> dict[str, Any]:
+    from kestrel.bench.results import environment  # noqa: PLC0415
+    from kestrel.runtime.device import choose_device, choose_dtype  # noqa: PLC0415 - it imports torch
+
     device = choose_device(config)
     return {
         "weights": None if config.weights is None else str(config.weights),

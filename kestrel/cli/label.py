@@ -18,14 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
 from kestrel import default_model
-from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source
 from kestrel.cli.batch import KEY_VARIABLE
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, write
 from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings, require_skill
-from kestrel.cli.options import flag, object_or_objects, split_names
+from kestrel.cli.options import check_adapter, flag, object_or_objects, split_names
 from kestrel.config import RuntimeConfig
-from kestrel.errors import ConfigError, KestrelError, RequestError
+from kestrel.errors import ConfigError, KestrelError
 from kestrel.labelling.askers import ENDPOINT_REQUESTS, Asker, EndpointAsker, EngineAsker
 from kestrel.labelling.endpoint import Endpoint
 from kestrel.labelling.formats import FORMATS, parse_split
@@ -244,12 +243,8 @@ class Work:
             raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
         if self.run.endpoint is not None:
             refuse_local_settings(self.config)
-        elif self.task.adapter is not None and not has_adapter_source(self.config, given_key()):
-            raise RequestError(
-                "adapter",
-                f"{self.task.adapter!r} has nowhere to come from; add --adapter-dir or --adapter-url-template, or set "
-                f"{API_KEY_VARIABLE}",
-            )
+        elif self.task.adapter is not None:
+            check_adapter(self.task.adapter, self.config)
 
     async def model_name(self) -> str:
         """Known before a model is loaded."""

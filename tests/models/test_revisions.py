@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel import families
+from kestrel import families, known_models
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.models.hub import HubFile, fetch_file, resolved
@@ -40,7 +40,7 @@ def test_revision_reaches_the_hub_and_an_unknown_one_is_named(hub: Hub) -> None:
         families.resolve(RuntimeConfig(model="moondream3.1-9B-A2B", revision="v3"))
 
 
-SOURCES = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
+SOURCES = {spec.name: spec.source for spec in known_models.registered_models() if spec.source is not None}
 
 
 @pytest.mark.parametrize("name", SOURCES)
