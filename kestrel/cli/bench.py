@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kestrel.bench.results import append_row, environment
 from kestrel.bench.workloads import MODES, SUITE_NAMES, WORKLOADS
-from kestrel.cli.config_flags import environment_hint, verb_group, with_flags
+from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
 from kestrel.cli.options import check_parent_folder, flag, split_names
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 def make_group() -> typer.Typer:
     group = verb_group("Measure speed.")
-    group.command("engine", epilog=environment_hint(engine))(engine)
-    group.command("text", epilog=environment_hint(text))(text)
-    group.command("kernels")(kernels)
+    add_verb(group, "engine", engine)
+    add_verb(group, "text", text)
+    add_verb(group, "kernels", kernels)
     return group
 
 
@@ -70,21 +70,25 @@ class EngineRun:
         f"What is asked: {', '.join(w.name for w in WORKLOADS)}. Default: {', '.join(DEFAULT_WORKLOADS)}.",
         (),
         metavar="NAME,...",
+        common=True,
     )
     modes: tuple[str, ...] = flag(
         "flood: all requests at once; closed: a client per row, one request in flight each; streams: the same with "
         "answers read as they come. Default: the first two.",
         (),
         metavar="NAME,...",
+        common=True,
     )
-    batch_sizes: tuple[str, ...] = flag("Several --max-batch-size, one after the other.", (), metavar="N,...")
-    tokens: tuple[str, ...] = flag("Tokens of every answer. Default: 3,30.", (), metavar="N,...")
+    batch_sizes: tuple[str, ...] = flag(
+        "Several --max-batch-size, one after the other.", (), metavar="N,...", common=True
+    )
+    tokens: tuple[str, ...] = flag("Tokens of every answer. Default: 3,30.", (), metavar="N,...", common=True)
     requests: int | None = flag("Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on.", metavar="N")
     adapters: int = flag(
         "Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.", 0, metavar="N"
     )
     adapter_rank: int | None = flag("Their rank. Default: 16. Raises --max-adapter-rank to it.", metavar="R")
-    suite: str | None = flag(f"Everything of a table, in order: {', '.join(SUITE_NAMES)}.", metavar="NAME")
+    suite: str | None = flag(f"Everything of a table, in order: {', '.join(SUITE_NAMES)}.", metavar="NAME", common=True)
     time_limit: float | None = flag(f"Seconds for a suite. Default: {DEFAULT_TIME_LIMIT_S:g}.", metavar="S")
     as_json: bool = flag("Print whole rows, one JSON object per line.", False, flags=("--json",), show_default=False)
 

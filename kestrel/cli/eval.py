@@ -100,9 +100,11 @@ def eval(
 class AdapterFlags:
     """What is asked about annotated pictures, and what is written."""
 
-    adapter: str | None = flag("Judge this adapter of --adapter-dir. Default: the model.", metavar="NAME")
-    baseline: bool = flag("Judge the model without the adapter too.", False, flags=("--baseline",), show_default=False)
-    skill: str = flag("What to ask.", LocatePlan.skill, metavar="detect|point")
+    adapter: str | None = flag("Judge this adapter of --adapter-dir. Default: the model.", metavar="NAME", common=True)
+    baseline: bool = flag(
+        "Judge the model without the adapter too.", False, flags=("--baseline",), show_default=False, common=True
+    )
+    skill: str = flag("What to ask.", LocatePlan.skill, metavar="detect|point", common=True)
     images: Path | None = field(
         default=None, metadata={"help": "Where the pictures are. Default: beside --data.", "metavar": "DIR"}
     )
@@ -120,11 +122,20 @@ class AdapterFlags:
     )
     json_file: Path | None = field(
         default=None,
-        metadata={"help": "Write all figures to this file as JSON.", "flags": ("--json",), "metavar": "FILE"},
+        metadata={
+            "common": True,
+            "help": "Write all figures to this file as JSON.",
+            "flags": ("--json",),
+            "metavar": "FILE",
+        },
     )
     page: Path | None = field(
         default=None,
-        metadata={"help": "Write a page (HTML, self-contained) that shows the worst pictures.", "metavar": "FILE"},
+        metadata={
+            "common": True,
+            "help": "Write a page (HTML, self-contained) that shows the worst pictures.",
+            "metavar": "FILE",
+        },
     )
     concurrency: int = flag("Pictures asked about at the same time.", LocatePlan.concurrency, metavar="N")
     max_objects: int = flag("Most objects in an answer.", LocatePlan.max_objects, metavar="N")

@@ -58,6 +58,7 @@ class Settings:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+COMMON_SETTINGS = ("max_tokens", "max_objects", "temperature")
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
@@ -69,7 +70,9 @@ def _with_settings(group: type[SettingsT]) -> type[SettingsT]:
             group.__annotations__[setting.name] = _TYPES[setting.kind.schema["type"]] | None
             names = tuple(f"--{name.replace('_', '-')}" for name in setting.names)
             is_hidden = setting.name == OTHER_BOUND[group.bound]
-            setattr(group, setting.name, flag(_help(setting), flags=names, hidden=is_hidden))
+            is_common = setting.name in COMMON_SETTINGS
+            extra = {"flags": names, "hidden": is_hidden, "group": "Answers", "common": is_common}
+            setattr(group, setting.name, flag(_help(setting), **extra))
     return dataclass(frozen=True, kw_only=True)(group)
 
 
@@ -123,11 +126,12 @@ class TextOutputOptions(OutputOptions):
 
 def check_settings(skill: str, settings: Settings, output: OutputOptions) -> None:
     """Refuse what can be refused before a model is loaded."""
-    from kestrel.skills.fields import FieldTable  # noqa: PLC0415
-
     given = settings.given()
-    values = FieldTable(skill, {}, bound=settings.bound).read({"settings": given})
-    values.sampling(temperature=0.0, top_p=1.0, max_new_tokens=1)
+    if given:
+        from kestrel.skills.fields import FieldTable  # noqa: PLC0415
+
+        values = FieldTable(skill, {}, bound=settings.bound).read({"settings": given})
+        values.sampling(temperature=0.0, top_p=1.0, max_new_tokens=1)
     if "logprobs" in given and not output.as_json:
         raise RequestError("--logprobs", "is shown in JSON only; add --json")
     if isinstance(output, TextOutputOptions) and output.save is not None:

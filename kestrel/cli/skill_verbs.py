@@ -196,9 +196,9 @@ class _SkillCall:
 
 
 def _run_skill(call: _SkillCall) -> None:
+    check_settings(call.skill, call.settings, call.output)
     if call.source is not None:
         check_pictures([call.source])
-    check_settings(call.skill, call.settings, call.output)
     if (adapter := call.settings.given().get("adapter")) is not None:
         check_adapter(adapter, call.config)
     run_to_end(_answer(call))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from kestrel import default_model
-from kestrel.cli.config_flags import verb_group, with_flags
+from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
 from kestrel.cli.options import parse_size, split_names
 from kestrel.errors import ConfigError
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 def make_group() -> typer.Typer:
     group = verb_group("Train models.")
-    group.command("tiny")(tiny)
-    group.command("adapter")(adapter)
+    add_verb(group, "tiny", tiny)
+    add_verb(group, "adapter", adapter)
     return group
 
 

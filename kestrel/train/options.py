@@ -21,10 +21,10 @@ class TinyRun:
     """One run, from a folder to a folder. Every field is also a CLI flag."""
 
     folder: Path = required(
-        "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR"
+        "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR", common=True
     )
-    steps: int = required("Batches to train on.")
-    batch_size: int = setting(128, "Scenes in a batch.")
+    steps: int = required("Batches to train on.", common=True)
+    batch_size: int = setting(128, "Scenes in a batch.", common=True)
     tasks_per_scene: int = setting(14, "Tasks drawn for each scene.")
     length: int = setting(294, "Positions for tasks behind each picture; tasks that do not fit are left out.")
     sizes: tuple[tuple[int, int], ...] = setting(
@@ -33,15 +33,17 @@ class TinyRun:
     courses: tuple[Course, ...] = setting(
         (EVERYTHING,), "What is shown and asked; each batch takes one by chance.", flags=()
     )
-    lr: float = setting(1e-3, "Learning rate after the warm-up.")
+    lr: float = setting(1e-3, "Learning rate after the warm-up.", group="Learning", common=True)
     final_lr: float = setting(1e-3, "Learning rate at the end, reached along a half cosine.")
     warmup_steps: int = setting(200, "Steps in which the learning rate rises.")
     ema_decay: float = setting(0.999, "How slowly the averaged weights follow; they are saved.")
     orthogonal: bool = setting(True, "Orthogonal steps for the matrices inside blocks, instead of AdamW.")
-    max_seconds: float = setting(math.inf, "End after this time if the steps are not done by then.", show_default=False)
+    max_seconds: float = setting(
+        math.inf, "End after this time if the steps are not done by then.", show_default=False, group="Run"
+    )
     seed: int = setting(0, "Of a fresh model's weights and tokenizer.")
     workers: int = setting(4, "Processes that make batches; 0 makes them between the steps.")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
     log_every: int = setting(25, "Steps between two rows of the curves.")
     shards: int = setting(1, "Weights files to save.")
     atlas: Path = setting(

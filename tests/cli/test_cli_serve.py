@@ -129,7 +129,7 @@ def test_keys_come_from_repeated_flags_or_the_environment(
 
 
 def test_help_names_every_flag(kestrel: Kestrel) -> None:
-    printed = " ".join(kestrel("serve", "--help").out.split())
+    printed = " ".join(kestrel("serve", "--help-all").out.split())
     for group in (ServerConfig, RuntimeConfig):
         for field in fields(group):
             assert all(flag in printed for flag in flag_names(field))

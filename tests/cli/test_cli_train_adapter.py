@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_of_the_data(kest
 def test_data_and_output_must_be_given(kestrel: Kestrel) -> None:
     assert "--data" in kestrel("train", "adapter", "--output", "x.safetensors").err
     assert "adapter" in kestrel("train").out
-    shown = kestrel("train", "adapter", "--help").out
+    shown = kestrel("train", "adapter", "--help-all").out
     assert all(flag in shown for flag in ("--skill", "--rank", "--resume", "--val-share", "--model-path"))
 
 
