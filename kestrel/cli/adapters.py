@@ -18,7 +18,7 @@ from kestrel.adapters import Adapter
 from kestrel.adapters.sources import AdapterListing
 from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.cli.config_flags import name_givers, verb_group
+from kestrel.cli.config_flags import add_verb, name_givers, verb_group
 from kestrel.cli.console import note, printable, run_to_end, stdout_console, write
 from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
@@ -45,9 +45,9 @@ _Base: TypeAlias = "ModelSpec | LocatedModel | Repository"
 
 def make_group() -> typer.Typer:
     group = verb_group("List, inspect and convert adapters.")
-    group.command("list")(list_adapters)
-    group.command("inspect")(inspect)
-    group.command("convert")(convert)
+    add_verb(group, "list", list_adapters)
+    add_verb(group, "inspect", inspect)
+    add_verb(group, "convert", convert)
     return group
 
 

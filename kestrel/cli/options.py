@@ -234,12 +234,20 @@ def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
     if is_file(text):
         raise RequestError(name, f"{text} is a file, not a question; {remedy}")
     if _looks_like_picture(text):
+        _refuse_folder(name, text)
         raise RequestError(name, f"{shown(text)} looks like a picture, and there is no such file; check the path")
+
+
+def _refuse_folder(name: str, path: str) -> None:
+    if os.path.isdir(os.path.expanduser(path)):
+        remedy = f"give one picture, or all of them to `kestrel label {path} --output DIR`"
+        raise RequestError(name, f"{shown(path)} is a folder; {remedy}")
 
 
 def check_pictures(sources: Iterable[str]) -> None:
     """Refuse paths without a file."""
     for name in sources:
+        _refuse_folder("image", name)
         if name != STDIN and not is_file(os.path.expanduser(name)):
             raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
 

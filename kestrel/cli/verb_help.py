@@ -1,4 +1,4 @@
-"""What the help of a verb shows: its flags by group, those that people use first, the others with --help-all."""
+"""A verb as a command: no value is given twice; help shows the flags that people use by group, --help-all every one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ import typer
 from typer.core import TyperCommand
 
 from kestrel.config import flag_names
+from kestrel.errors import ConfigError
 
 HELP_ALL = "--help-all"
 
 
 class VerbCommand(TyperCommand):
     """A verb. Its function names the flags that wait for --help-all as `rare_flags`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Of a flag that takes one value and is given twice, the last one would win unsaid."""
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for param in given:
+            takes_one = param.param_type_name == "option" and not (param.multiple or getattr(param, "is_flag", False))
+            if takes_one and given.count(param) > 1:
+                raise ConfigError("/".join(param.opts), f"is given {given.count(param)} times; give it once")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         left_out = () if _shows_all(ctx) else self._rare_flags()

@@ -7,7 +7,8 @@ the cache holds of a commit is used without asking the network.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,9 +109,31 @@ def fetch_weights(file: HubFile) -> Path:
 
 def fetch_file(file: HubFile) -> Path:
     try:
-        return _from_cache(file) or Path(hf_hub_download(file.repo, file.name, revision=file.revision))
+        with _one_line_about_retries():
+            return _from_cache(file) or Path(hf_hub_download(file.repo, file.name, revision=file.revision))
     except Exception as error:  # as above
         raise _failure(file, error) from error
+
+
+@contextmanager
+def _one_line_about_retries() -> Iterator[None]:
+    """The library warns twice at each of its attempts; one line says as much."""
+    told: list[str] = []
+
+    def is_passed_on(record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        if not told:
+            told.append(record.getMessage())
+            logger.warning("the model hub does not answer; trying again")
+        return False
+
+    requests = logging.getLogger("huggingface_hub.utils._http")
+    requests.addFilter(is_passed_on)
+    try:
+        yield
+    finally:
+        requests.removeFilter(is_passed_on)
 
 
 def fetch_if_there(file: HubFile) -> Path | None:

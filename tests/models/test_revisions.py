@@ -5,6 +5,10 @@ Against a small hub on the loopback, through huggingface_hub itself.
 
 from __future__ import annotations
 
+import logging
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from kestrel import families, known_models
@@ -64,6 +68,18 @@ def test_registered_models_are_fetched_by_commit_or_not_at_all(name: str, hub: H
 def test_a_revision_that_cannot_be_used_is_refused_by_name(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"^revision: "):
         RuntimeConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_a_hub_that_is_tried_again_is_told_of_once(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.is_down = True
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    with pytest.raises(CheckpointError, match="could not fetch"):
+        fetch_file(HubFile("someone/model", NEW, "model.safetensors"))
+    assert len(hub.asked) > 2
+    assert caplog.messages == ["the model hub does not answer; trying again"]
 
 
 def test_the_embedded_model_has_no_revision() -> None:
