@@ -26,7 +26,7 @@ from kestrel.errors import ConfigError, KestrelError
 from kestrel.families import ReadyModel, ready_from
 from kestrel.grammar import free_text
 from kestrel.models.family import LoadedModel
-from kestrel.moondream.random_models import RANDOM_NAMES
+from kestrel.moondream.releases import RANDOM_NAMES
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.settings import SamplingParams

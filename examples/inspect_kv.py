@@ -19,7 +19,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import KestrelError
 from kestrel.families import load, resolve
 from kestrel.images.decode import ImageLimits, decode_image
-from kestrel.moondream import MoondreamRuntime
+from kestrel.moondream.decoder import MoondreamRuntime
 from kestrel.moondream.prompts import moondream_profile
 from kestrel.moondream.spec import LoadedMoondream
 from kestrel.request import CacheNamespace, GenerationRequest, RequestMetrics

@@ -38,6 +38,8 @@ class RuntimeConfig:
         None,
         "A name of `kestrel models`, or a repository of the hub as org/name; fetched from the hub unless model_path is "
         "given.",
+        group="Model",
+        common=True,
     )
     revision: str | None = setting(
         None,
@@ -45,7 +47,10 @@ class RuntimeConfig:
         "text models, the branch main as it is now.",
     )
     model_path: str | os.PathLike[str] | None = setting(
-        None, "A model folder, a single weights file, or a .gguf file.", flags=("--model-path", "--weights")
+        None,
+        "A model folder, a single weights file, or a .gguf file.",
+        flags=("--model-path", "--weights"),
+        common=True,
     )
     weights_path: str | os.PathLike[str] | None = setting(None, "Another name for model_path.", flags=())
     tokenizer_path: str | os.PathLike[str] | None = setting(None, "tokenizer.json to use with a single weights file.")
@@ -57,8 +62,10 @@ class RuntimeConfig:
         "How a text model calls tools: hermes, llama3 or mistral. Default: as its chat template writes calls; without "
         "any, tools are refused.",
     )
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
-    dtype: Any = setting("auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
+    dtype: Any = setting(
+        "auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.", group="Numbers"
+    )
     quantization: str = setting(
         "none",
         "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
@@ -72,7 +79,7 @@ class RuntimeConfig:
         "auto, triton or sdpa. auto: Triton kernels on a GPU that can run them, else torch's own attention (sdpa), "
         "which runs without fused operations and CUDA graphs. flashinfer is not available yet.",
     )
-    max_batch_size: int = setting(16, "Sequences that run at the same time.")
+    max_batch_size: int = setting(16, "Sequences that run at the same time.", group="Batches and KV cache")
     max_seq_length: int | None = setting(
         None, "Longest prompt plus answer in tokens. Default: the model's own context."
     )
@@ -84,10 +91,12 @@ class RuntimeConfig:
         "0.25 on a CPU.",
     )
     refiner_path: str | os.PathLike[str] | None = setting(
-        None, "Weights of the segmentation refiner; without them segment returns the model's own outline."
+        None,
+        "Weights of the segmentation refiner; without them segment returns the model's own outline.",
+        group="Model",
     )
     adapter_dir: str | os.PathLike[str] | None = setting(
-        None, "A folder of adapters; files may come, change and go while the engine runs."
+        None, "A folder of adapters; files may come, change and go while the engine runs.", group="Adapters"
     )
     adapter_url_template: str | None = setting(
         None, "Where to download adapters from, such as https://example.org/adapters/{id}.safetensors."
@@ -103,11 +112,14 @@ class RuntimeConfig:
     max_adapters: int = setting(4, "Adapters that are on the device at the same time.")
     max_adapter_rank: int = setting(64, "Largest rank of an adapter; its memory is set aside.")
     adapter_memory_bytes: int = setting(2 * 2**30, "Loaded adapters kept in the memory of the host, in bytes.")
-    enable_prefix_cache: bool = setting(True, "Reuse the KV of repeated images, prompts and earlier answers.")
+    enable_prefix_cache: bool = setting(
+        True, "Reuse the KV of repeated images, prompts and earlier answers.", group="Batches and KV cache"
+    )
     max_prefill_tokens: int | None = setting(
         None,
         "Prompt positions one step may hold, so that running streams keep moving. Default: 2048; on a GPU 4096 "
         "with 16 rows or more, and 6144 with 64 or more of a model that reads pictures.",
+        group="Steps and queue",
     )
     streaming_prefill_tokens: int | None = setting(
         None,
@@ -130,7 +142,7 @@ class RuntimeConfig:
     )
     compile: bool = setting(False, "Compile the model with torch.compile (not available yet: refused when set).")
     honour_exif_orientation: bool = setting(
-        True, "Turn pictures upright by their EXIF tag. The reference implementation ignores the tag."
+        True, "Turn pictures upright by their EXIF tag. The reference implementation ignores the tag.", group="Pictures"
     )
     max_image_pixels: int = setting(100_000_000, "Largest picture in pixels, read from its header before decoding.")
     max_image_bytes: int = setting(64 * 2**20, "Largest encoded picture in bytes.")

@@ -1,8 +1,7 @@
-"""The one table of models: name to spec, and from a configuration to a model in memory."""
+"""The one table of families, and from a configuration to a model in memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,23 +13,29 @@ from torch import nn
 from kestrel import default_model
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
-from kestrel.errors import CheckpointError, ConfigError, did_you_mean, shown
+from kestrel.errors import CheckpointError, ConfigError, shown
+from kestrel.known_models import (
+    check_source,
+    find_model,
+    names_repository,
+    random_names,
+    registered_models,
+    repository_of,
+)
 from kestrel.llama.family import LlamaFamily
 from kestrel.models.checkpoint_files import find_weights, open_checkpoint
-from kestrel.models.family import LoadedModel, ModelSpec, Progress, ShortName
+from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.gguf.config import read_hub_config
 from kestrel.models.gguf.header import is_gguf
 from kestrel.models.hub import (
-    DEFAULT_BRANCH,
-    HubFile,
     fetch_file,
     fetch_folder,
     fetch_weights,
-    is_repository,
     note_commit,
     resolved,
 )
 from kestrel.models.locate import CONFIG_NAME, LocatedModel, find_tokenizer, read_config
+from kestrel.models.published import DEFAULT_BRANCH, HubFile, ModelSpec
 from kestrel.moondream.spec import MoondreamFamily
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
 from kestrel.runtime.bring_up import Abilities, choose_fast_path
@@ -59,53 +64,6 @@ def ready_from(
     return find_family(loaded.family).make_ready(loaded, config, with_adapters, make_decoder)
 
 
-def registered_models() -> tuple[ModelSpec, ...]:
-    """The published ones."""
-    return tuple(spec for family in FAMILIES for spec in family.models)
-
-
-def short_names() -> Mapping[str, ShortName]:
-    """Names that stand for repositories of the hub."""
-    return {short.name: short for family in FAMILIES for short in family.short_names}
-
-
-def embedded_model() -> ModelSpec:
-    """What comes with the package; its dimensions are read from its folder."""
-    config = read_config(default_model.FOLDER)
-    assert config is not None
-    with open_checkpoint(default_model.FOLDER) as checkpoint:
-        num_parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    return ModelSpec(
-        name=default_model.NAME,
-        family=next(family.name for family in FAMILIES if family.owns(config)),
-        description=default_model.DESCRIPTION,
-        num_parameters=num_parameters,
-        licence=default_model.LICENCE,
-        config=config,
-        source=None,
-    )
-
-
-def known_models() -> tuple[ModelSpec, ...]:
-    """Those whose dimensions are known here, the default first."""
-    return (embedded_model(), *registered_models())
-
-
-def find_model(name: str) -> ModelSpec:
-    if name == default_model.NAME:
-        return embedded_model()
-    for spec in registered_models():
-        if spec.name == name:
-            return spec
-    known = [default_model.NAME, *(spec.name for spec in registered_models()), *short_names()]
-    close = did_you_mean(name, known)
-    raise ConfigError(
-        "model",
-        f"{name!r} is not a registered model; choose one of: {', '.join(known)}, or name a repository of the hub as "
-        f"org/name{close}",
-    )
-
-
 def find_family(name: str) -> ModelFamily:
     return next(family for family in FAMILIES if family.name == name)
 
@@ -120,23 +78,9 @@ class Repository:
     config_file: HubFile
 
 
-def names_repository(name: str) -> bool:
-    """Whether `model` means a repository of the hub: by a short name, or by its own, which has a slash."""
-    return "/" in name or name in short_names()
-
-
 def find_repository(name: str, revision: str | None = None) -> Repository:
     """Fetches config.json and nothing else, so that what cannot run is refused before its weights are fetched."""
-    short = short_names().get(name)
-    repo = name if short is None else short.repo
-    if not is_repository(repo):
-        raise ConfigError(
-            "model", f"{shown(name)} is no name of a repository (org/name); pass files of this machine as --model-path"
-        )
-    known = [spec.name for spec in registered_models() if spec.source is not None and spec.source.weights.repo == repo]
-    if known:
-        raise ConfigError("model", f"{name} has the registered name {' or '.join(known)}; give that name")
-    file = resolved(HubFile(repo, revision or DEFAULT_BRANCH, CONFIG_NAME))
+    file = resolved(HubFile(repository_of(name), revision or DEFAULT_BRANCH, CONFIG_NAME))
     config = read_config(fetch_file(file).parent)
     if config is None:
         raise CheckpointError(
@@ -160,18 +104,10 @@ def resolve(config: RuntimeConfig) -> LocatedModel:
     dimensions there, the name decides; without a name, the names and shapes of the weights do. Without anything, it is
     the embedded model. A repository of the hub becomes a folder of the hub's cache.
     """
+    check_source(config)
     if config.weights is None and config.model in (None, default_model.NAME):
-        if config.revision is not None:
-            raise ConfigError(
-                "revision",
-                f"{default_model.NAME} comes with the package; name a model of the hub as model, or leave revision out",
-            )
         return replace(_on_disk(default_model.FOLDER, None, config.tokenizer_file), name=default_model.NAME)
     if config.model is not None and names_repository(config.model):
-        if config.weights is not None:
-            raise ConfigError(
-                "model", "is a repository of the hub, and model_path names files; leave one of the two out"
-            )
         return _in_repository(config.model, config.revision, config.tokenizer_file)
     spec = None if config.model is None else find_model(config.model)
     if config.weights is not None:
@@ -276,10 +212,6 @@ def _recognised(weights: Path) -> ModelSpec:
 
 
 # ---------------------------------------------------------------------- random weights, for measurements
-
-
-def random_names() -> tuple[str, ...]:
-    return tuple(name for family in FAMILIES for name in family.random_names)
 
 
 def random_model(

@@ -17,7 +17,7 @@ from kestrel.errors import ConfigError
 from kestrel.images.picture import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
-from kestrel.models.family import LoadedModel, ModelSpec, Progress, ShortName
+from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.locate import LocatedModel
 from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.contract import Runtime
@@ -56,12 +56,8 @@ class ModelFamily(ABC):
     name: str
     kinds: tuple[str, ...]
     """What its models call themselves, for refusals of others."""
-    models: tuple[ModelSpec, ...] = ()
-    """The published ones whose dimensions are known here."""
-    short_names: tuple[ShortName, ...] = ()
-    """Published ones that are known by name alone."""
     shape_sections: tuple[str, ...] = ()
-    """Sections of config.json that tell `models` apart."""
+    """Sections of config.json that tell published ones apart."""
     random_names: tuple[str, ...] = ()
     """Models that can be made with random weights, for measurements of speed."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kestrel import families
+from kestrel import families, known_models
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.models.checkpoint_files import TensorInfo, write_safetensors
@@ -46,7 +46,7 @@ def golden_folder(tmp_path: Path) -> Callable[..., Path]:
 
 def hollow_weights(folder: Path, name: str) -> Path:
     """A file with the headers of a real model and a sparse hole where the data would be."""
-    config = MoondreamConfig.from_dict(families.find_model(name).config)
+    config = MoondreamConfig.from_dict(known_models.find_model(name).config)
     shapes = {f"model.{key}": p.shape for key, p in build_on_meta(config).named_parameters()}
     infos = {key: TensorInfo(tuple(shape), torch.bfloat16) for key, shape in shapes.items()}
     path = folder / "model.safetensors"
@@ -58,7 +58,7 @@ def hollow_weights(folder: Path, name: str) -> Path:
 
 
 def test_every_registered_model_has_the_size_it_says() -> None:
-    for spec in families.registered_models():
+    for spec in known_models.registered_models():
         model = build_on_meta(MoondreamConfig.from_dict(spec.config))
         assert sum(parameter.numel() for parameter in model.parameters()) == spec.num_parameters
         assert spec.licence
@@ -67,7 +67,7 @@ def test_every_registered_model_has_the_size_it_says() -> None:
 
 def test_all_that_can_be_fetched_have_the_starmie_tokenizer() -> None:
     """The one beside the weights of Moondream 2 is stale."""
-    sources = [spec.source for spec in families.registered_models() if spec.source is not None]
+    sources = [spec.source for spec in known_models.registered_models() if spec.source is not None]
     assert {source.tokenizer.repo for source in sources} == {"moondream/starmie-v1"}
 
 
@@ -85,12 +85,12 @@ def test_without_a_path_the_embedded_model_is_taken(name: str | None) -> None:
 
 
 def test_the_embedded_model_is_listed_first_with_the_size_it_has() -> None:
-    spec, *others = families.known_models()
-    assert tuple(others) == families.registered_models()
+    spec, *others = known_models.known_models()
+    assert tuple(others) == known_models.registered_models()
     model = load(families.resolve(RuntimeConfig(model=spec.name))).model
     assert (spec.name, spec.source) == ("kestrel-tiny", None)
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert families.find_model("kestrel-tiny") == spec
+    assert known_models.find_model("kestrel-tiny") == spec
 
 
 def test_the_embedded_model_can_be_named_together_with_a_folder_of_its_shape(
@@ -127,7 +127,7 @@ def test_a_name_must_be_of_the_model_in_the_folder(golden_folder: Callable[..., 
 
 def test_a_name_that_fits_the_folder_labels_it(golden_folder: Callable[..., Path]) -> None:
     folder = golden_folder("md2")
-    (folder / "config.json").write_text(json.dumps(dict(families.find_model("moondream2").config)))
+    (folder / "config.json").write_text(json.dumps(dict(known_models.find_model("moondream2").config)))
     located = families.resolve(RuntimeConfig(model_path=folder, model="moondream2"))
     assert located.name == "moondream2"
     assert located.config["text"]["dim"] == 2048
@@ -138,7 +138,7 @@ def test_a_lone_file_takes_config_from_the_name_and_a_given_tokenizer(tmp_path: 
     tokenizer = GOLDENS / "md3" / "tokenizer.json"
     located = families.resolve(RuntimeConfig(model_path=weights, tokenizer_path=tokenizer, model="moondream3.1-9B-A2B"))
     assert located.name == "moondream3.1-9B-A2B"
-    assert located.config == families.find_model("moondream3.1-9B-A2B").config
+    assert located.config == known_models.find_model("moondream3.1-9B-A2B").config
     assert (located.weights, located.tokenizer) == (weights, tokenizer)
 
 
@@ -155,7 +155,7 @@ def test_a_published_folder_is_recognised_by_its_weights(tmp_path: Path, name: s
     shutil.copy(GOLDENS / "md3" / "tokenizer.json", tmp_path)
     located = families.resolve(RuntimeConfig(model_path=tmp_path))
     assert located.name == name
-    assert located.config == families.find_model(name).config
+    assert located.config == known_models.find_model(name).config
 
 
 def test_a_published_folder_of_unknown_size_asks_for_the_name(golden_folder: Callable[..., Path]) -> None:
@@ -232,10 +232,10 @@ def test_a_named_model_is_fetched_with_its_tokenizer(
     monkeypatch.setattr(families, "fetch_weights", fetch)
     monkeypatch.setattr(families, "fetch_file", fetch)
     located = families.resolve(RuntimeConfig(model="moondream2"))
-    source = families.find_model("moondream2").source
+    source = known_models.find_model("moondream2").source
     assert source is not None
     assert asked == [source.weights, source.tokenizer]
-    assert located.config == families.find_model("moondream2").config
+    assert located.config == known_models.find_model("moondream2").config
     assert (located.weights, located.tokenizer) == (folder / "model.safetensors", folder / "tokenizer.json")
     given = RuntimeConfig(model="moondream2", tokenizer_path=GOLDENS / "md3" / "tokenizer.json")
     assert families.resolve(given).tokenizer == GOLDENS / "md3" / "tokenizer.json"

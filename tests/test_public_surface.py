@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kestrel.config import RuntimeConfig
-from kestrel.families import registered_models, short_names
+from kestrel.known_models import registered_models, short_names
 from kestrel.server.config import ServerConfig
 from kestrel.skills import default_registry
 from tests.moondream.coarse import coarse_folder
@@ -60,7 +60,7 @@ def test_every_name_that_documents_and_examples_import_is_there() -> None:
 
 
 def is_there(module: str, name: str) -> bool:
-    return name in vars(importlib.import_module(module)) or importlib.util.find_spec(f"{module}.{name}") is not None
+    return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
 
 
 def test_what_may_not_import_torch_does_not_bring_it_along_either() -> None:

@@ -210,7 +210,7 @@ def test_the_descriptions_of_both_dialects_say_the_same(served: Served, name: st
 
 def test_every_flag_of_the_command_line_tells_the_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     for verb, bound in (("query", "max_objects"), ("point", "max_tokens")):
-        assert run([verb, "--help"]) == 0
+        assert run([verb, "--help-all"]) == 0
         told = " ".join(capsys.readouterr().out.split())
         for name, setting in SETTINGS.items():
             is_shown = setting.has_flag and name != bound

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from kestrel.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Side = Literal["a", "b"]
 AdapterFormat = Literal["torch-variant", "hosted-finetune", "peft", "kestrel-adapter"]

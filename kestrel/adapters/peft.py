@@ -18,13 +18,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kestrel.adapters.adapter import SIDES, Adapter, AdapterShape, AdapterTarget, ExpertShape, LowRankPair, Side
 from kestrel.errors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -407,6 +407,8 @@ def _filled_up(pair: LowRankPair, rank: int) -> LowRankPair:
     lacking = rank - pair.a.shape[-2]
     if lacking == 0:
         return pair
+    from torch.nn import functional  # noqa: PLC0415 - the list of adapters needs no torch
+
     return LowRankPair(functional.pad(pair.a, (0, 0, 0, lacking)), functional.pad(pair.b, (0, lacking)))
 
 

@@ -22,7 +22,8 @@ from kestrel.bench.engine import load_model
 from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import random_names, ready_from
+from kestrel.families import ready_from
+from kestrel.known_models import random_names
 from kestrel.runtime.device import choose_device, choose_dtype
 
 ASKS: tuple[tuple[str, dict[str, Any]], ...] = (

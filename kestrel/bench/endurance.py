@@ -25,7 +25,8 @@ from kestrel.bench.results import append_row, command_parser, environment, machi
 from kestrel.bench.workloads import QUESTION
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import random_names, ready_from
+from kestrel.families import ready_from
+from kestrel.known_models import random_names
 
 CLIENTS_PER_ROW = 1.5
 SHARE_THAT_LEAVES = 0.05

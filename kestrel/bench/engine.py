@@ -27,7 +27,7 @@ from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair, 
 from kestrel.adapters.adapter import Side
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.results import environment, machine_load
-from kestrel.bench.workloads import Ask, Load, Material, find_mode, find_workload, flood, question_pieces
+from kestrel.bench.workloads import SUITE_NAMES, Ask, Load, Material, find_mode, find_workload, flood, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
@@ -437,4 +437,4 @@ TINY = (
 )
 """A minute on a CPU, to see that everything runs."""
 
-SUITES: dict[str, Sequence[Chapter]] = {"h200": H200, "tiny": TINY, "text": TEXT}
+SUITES: dict[str, Sequence[Chapter]] = dict(zip(SUITE_NAMES, (H200, TINY, TEXT), strict=True))

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-
 import kestrel
 
 
@@ -25,6 +23,8 @@ def command_parser(description: str | None) -> argparse.ArgumentParser:
 
 def environment() -> dict[str, str]:
     """The columns every row begins with."""
+    import torch  # noqa: PLC0415 - the help of a benchmark needs none of it
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -39,6 +39,8 @@ def environment() -> dict[str, str]:
 
 def machine_load() -> dict[str, int | float]:
     """How many cores and threads there are, and how many processes wanted to run in the last minute."""
+    import torch  # noqa: PLC0415
+
     cores = os.cpu_count() or 1
     return {"cores": cores, "threads": torch.get_num_threads(), "load_before": os.getloadavg()[0]}
 

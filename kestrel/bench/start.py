@@ -23,7 +23,8 @@ from kestrel.bench.results import append_row, command_parser, environment, machi
 from kestrel.bench.workloads import Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import random_names, write_random_model
+from kestrel.families import write_random_model
+from kestrel.known_models import random_names
 from kestrel.models.locate import CONFIG_NAME
 
 TOKENS = 3

@@ -21,7 +21,8 @@ from kestrel.bench.results import append_row, command_parser, environment, machi
 from kestrel.bench.workloads import QUESTION, Answered, Ask, answer, percentiles
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.families import random_names, ready_from
+from kestrel.families import ready_from
+from kestrel.known_models import random_names
 
 SETTINGS = ("max_prefill_tokens", "streaming_prefill_tokens")
 LONG_PROMPT_WORDS = 1000

@@ -17,15 +17,19 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
 from kestrel.models.tokenizer import BLANK
 from kestrel.request import RequestMetrics
 
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
+
+SUITE_NAMES = ("h200", "tiny", "text")
+"""Names of whole tables of cases."""
 QUESTION = "What is the highest value shown by the bars in the left chart here?"
 
 
@@ -206,7 +210,7 @@ async def streams(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
     return await closed(engine, [replace(ask, fields={**ask.fields, "read_along": True}) for ask in asks])
 
 
-Mode = Callable[[InferenceEngine, Sequence[Ask]], Awaitable[Load]]
+Mode: TypeAlias = "Callable[[InferenceEngine, Sequence[Ask]], Awaitable[Load]]"
 MODES: dict[str, Mode] = {"flood": flood, "closed": closed, "streams": streams}
 
 

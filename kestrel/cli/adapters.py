@@ -7,36 +7,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kestrel.adapters import Adapter, save_adapter
-from kestrel.adapters.formats import AdapterFile, read_adapter_file
-from kestrel.adapters.inspection import AdapterSummary, summarise
-from kestrel.adapters.loading import fitted_adapter
+from kestrel.adapters import Adapter
 from kestrel.adapters.sources import AdapterListing
 from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.cli.config_flags import name_givers, verb_group
+from kestrel.cli.config_flags import add_verb, name_givers, verb_group
 from kestrel.cli.console import note, printable, run_to_end, stdout_console, write
 from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, KestrelError
-from kestrel.families import (
-    Repository,
-    adapter_shape,
-    find_model,
-    find_repository,
-    known_models,
-    names_repository,
-    resolve,
-)
-from kestrel.models.family import ModelSpec
+from kestrel.known_models import find_model, known_models, names_repository
 from kestrel.models.locate import LocatedModel
+from kestrel.models.published import ModelSpec
+
+if TYPE_CHECKING:
+    from kestrel.adapters.formats import AdapterFile
+    from kestrel.adapters.inspection import AdapterSummary
+    from kestrel.families import Repository
 
 ModelOption = Annotated[
     str | None,
@@ -46,14 +40,14 @@ ModelOption = Annotated[
     ),
 ]
 ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Folder of the base model.")]
-_Base: TypeAlias = ModelSpec | LocatedModel | Repository
+_Base: TypeAlias = "ModelSpec | LocatedModel | Repository"
 
 
 def make_group() -> typer.Typer:
     group = verb_group("List, inspect and convert adapters.")
-    group.command("list")(list_adapters)
-    group.command("inspect")(inspect)
-    group.command("convert")(convert)
+    add_verb(group, "list", list_adapters)
+    add_verb(group, "inspect", inspect)
+    add_verb(group, "convert", convert)
     return group
 
 
@@ -100,6 +94,8 @@ def inspect(
 
     Every model of `kestrel models` is tried, or the one that --model or --model-path names.
     """
+    from kestrel.adapters.inspection import summarise  # noqa: PLC0415 - help needs no torch
+
     content = _read(file)
     summary = summarise(content)
     fits = {base.name: _misfit(content, base) for base in _bases(model, model_path)}
@@ -125,6 +121,8 @@ def convert(
     Without --model and --model-path every known model is tried.
     """
     _check_target(target, overwrite)
+    from kestrel.adapters.loading import save_adapter  # noqa: PLC0415
+
     adapter = _fitting(_read(source), _bases(model, model_path))
     try:
         save_adapter(adapter, target)
@@ -135,6 +133,8 @@ def convert(
 
 
 def _read(path: Path) -> AdapterFile:
+    from kestrel.adapters.formats import read_adapter_file  # noqa: PLC0415
+
     try:
         return read_adapter_file(path)
     except OSError as error:
@@ -143,6 +143,8 @@ def _read(path: Path) -> AdapterFile:
 
 def _bases(model: str | None, model_path: Path | None) -> tuple[_Base, ...]:
     """The models to hold an adapter against."""
+    from kestrel.families import find_repository, resolve  # noqa: PLC0415
+
     if model_path is not None:
         return (resolve(RuntimeConfig(model=model, model_path=model_path)),)
     if model is None:
@@ -153,16 +155,23 @@ def _bases(model: str | None, model_path: Path | None) -> tuple[_Base, ...]:
 def _misfit(file: AdapterFile, base: _Base) -> str | None:
     """Why a file does not fit a model, None when it does."""
     try:
-        fitted_adapter(file, adapter_shape(base))
+        _fitted(file, base)
     except CheckpointError as error:
         return str(error)
     return None
 
 
+def _fitted(file: AdapterFile, base: _Base) -> Adapter:
+    from kestrel.adapters.loading import fitted_adapter  # noqa: PLC0415
+    from kestrel.families import adapter_shape  # noqa: PLC0415
+
+    return fitted_adapter(file, adapter_shape(base))
+
+
 def _fitting(file: AdapterFile, bases: tuple[_Base, ...]) -> Adapter:
     """The adapter, with the name of its base model where that is certain."""
     if len(bases) == 1:
-        adapter, names = fitted_adapter(file, adapter_shape(bases[0])), [bases[0].name]
+        adapter, names = _fitted(file, bases[0]), [bases[0].name]
     else:
         fitting = [base for base in bases if _misfit(file, base) is None]
         if not fitting:
@@ -171,7 +180,7 @@ def _fitting(file: AdapterFile, bases: tuple[_Base, ...]) -> Adapter:
                 f"{file.path} fits none of {known}; give its base model with --model-path, "
                 f"or see `kestrel adapters inspect {file.path}`"
             )
-        adapter, names = fitted_adapter(file, adapter_shape(fitting[0])), [base.name for base in fitting]
+        adapter, names = _fitted(file, fitting[0]), [base.name for base in fitting]
     named = adapter.base_model
     if named is not None and named not in names and len(bases) == 1:
         raise CheckpointError(f"{file.path} was made for {named!r}, not for {names[0]}; give the model it names")

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kestrel.cli.config_flags import environment_hint
+from kestrel.cli.config_flags import add_verb
 from kestrel.cli.console import FAILED, INTERRUPTED, OK, Interrupted, note, report, write
 
 VERBS = {
@@ -103,7 +102,7 @@ def verb_command(name: str, subverb: str | None = None) -> Any:
         return typer.main.get_command(module.make_group())
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     verb = getattr(module, subverb or name)
-    app.command(name, epilog=environment_hint(verb))(verb)
+    add_verb(app, name, verb)
     return typer.main.get_command(app)
 
 
@@ -127,6 +126,8 @@ def _kestrel(
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - it takes 40 ms
+
     try:
         return version("kestrel")
     except PackageNotFoundError:

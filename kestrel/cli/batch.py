@@ -37,11 +37,13 @@ DECIDES_ANSWERS = (
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     endpoint: str | None = flag(
-        "Ask this server instead of an engine here, such as http://gpu-box:8080.", metavar="URL"
+        "Ask this server instead of an engine here, such as http://gpu-box:8080.", metavar="URL", common=True
     )
     api_key: str | None = flag(f"The server's key. Default: that of {KEY_VARIABLE}, if any.", metavar="KEY")
     concurrency: int | None = flag(
-        "Requests asked at the same time. Default: twice --max-batch-size, 32 with --endpoint.", metavar="N"
+        "Requests asked at the same time. Default: twice --max-batch-size, 32 with --endpoint.",
+        metavar="N",
+        common=True,
     )
     retry_for: float = flag(
         "Seconds to try again while nothing but 429, 502, 503 and 504 comes back, or nothing at all.",

@@ -10,39 +10,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich import box
 from rich.table import Table
 
-from kestrel.bench.engine import (
-    SUITES,
-    Case,
-    EngineBench,
-    RandomAdapters,
-    Row,
-    cases_of,
-    find_suite,
-    load_model,
-    run_suite,
-)
 from kestrel.bench.results import append_row, environment
-from kestrel.bench.workloads import MODES, WORKLOADS
-from kestrel.cli.config_flags import environment_hint, verb_group, with_flags
+from kestrel.bench.workloads import MODES, SUITE_NAMES, WORKLOADS
+from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.options import PictureCacheOption, RandomOption, check_parent_folder, check_random, flag, split_names
+from kestrel.cli.options import check_parent_folder, flag, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
+from kestrel.known_models import random_names
+
+if TYPE_CHECKING:
+    from kestrel.bench.engine import Case, RandomAdapters, Row
 
 
 def make_group() -> typer.Typer:
     group = verb_group("Measure speed.")
-    group.command("engine", epilog=environment_hint(engine))(engine)
-    group.command("text", epilog=environment_hint(text))(text)
-    group.command("kernels")(kernels)
+    add_verb(group, "engine", engine)
+    add_verb(group, "text", text)
+    add_verb(group, "kernels", kernels)
     return group
 
 
@@ -53,6 +45,18 @@ DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), tuple(MODES), (3
 DEFAULT_TIME_LIMIT_S = 1500.0
 DEFAULT_ADAPTER_RANK = 16
 
+RandomOption = Annotated[
+    str | None,
+    typer.Option(
+        "--random",
+        metavar="NAME",
+        help=f"Random weights made on the device instead of a model: {', '.join(random_names())}.",
+    ),
+]
+PictureCacheOption = Annotated[
+    Path | None,
+    typer.Option("--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."),
+]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Add a row to this CSV file as each case is done.")
 ]
@@ -66,27 +70,33 @@ class EngineRun:
         f"What is asked: {', '.join(w.name for w in WORKLOADS)}. Default: {', '.join(DEFAULT_WORKLOADS)}.",
         (),
         metavar="NAME,...",
+        common=True,
     )
     modes: tuple[str, ...] = flag(
         "flood: all requests at once; closed: a client per row, one request in flight each; streams: the same with "
         "answers read as they come. Default: the first two.",
         (),
         metavar="NAME,...",
+        common=True,
     )
-    batch_sizes: tuple[str, ...] = flag("Several --max-batch-size, one after the other.", (), metavar="N,...")
-    tokens: tuple[str, ...] = flag("Tokens of every answer. Default: 3,30.", (), metavar="N,...")
+    batch_sizes: tuple[str, ...] = flag(
+        "Several --max-batch-size, one after the other.", (), metavar="N,...", common=True
+    )
+    tokens: tuple[str, ...] = flag("Tokens of every answer. Default: 3,30.", (), metavar="N,...", common=True)
     requests: int | None = flag("Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on.", metavar="N")
     adapters: int = flag(
         "Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.", 0, metavar="N"
     )
     adapter_rank: int | None = flag("Their rank. Default: 16. Raises --max-adapter-rank to it.", metavar="R")
-    suite: str | None = flag(f"Everything of a table, in order: {', '.join(SUITES)}.", metavar="NAME")
+    suite: str | None = flag(f"Everything of a table, in order: {', '.join(SUITE_NAMES)}.", metavar="NAME", common=True)
     time_limit: float | None = flag(f"Seconds for a suite. Default: {DEFAULT_TIME_LIMIT_S:g}.", metavar="S")
     as_json: bool = flag("Print whole rows, one JSON object per line.", False, flags=("--json",), show_default=False)
 
     def cases(self, config: RuntimeConfig) -> list[Case]:
         if self.batch_sizes and config.max_batch_size != RuntimeConfig.max_batch_size:
             raise ConfigError("--max-batch-size", "is decided by --batch-sizes; leave out one of the two")
+        from kestrel.bench.engine import cases_of  # noqa: PLC0415
+
         cases = cases_of(
             split_names(self.workloads) or DEFAULT_WORKLOADS,
             split_names(self.modes) or DEFAULT_MODES,
@@ -113,6 +123,9 @@ def engine(
     Pictures are drawn by number, so that every run sees the same ones; answers never end early.
     """
     _check_output(output)
+    # Here and not above: help needs no torch.
+    from kestrel.bench.engine import EngineBench, find_suite, load_model, run_suite  # noqa: PLC0415
+
     on_row = _row_sink(output, run.as_json)
     if run.suite is not None:
         _refuse_beside_suite(run, random, config)
@@ -150,10 +163,21 @@ def text(
     """
     _check_output(output)
     check_random(random, config)
+    from kestrel.bench.engine import find_suite, run_suite  # noqa: PLC0415
+
     chapters = [chapter for chapter in find_suite("text") if random in (None, chapter.random)]
     if not chapters:
         raise ConfigError("--random", f"{random} is not in the suite; use one of: L1B, L8B")
     run_to_end(run_suite(chapters, config, None, _limit_s(time_limit), _row_sink(output, as_json), note))
+
+
+def check_random(random: str | None, config: RuntimeConfig) -> None:
+    if random is None:
+        return
+    if random not in random_names():
+        raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(random_names())}")
+    if config.model is not None or config.weights is not None:
+        raise ConfigError("--random", "takes the place of a model; leave out --model and --model-path")
 
 
 def _limit_s(time_limit: float | None) -> float:
@@ -166,6 +190,8 @@ def _limit_s(time_limit: float | None) -> float:
 def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
     if count == 0 and rank is not None:
         raise ConfigError("--adapter-rank", "is the rank of --adapters; add that, or leave it out")
+    from kestrel.bench.engine import RandomAdapters  # noqa: PLC0415
+
     return None if count == 0 else RandomAdapters(count, DEFAULT_ADAPTER_RANK if rank is None else rank)
 
 
@@ -267,6 +293,8 @@ def kernels(
 
 
 def _require_gpu() -> None:
+    import torch  # noqa: PLC0415
+
     if not torch.cuda.is_available():
         raise ConfigError(
             "bench kernels",
@@ -310,6 +338,8 @@ def _sweep(ops: list[str] | None, output: Path | None) -> None:
 
 
 def _check(ops: list[str] | None) -> None:
+    import torch  # noqa: PLC0415
+
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,10 +22,13 @@ from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import TextOutputOptions, TextSettings, check_settings, read_picture
 from kestrel.cli.printing import TextPrinter, note_limit, note_metrics
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, EngineStream, InferenceEngine
+from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import CapacityError, RequestCancelled, RequestError
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.builtin import reads_no_pictures
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 HELP = {
     "/clear": "forget the conversation",

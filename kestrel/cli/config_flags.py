@@ -6,6 +6,8 @@ A verb takes a dataclass as a parameter; `with_flags` puts a flag for each of it
 - required where the field has no default
 - `--x/--no-x` for booleans, unless "flags" says otherwise
 - a repeatable flag for a tuple
+- help under the title of the last `metadata["group"]`; where fields are marked with `metadata["common"]`, the others
+  are shown by --help-all only
 - the environment variable KESTREL_<FLAG> for every flag of the RuntimeConfig and the ServerConfig
 """
 
@@ -22,6 +24,7 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 
 import typer
 
+from kestrel.cli.verb_help import HelpAllOption, VerbCommand, rare_flags, titles
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
 from kestrel.server.config import ServerConfig
@@ -47,6 +50,7 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def with_grouped_values(context: typer.Context, **values: Any) -> None:
+        values.pop("help_all", None)
         try:
             grouped = {name: _taken_from(values, group) for name, group in groups.items()}
             verb(**values, **grouped)
@@ -55,9 +59,14 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
             raise
 
     parameters.insert(0, inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+    rare = [name for group in groups.values() for name in rare_flags(group)]
+    if rare:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("help_all", kind, default=False, annotation=HelpAllOption))
     # Typer reads both: the order from the signature, the types from the annotations.
     with_grouped_values.__dict__["__signature__"] = inspect.Signature(parameters)
     with_grouped_values.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    with_grouped_values.__dict__["rare_flags"] = rare
     return with_grouped_values
 
 
@@ -106,7 +115,7 @@ def _as_typed(names: Sequence[str], context: typer.Context) -> str:
 
 
 def takes_config(verb: Callable[..., None]) -> bool:
-    return "model_path" in inspect.signature(verb).parameters
+    return "kv_cache_pages" in inspect.signature(verb).parameters
 
 
 def environment_hint(verb: Callable[..., None]) -> str | None:
@@ -114,8 +123,12 @@ def environment_hint(verb: Callable[..., None]) -> str | None:
     if "api_keys" in inspect.signature(verb).parameters:
         return "Every flag has an environment variable: KESTREL_PORT for --port, and so on."
     if takes_config(verb):
-        return "Flags from --model on have environment variables: KESTREL_DEVICE for --device, and so on."
+        return "Flags of the model and the engine have environment variables: KESTREL_DEVICE for --device, and so on."
     return None
+
+
+def add_verb(app: typer.Typer, name: str, verb: Callable[..., None]) -> None:
+    app.command(name, cls=VerbCommand, epilog=environment_hint(verb))(verb)
 
 
 def verb_group(text: str) -> typer.Typer:
@@ -132,20 +145,22 @@ def verb_group(text: str) -> typer.Typer:
 
 def flag_parameters(group: type) -> list[inspect.Parameter]:
     """One keyword parameter per field that has a flag."""
-    hints = get_type_hints(group)
+    hints, groups = get_type_hints(group), titles(group)
     return [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_default_of(field),
-            annotation=Annotated[_value_type(hints[field.name]), _option(field, group in WITH_ENVIRONMENT)],
+            annotation=Annotated[
+                _value_type(hints[field.name]), _option(field, group in WITH_ENVIRONMENT, groups[field.name])
+            ],
         )
         for field in fields(group)
         if flag_names(field)
     ]
 
 
-def _option(field: Field[Any], reads_environment: bool) -> Any:
+def _option(field: Field[Any], reads_environment: bool, title: str | None) -> Any:
     names = flag_names(field)
     if "bool" in str(field.type) and "flags" not in field.metadata:
         names = tuple(f"{name}/--no-{name.removeprefix('--')}" for name in names)
@@ -156,6 +171,7 @@ def _option(field: Field[Any], reads_environment: bool) -> Any:
         hidden=field.metadata.get("hidden", False),
         envvar=_environment(field) if reads_environment else None,
         show_envvar=False,
+        rich_help_panel=title,
         show_default=field.metadata.get("show_default", True),
     )
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from PIL import Image
@@ -20,8 +20,11 @@ from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import check_saved_path
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, InferenceEngine
+from kestrel.engine import EngineResult
 from kestrel.images.decode import ImageLimits, decode_image
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 SCENE = Path(__file__).with_name("demo_scene.png")
 SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 4669, (420, 560)

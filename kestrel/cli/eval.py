@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kestrel.bench.results import environment
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import note_default_model, open_engine, require_skill
@@ -35,7 +34,6 @@ from kestrel.evals.questions import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
 from kestrel.evals.report import as_json, as_tables
 from kestrel.evals.run import Evaluation, open_atlas, run_eval
 from kestrel.images.encoded import ImageLimits
-from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.train.adapter.samples import PictureFolder
 from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas
 
@@ -102,9 +100,11 @@ def eval(
 class AdapterFlags:
     """What is asked about annotated pictures, and what is written."""
 
-    adapter: str | None = flag("Judge this adapter of --adapter-dir. Default: the model.", metavar="NAME")
-    baseline: bool = flag("Judge the model without the adapter too.", False, flags=("--baseline",), show_default=False)
-    skill: str = flag("What to ask.", LocatePlan.skill, metavar="detect|point")
+    adapter: str | None = flag("Judge this adapter of --adapter-dir. Default: the model.", metavar="NAME", common=True)
+    baseline: bool = flag(
+        "Judge the model without the adapter too.", False, flags=("--baseline",), show_default=False, common=True
+    )
+    skill: str = flag("What to ask.", LocatePlan.skill, metavar="detect|point", common=True)
     images: Path | None = field(
         default=None, metadata={"help": "Where the pictures are. Default: beside --data.", "metavar": "DIR"}
     )
@@ -122,11 +122,20 @@ class AdapterFlags:
     )
     json_file: Path | None = field(
         default=None,
-        metadata={"help": "Write all figures to this file as JSON.", "flags": ("--json",), "metavar": "FILE"},
+        metadata={
+            "common": True,
+            "help": "Write all figures to this file as JSON.",
+            "flags": ("--json",),
+            "metavar": "FILE",
+        },
     )
     page: Path | None = field(
         default=None,
-        metadata={"help": "Write a page (HTML, self-contained) that shows the worst pictures.", "metavar": "FILE"},
+        metadata={
+            "common": True,
+            "help": "Write a page (HTML, self-contained) that shows the worst pictures.",
+            "metavar": "FILE",
+        },
     )
     concurrency: int = flag("Pictures asked about at the same time.", LocatePlan.concurrency, metavar="N")
     max_objects: int = flag("Most objects in an answer.", LocatePlan.max_objects, metavar="N")
@@ -217,6 +226,9 @@ async def _evaluate(plan: EvalPlan, atlas: SpriteAtlas, config: RuntimeConfig) -
 
 
 def _run_on(config: RuntimeConfig) -> dict[str, Any]:
+    from kestrel.bench.results import environment  # noqa: PLC0415
+    from kestrel.runtime.device import choose_device, choose_dtype  # noqa: PLC0415 - it imports torch
+
     device = choose_device(config)
     return {
         "weights": None if config.weights is None else str(config.weights),

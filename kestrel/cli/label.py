@@ -18,14 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
 from kestrel import default_model
-from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source
 from kestrel.cli.batch import KEY_VARIABLE
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, write
 from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings, require_skill
-from kestrel.cli.options import flag, object_or_objects, split_names
+from kestrel.cli.options import check_adapter, flag, object_or_objects, split_names
 from kestrel.config import RuntimeConfig
-from kestrel.errors import ConfigError, KestrelError, RequestError
+from kestrel.errors import ConfigError, KestrelError
 from kestrel.labelling.askers import ENDPOINT_REQUESTS, Asker, EndpointAsker, EngineAsker
 from kestrel.labelling.endpoint import Endpoint
 from kestrel.labelling.formats import FORMATS, parse_split
@@ -47,11 +46,16 @@ SAMPLE = 48
 class TaskFlags:
     """What is asked."""
 
-    task: str = flag(f"{', '.join(TASKS)}. segment outlines every instance.", "detect")
-    objects: tuple[str, ...] = flag(
-        "What to look for, separated by commas; repeatable. Of detect, point, segment.", (), metavar="NAME,..."
+    task: str = flag(
+        f"{', '.join(TASKS)}. segment outlines every instance.", "detect", group="What is asked", common=True
     )
-    question: str | None = flag("What to ask about every picture. Of query.", metavar="TEXT")
+    objects: tuple[str, ...] = flag(
+        "What to look for, separated by commas; repeatable. Of detect, point, segment.",
+        (),
+        metavar="NAME,...",
+        common=True,
+    )
+    question: str | None = flag("What to ask about every picture. Of query.", metavar="TEXT", common=True)
     length: str | None = flag("short, normal or long. Of caption. Default: normal.", show_default=False)
     adapter: str | None = flag("Name of the adapter to answer with.", metavar="NAME")
     min_score: float | None = flag("Leave out objects of a lower score, from 0 to 1.", metavar="S")
@@ -85,11 +89,11 @@ def _names(text: str) -> list[str]:
 class SourceFlags:
     """Which pictures."""
 
-    recursive: bool = flag("Go into folders within folders.", True)
+    recursive: bool = flag("Go into folders within folders.", True, group="Which pictures")
     every: int | None = flag("Of a video, one of so many frames.", metavar="N")
     fps: float | None = flag("Of a video, so many frames per second. Default: 1.", metavar="R", show_default=False)
     scenes: bool = flag("Of a video, a frame at each change of scene.", False, flags=("--scenes",), show_default=False)
-    limit: int | None = flag("Only the first so many pictures.", metavar="N")
+    limit: int | None = flag("Only the first so many pictures.", metavar="N", common=True)
 
     def options(self, output: Path) -> SourceOptions:
         if self.limit is not None and self.limit < 1:
@@ -107,8 +111,12 @@ class OutputFlags:
         f"{', '.join(FORMATS)}; separated by commas, repeatable. Default: coco, of query and caption jsonl.",
         (),
         metavar="NAME,...",
+        group="What is written",
+        common=True,
     )
-    split: str | None = flag("Parts of the pictures by shares, such as train=0.9,val=0.1.", metavar="NAME=S,...")
+    split: str | None = flag(
+        "Parts of the pictures by shares, such as train=0.9,val=0.1.", metavar="NAME=S,...", common=True
+    )
     with_pictures: bool = flag(
         "Put the pictures beside the labels too; YOLO and VOC always have them.",
         False,
@@ -121,7 +129,9 @@ class OutputFlags:
         flags=("--skip-missing",),
         show_default=False,
     )
-    review: bool = flag("Write a page to look through the labels.", False, flags=("--review",), show_default=False)
+    review: bool = flag(
+        "Write a page to look through the labels.", False, flags=("--review",), show_default=False, common=True
+    )
     apply_review: Path | None = field(
         default=None, metadata={"help": "Decisions that a review page exported.", "metavar": "FILE"}
     )
@@ -144,7 +154,9 @@ class OutputFlags:
 class RunFlags:
     """Who answers, and how."""
 
-    endpoint: str | None = flag("A Kestrel server to ask instead of a model loaded here.", metavar="URL")
+    endpoint: str | None = flag(
+        "A Kestrel server to ask instead of a model loaded here.", metavar="URL", group="Who answers", common=True
+    )
     api_key: str | None = flag(f"The server's key. Default: that of {KEY_VARIABLE}, if any.", metavar="KEY")
     concurrency: int | None = flag(
         "Pictures asked about at the same time. Default: twice --max-batch-size; 32 of a server.", metavar="N"
@@ -157,6 +169,7 @@ class RunFlags:
         False,
         flags=("--dry-run",),
         show_default=False,
+        common=True,
     )
 
     def __post_init__(self) -> None:
@@ -244,12 +257,8 @@ class Work:
             raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
         if self.run.endpoint is not None:
             refuse_local_settings(self.config)
-        elif self.task.adapter is not None and not has_adapter_source(self.config, given_key()):
-            raise RequestError(
-                "adapter",
-                f"{self.task.adapter!r} has nowhere to come from; add --adapter-dir or --adapter-url-template, or set "
-                f"{API_KEY_VARIABLE}",
-            )
+        elif self.task.adapter is not None:
+            check_adapter(self.task.adapter, self.config)
 
     async def model_name(self) -> str:
         """Known before a model is loaded."""

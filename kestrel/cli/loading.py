@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -15,10 +16,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from kestrel import default_model
 from kestrel.cli.console import note, stderr_console
 from kestrel.config import RuntimeConfig, environment_names, runtime_config_from
-from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.builtin import not_supported, supported_skills
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 
 def refuse_local_settings(config: RuntimeConfig) -> None:
@@ -50,6 +53,11 @@ def require_skill(profile: ModelProfile, skill: str) -> None:
 @asynccontextmanager
 async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
     """An engine that is shut down at the end: drained normally, immediately after an error or Ctrl-C."""
+    from kestrel.known_models import check_source  # noqa: PLC0415
+
+    check_source(config)
+    from kestrel.engine import InferenceEngine  # noqa: PLC0415 - it imports torch
+
     with LoadingBars(stderr_console()) as bars:
         try:
             engine = await InferenceEngine.create(config, progress=bars)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end
+from kestrel.cli.loading import note_default_model, refuse_local_settings
 from kestrel.config import RuntimeConfig, setting
 from kestrel.errors import ConfigError, KestrelError, shown
 
@@ -118,8 +119,6 @@ def _opener(options: McpOptions, config: RuntimeConfig) -> Callable[[], Model]:
 
     if options.endpoint is not None:
         if config != RuntimeConfig():
-            from kestrel.cli.loading import refuse_local_settings  # noqa: PLC0415 - it imports torch
-
             refuse_local_settings(config)
         url, key = base_url(options.endpoint, "--endpoint"), options.api_key or os.environ.get(KEY_VARIABLE) or None
         return lambda: vl(endpoint=url, api_key=key)
@@ -129,7 +128,6 @@ def _opener(options: McpOptions, config: RuntimeConfig) -> Callable[[], Model]:
 
 
 def _loaded(config: RuntimeConfig) -> Model:
-    from kestrel.cli.loading import note_default_model  # noqa: PLC0415 - it imports torch
     from kestrel.client.model import vl  # noqa: PLC0415
 
     model = vl(config=config)

@@ -13,8 +13,8 @@ from rich.text import Text
 from kestrel import default_model
 from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.options import JsonOption
-from kestrel.families import FAMILIES, known_models
-from kestrel.models.hub import DEFAULT_BRANCH
+from kestrel.known_models import known_models, short_names
+from kestrel.models.published import DEFAULT_BRANCH
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -40,18 +40,17 @@ def _listed() -> Iterator[dict[str, Any]]:
             "description": spec.description,
             "note": spec.source_note,
         }
-    for family in FAMILIES:
-        for short in family.short_names:
-            yield {
-                "name": short.name,
-                "family": family.name,
-                "is_default": False,
-                "num_parameters": short.num_parameters,
-                "licence": short.licence,
-                "source": {"repo": short.repo, "revision": DEFAULT_BRANCH},
-                "description": short.description,
-                "note": "",
-            }
+    for short in short_names().values():
+        yield {
+            "name": short.name,
+            "family": short.family,
+            "is_default": False,
+            "num_parameters": short.num_parameters,
+            "licence": short.licence,
+            "source": {"repo": short.repo, "revision": DEFAULT_BRANCH},
+            "description": short.description,
+            "note": "",
+        }
 
 
 def _table(listed: list[dict[str, Any]]) -> Table:

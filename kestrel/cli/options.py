@@ -8,19 +8,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 
 from kestrel.config import RuntimeConfig
-from kestrel.engine.joint_calls import object_names
-from kestrel.engine.pools import PicturePool
 from kestrel.errors import ConfigError, RequestError, shown
-from kestrel.families import random_names
-from kestrel.images.picture import RgbImage
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
-from kestrel.skills.builtin import SpatialRef, spatial_refs
-from kestrel.skills.fields import FieldTable
+
+if TYPE_CHECKING:
+    from kestrel.images.picture import RgbImage
+    from kestrel.skills.builtin import SpatialRef
 
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -44,19 +42,7 @@ SpatialRefOption = Annotated[
         help="A point or box on the picture to talk about, from 0 to 1. Repeatable.",
     ),
 ]
-RandomOption = Annotated[
-    str | None,
-    typer.Option(
-        "--random",
-        metavar="NAME",
-        help=f"Random weights made on the device instead of a model: {', '.join(random_names())}.",
-    ),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", show_default=False)]
-PictureCacheOption = Annotated[
-    Path | None,
-    typer.Option("--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."),
-]
 
 
 def flag(text: str, default: Any = None, **extra: Any) -> Any:
@@ -72,6 +58,7 @@ class Settings:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+COMMON_SETTINGS = ("max_tokens", "max_objects", "temperature")
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
@@ -83,7 +70,9 @@ def _with_settings(group: type[SettingsT]) -> type[SettingsT]:
             group.__annotations__[setting.name] = _TYPES[setting.kind.schema["type"]] | None
             names = tuple(f"--{name.replace('_', '-')}" for name in setting.names)
             is_hidden = setting.name == OTHER_BOUND[group.bound]
-            setattr(group, setting.name, flag(_help(setting), flags=names, hidden=is_hidden))
+            is_common = setting.name in COMMON_SETTINGS
+            extra = {"flags": names, "hidden": is_hidden, "group": "Answers", "common": is_common}
+            setattr(group, setting.name, flag(_help(setting), **extra))
     return dataclass(frozen=True, kw_only=True)(group)
 
 
@@ -138,8 +127,11 @@ class TextOutputOptions(OutputOptions):
 def check_settings(skill: str, settings: Settings, output: OutputOptions) -> None:
     """Refuse what can be refused before a model is loaded."""
     given = settings.given()
-    values = FieldTable(skill, {}, bound=settings.bound).read({"settings": given})
-    values.sampling(temperature=0.0, top_p=1.0, max_new_tokens=1)
+    if given:
+        from kestrel.skills.fields import FieldTable  # noqa: PLC0415
+
+        values = FieldTable(skill, {}, bound=settings.bound).read({"settings": given})
+        values.sampling(temperature=0.0, top_p=1.0, max_new_tokens=1)
     if "logprobs" in given and not output.as_json:
         raise RequestError("--logprobs", "is shown in JSON only; add --json")
     if isinstance(output, TextOutputOptions) and output.save is not None:
@@ -148,6 +140,19 @@ def check_settings(skill: str, settings: Settings, output: OutputOptions) -> Non
         )
     if isinstance(output, SaveOptions) and output.save is not None:
         check_saved_path(output.save)
+
+
+def check_adapter(adapter: str, config: RuntimeConfig) -> None:
+    """Before a model is loaded: without a source of adapters there is none to be found."""
+    from kestrel.adapters import AdapterId  # noqa: PLC0415
+    from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source  # noqa: PLC0415
+
+    if not has_adapter_source(config, given_key()):
+        raise RequestError(
+            "adapter",
+            f"'{AdapterId.parse(adapter)}' has nowhere to come from; add --adapter-dir or "
+            f"--adapter-url-template, or set {API_KEY_VARIABLE}",
+        )
 
 
 def check_saved_path(path: Path) -> None:
@@ -162,15 +167,6 @@ def check_parent_folder(flag: str, path: Path) -> None:
         raise ConfigError(flag, f"{path.parent} is not a folder; create it first")
 
 
-def check_random(random: str | None, config: RuntimeConfig) -> None:
-    if random is None:
-        return
-    if random not in random_names():
-        raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(random_names())}")
-    if config.model is not None or config.weights is not None:
-        raise ConfigError("--random", "takes the place of a model; leave out --model and --model-path")
-
-
 def split_names(texts: Sequence[str]) -> list[str]:
     """Of a repeatable option with values separated by commas."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
@@ -178,6 +174,8 @@ def split_names(texts: Sequence[str]) -> list[str]:
 
 def object_or_objects(text: str) -> str | list[str]:
     """A name, or those between commas; a backslash before a comma makes it part of a name."""
+    from kestrel.engine.joint_calls import object_names  # noqa: PLC0415
+
     parts = [part.replace("\\,", ",").strip() for part in re.split(r"(?<!\\),", text)]
     return parts[0] if len(parts) == 1 else list(object_names(parts))
 
@@ -194,6 +192,8 @@ def parse_spatial_refs(texts: list[str] | None) -> tuple[SpatialRef, ...] | None
     """Points and boxes from "x,y" and "x0,y0,x1,y1"; None when there are none."""
     if not texts:
         return None
+    from kestrel.skills.builtin import spatial_refs  # noqa: PLC0415
+
     return spatial_refs("--spatial-ref", [_numbers(text) for text in texts])
 
 
@@ -234,7 +234,22 @@ def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
     if is_file(text):
         raise RequestError(name, f"{text} is a file, not a question; {remedy}")
     if _looks_like_picture(text):
+        _refuse_folder(name, text)
         raise RequestError(name, f"{shown(text)} looks like a picture, and there is no such file; check the path")
+
+
+def _refuse_folder(name: str, path: str) -> None:
+    if os.path.isdir(os.path.expanduser(path)):
+        remedy = f"give one picture, or all of them to `kestrel label {path} --output DIR`"
+        raise RequestError(name, f"{shown(path)} is a folder; {remedy}")
+
+
+def check_pictures(sources: Iterable[str]) -> None:
+    """Refuse paths without a file."""
+    for name in sources:
+        _refuse_folder("image", name)
+        if name != STDIN and not is_file(os.path.expanduser(name)):
+            raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
 
 
 async def read_picture(source: str, config: RuntimeConfig) -> RgbImage:
@@ -247,9 +262,10 @@ async def read_pictures(sources: Iterable[str], config: RuntimeConfig) -> dict[s
     Read before a model is loaded, so that a wrong path is reported immediately.
     """
     names = list(dict.fromkeys(sources))
-    for name in names:
-        if name != STDIN and not is_file(os.path.expanduser(name)):
-            raise RequestError("image", f"there is no file {shown(name)}; give the path of a picture, or - for stdin")
+    check_pictures(names)
+    from kestrel.engine.pools import PicturePool  # noqa: PLC0415 - it imports numpy
+    from kestrel.images.picture import RgbImage  # noqa: PLC0415
+
     pool = PicturePool(config)
     try:
         found = await pool.decode("command line", [_from_stdin(config) if name == STDIN else name for name in names])

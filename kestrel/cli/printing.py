@@ -190,6 +190,7 @@ def result_as_json(result: EngineResult, model: str) -> dict[str, Any]:
         "skill": result.skill,
         "output": result.output,
         "finish_reason": result.finish_reason,
+        **({"warnings": list(result.warnings)} if result.warnings else {}),
         "metrics": metrics_as_json(result.metrics),
     }
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
-from kestrel.bench.engine import load_model
-from kestrel.bench.profile import DECODE, GAPS, Profile, ProfilePlan, measure_profile, profile_svg
-from kestrel.bench.results import environment
+from kestrel.cli.bench import PictureCacheOption, RandomOption, check_random
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.options import JsonOption, PictureCacheOption, RandomOption, check_parent_folder, check_random
+from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kestrel.bench.profile import Profile
 
 
 @with_flags
@@ -52,6 +53,10 @@ def profile(
     check_random(random, config)
     _check_file("--picture", picture, ".svg")
     _check_file("--trace", trace, ".json")
+    # Here and not above: help and refusals need no torch.
+    from kestrel.bench.engine import load_model  # noqa: PLC0415
+    from kestrel.bench.profile import ProfilePlan, measure_profile, profile_svg  # noqa: PLC0415
+
     plan = ProfilePlan(tokens=tokens, requests=requests, warm_up=warm_up, picture_folder=picture_cache, trace=trace)
     with LoadingBars(stderr_console()) as bars:
         loaded = load_model(config, random, bars)
@@ -67,6 +72,8 @@ def profile(
 
 
 def _table(profile: Profile) -> Table:
+    from kestrel.bench.profile import DECODE, GAPS  # noqa: PLC0415
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
     table.add_column("phase", footer="whole request", no_wrap=True)
     table.add_column("ms", footer=f"{profile.whole_ms:.2f}", justify="right")
@@ -82,6 +89,8 @@ def _table(profile: Profile) -> Table:
 
 
 def _as_json(profile: Profile, model: str) -> dict[str, Any]:
+    from kestrel.bench.results import environment  # noqa: PLC0415
+
     return {
         **environment(),
         "model": model,

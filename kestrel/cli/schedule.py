@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich import box
@@ -26,8 +26,11 @@ from kestrel.cli.options import (
 )
 from kestrel.cli.printing import chunk_as_json, result_as_json, write_json_line
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, EngineStream, InferenceEngine, StreamChunk
+from kestrel.engine import EngineResult, EngineStream, StreamChunk
 from kestrel.errors import KestrelError, RequestError
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 
 @dataclass(frozen=True)

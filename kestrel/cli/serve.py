@@ -13,6 +13,7 @@ import yaml
 from kestrel.cli.config_flags import with_flags
 from kestrel.config import RuntimeConfig, flag_names
 from kestrel.errors import ConfigError, did_you_mean, shown
+from kestrel.known_models import check_source
 from kestrel.server.config import ServerConfig
 
 
@@ -50,7 +51,8 @@ def serve(
     --grpc-port also offers the skills in the protocol of KServe and Triton.
     SIGTERM or Ctrl-C lets accepted requests finish; a second one ends immediately.
     """
-    # Here and not above: help and refused settings need no web framework.
+    check_source(config)
+    # Here and not above: help and refused settings need neither torch nor a web framework.
     from kestrel.cli.run_server import run_server  # noqa: PLC0415
 
     run_server(server, config)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kestrel.adapters import AdapterId
-from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end
-from kestrel.cli.drawing import draw_result, save_picture
-from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import (
     STDIN,
     ImageArgument,
@@ -27,17 +23,20 @@ from kestrel.cli.options import (
     SpatialRefOption,
     TextOutputOptions,
     TextSettings,
+    check_adapter,
+    check_pictures,
     check_settings,
     object_or_objects,
     parse_spatial_refs,
     read_picture,
     refuse_path_as_question,
 )
-from kestrel.cli.printing import note_limit, note_metrics, printer_for
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import RequestError
-from kestrel.images.picture import RgbImage
+
+if TYPE_CHECKING:
+    from kestrel.engine import EngineResult, EngineStream
+    from kestrel.images.picture import RgbImage
 
 
 @with_flags
@@ -198,23 +197,19 @@ class _SkillCall:
 
 def _run_skill(call: _SkillCall) -> None:
     check_settings(call.skill, call.settings, call.output)
-    _check_adapter(call)
+    if call.source is not None:
+        check_pictures([call.source])
+    if (adapter := call.settings.given().get("adapter")) is not None:
+        check_adapter(adapter, call.config)
     run_to_end(_answer(call))
-
-
-def _check_adapter(call: _SkillCall) -> None:
-    """Before a model is loaded: without a source of adapters there is none to be found."""
-    adapter = call.settings.given().get("adapter")
-    if adapter is not None and not has_adapter_source(call.config, given_key()):
-        raise RequestError(
-            "adapter",
-            f"'{AdapterId.parse(adapter)}' has nowhere to come from; add --adapter-dir or "
-            f"--adapter-url-template, or set {API_KEY_VARIABLE}",
-        )
 
 
 async def _answer(call: _SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
+    # Here and not above: help and refusals need none of this.
+    from kestrel.cli.loading import note_default_model, open_engine, require_skill  # noqa: PLC0415
+    from kestrel.cli.printing import note_limit, note_metrics, printer_for  # noqa: PLC0415
+
     async with open_engine(call.config) as engine:
         require_skill(engine.profile, call.skill)
         printer = printer_for(
@@ -241,6 +236,8 @@ async def _answer(call: _SkillCall) -> None:
 def _save(call: _SkillCall, picture: RgbImage | None, result: EngineResult) -> None:
     if not isinstance(call.output, SaveOptions) or call.output.save is None or picture is None:
         return
+    from kestrel.cli.drawing import draw_result, save_picture  # noqa: PLC0415
+
     label = None if call.asks_for_several else call.fields["object"]
     save_picture(draw_result(picture, result.output, label), call.output.save)
     note(f"drew the result into {call.output.save}")

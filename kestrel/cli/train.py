@@ -8,30 +8,31 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from kestrel import default_model
-from kestrel.cli.config_flags import verb_group, with_flags
+from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
 from kestrel.cli.options import parse_size, split_names
 from kestrel.errors import ConfigError
-from kestrel.evals.adapter import held_out_examiner
-from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.options import AdapterRun
-from kestrel.train.adapter.run import Beginning, run_adapter
-from kestrel.train.loop import StepReport
-from kestrel.train.run import TinyRun, run
+from kestrel.train.options import TinyRun
 from kestrel.train.tasks.mix import COURSES, named_courses
+
+if TYPE_CHECKING:
+    from kestrel.train.adapter.loop import StepLine
+    from kestrel.train.adapter.run import Beginning
+    from kestrel.train.loop import StepReport
 
 
 def make_group() -> typer.Typer:
     group = verb_group("Train models.")
-    group.command("tiny")(tiny)
-    group.command("adapter")(adapter)
+    add_verb(group, "tiny", tiny)
+    add_verb(group, "adapter", adapter)
     return group
 
 
@@ -68,6 +69,8 @@ def tiny(
         options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in split_names(sizes)))
     if courses is not None:
         options = replace(options, courses=named_courses(parse_shares(split_names(courses))))
+    from kestrel.train.run import run  # noqa: PLC0415 - help and refusals need no torch
+
     with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
@@ -88,6 +91,10 @@ def adapter(*, options: AdapterRun) -> None:
     The best adapter by validation loss is written; curves (CSV and PNG), the names of the held-out pictures and the
     state for --resume go to NAME.training. Ctrl-C ends a run early and saves it.
     """
+    # As above.
+    from kestrel.evals.held_out import held_out_examiner  # noqa: PLC0415
+    from kestrel.train.adapter.run import run_adapter  # noqa: PLC0415
+
     if options.model is None and options.model_path is None:
         note(default_model.NOTICE)
     with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -53,6 +52,8 @@ def tune(
     _check_flags(random, named, output, time_limit)
     if find_spec("triton") is None:
         raise ConfigError("tune", "Triton is not installed; install it with `pip install triton`")
+    import torch  # noqa: PLC0415 - help and refusals need none of it
+
     if not torch.cuda.is_available():
         raise ConfigError(
             "tune", "torch sees no NVIDIA GPU on this machine, and block sizes are found by timing on one"
@@ -77,6 +78,8 @@ def _check_flags(random: str | None, ops: list[str] | None, output: Path | None,
 
 def _tune_gpu(ops: list[str] | None, output: Path | None, time_limit_s: float | None, with_experts: bool) -> None:
     # Here and not above: Triton is optional, and what imports it decides between GPU and interpreter.
+    import torch  # noqa: PLC0415
+
     from kestrel.bench.kernels.case import tuning_sizes  # noqa: PLC0415
     from kestrel.bench.kernels.measure import CaseTimer, all_cases  # noqa: PLC0415
     from kestrel.bench.kernels.tune import TuningRun, choose_cases  # noqa: PLC0415

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kestrel.client.backend import Backend, EngineBackend, ServerBackend
 from kestrel.errors import ConfigError, RequestError
+from kestrel.known_models import registered_models
 
 if TYPE_CHECKING:
     from kestrel.config import RuntimeConfig
@@ -312,7 +313,5 @@ class AutoModelForCausalLM:
 
 def _registered(name: str) -> str:
     """Kestrel's name of a model whose repository is named."""
-    from kestrel.families import registered_models  # noqa: PLC0415 - it imports torch
-
     named = (s.name for s in registered_models() if s.source is not None and s.source.weights.repo == name)
     return next(named, name)

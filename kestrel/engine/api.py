@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kestrel import default_model
 from kestrel.adapters import AdapterLibrary
 from kestrel.adapters.shared_memory import in_shared_memory
 from kestrel.adapters.sources import AdapterListing, configured_sources, given_key, has_adapter_source
@@ -297,6 +298,8 @@ class InferenceEngine(SkillCalls):
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions
+            if images and adapter is None and self.model_name == default_model.NAME:
+                stream.warnings = (default_model.NOTICE,)
             if skill.finds_places and images:
                 stream.picture_size = (images[0].width, images[0].height)
             self._send(stream, generation)

@@ -164,7 +164,7 @@ class JointCall:
         self._whole.require_open()
         part.stream = stream = await self._start(part.skill, dict(part.fields))
         self.started_ids.append(stream.request_id)
-        self._whole.adapter = stream.adapter
+        self._whole.adapter, self._whole.warnings = stream.adapter, stream.warnings
         self._whole.num_prompt_tokens += stream.num_prompt_tokens
         return stream
 
@@ -177,6 +177,7 @@ class JointCall:
             finish_reason="length" if any(result.finish_reason == "length" for result in results) else "stop",
             metrics=self._metrics([result.metrics for result in results]),
             adapter=self._whole.adapter,
+            warnings=self._whole.warnings,
         )
 
     def _metrics(self, parts: Sequence[RequestMetrics]) -> RequestMetrics:

@@ -33,6 +33,8 @@ class EngineResult:
     """The adapter it went through."""
     stop_text: str | None = None
     """Which of the `stop` texts ended it."""
+    warnings: tuple[str, ...] = ()
+    """What its caller should know of the model."""
 
     def body(self) -> dict[str, Any]:
         """As native answers have it over HTTP and in Python."""
@@ -41,6 +43,7 @@ class EngineResult:
             "request_id": self.request_id,
             "finish_reason": self.finish_reason,
             **self.output,
+            **({"warnings": list(self.warnings)} if self.warnings else {}),
             "metrics": {
                 "input_tokens": metrics.input_tokens,
                 "output_tokens": metrics.output_tokens,
@@ -83,6 +86,7 @@ class EngineStream:
         self.num_prompt_tokens = 0  # positions of the laid-out prompt, set by the engine
         self.adapter: str | None = None  # set by the engine once it is loaded
         self.picture_size: Size | None = None  # set by the engine when places on the picture are asked for
+        self.warnings: tuple[str, ...] = ()  # as above
         self._cancel = cancel
         self._threads = threads
         self._chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
@@ -192,6 +196,7 @@ class EngineStream:
                     num_reasoning_tokens=update.output.num_reasoning_tokens,
                     adapter=self.adapter,
                     stop_text=update.output.stop_text,
+                    warnings=self.warnings,
                 )
             )
 

@@ -7,30 +7,24 @@ greedy. The same questions judge an adapter while it is trained, on an engine ov
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kestrel.adapters import Adapter, save_adapter
-from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, NumericalError, RequestError
 from kestrel.evals.coco_metrics import MOST_PREDICTIONS, Finding, LocatedFigures, located_figures
 from kestrel.evals.metrics import Box, Point
 from kestrel.evals.run import all_or_none
-from kestrel.families import find_family, ready_from
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.picture import RgbImage
-from kestrel.models.family import LoadedModel
 from kestrel.settings import MAX_OBJECTS
-from kestrel.train.adapter.dataset import DataChoice, Dataset, data_files, read_samples
-from kestrel.train.adapter.loop import HeldOut
-from kestrel.train.adapter.options import AdapterRun
+from kestrel.train.adapter.dataset import DataChoice, data_files, read_samples
 from kestrel.train.adapter.samples import MistakeList, Picture, PictureFolder, Sample, boxes_of, points_of
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 SKILLS = ("detect", "point")
 NEAR = 0.03
@@ -285,68 +279,3 @@ def as_json(sides: Sequence[Judged], plan: LocatePlan, data: Path, run_on: Mappi
             for side in sides
         ],
     }
-
-
-# ---------------------------------------------------------------------- while an adapter is trained
-
-
-class HeldOutExaminer:
-    """Detects in held-out pictures with the factors as they are.
-
-    An engine over the model in memory serves them as an adapter: it answers what a server will answer. Its cache is
-    given back after each examination.
-    """
-
-    NAME = "examined"
-
-    def __init__(
-        self,
-        loaded: LoadedModel[Any, Any],
-        questions: Sequence[LocateQuestion],
-        pictures: PictureFolder,
-        plan: LocatePlan,
-        options: AdapterRun,
-    ) -> None:
-        self._loaded = loaded
-        self._questions = questions
-        self._pictures = pictures
-        self._plan = plan
-        context = find_family(loaded.family).decoder(loaded).shape.max_context
-        config = options.runtime_config()
-        self._config = replace(
-            config,
-            attention_backend="sdpa",  # the kernels of Triton would put other matrices into the model
-            enable_cuda_graphs=False,
-            max_batch_size=plan.concurrency,
-            kv_cache_pages=plan.concurrency * math.ceil(context / config.page_size) + 1,
-            max_adapters=1,
-            max_adapter_rank=options.rank,
-        )
-
-    def __call__(self, adapter: Adapter) -> HeldOut:
-        with TemporaryDirectory() as folder:
-            save_adapter(adapter, Path(folder) / f"{self.NAME}.safetensors")
-            figures = asyncio.run(self._judge(folder)).figures.overall
-        return HeldOut(figures.f1, figures.ap50)
-
-    async def _judge(self, folder: str) -> Judged:
-        config = replace(self._config, adapter_dir=folder)
-        ready = ready_from(self._loaded, config, with_adapters=True)
-        async with InferenceEngine.start(config, ready) as engine:
-            return await judge(engine, self._questions, self._pictures, self._plan, self.NAME)
-
-
-def held_out_examiner(
-    loaded: LoadedModel[Any, Any], dataset: Dataset, pictures: PictureFolder, options: AdapterRun
-) -> HeldOutExaminer | None:
-    """None where nothing is to be located in the pictures to judge by."""
-    for skill in SKILLS:
-        questions = questions_about(dataset.val, skill)
-        paths = sorted({question.picture.path for question in questions})
-        chosen = set(Random(f"{options.seed} examined").sample(paths, min(options.val_pictures, len(paths))))
-        questions = [question for question in questions if question.picture.path in chosen]
-        if any(question.true for question in questions):
-            most = max(len(question.true) for question in questions)
-            plan = LocatePlan(skill, concurrency=4, max_objects=2 * most + 8)  # bounds factors that never end
-            return HeldOutExaminer(loaded, questions, pictures, plan, options)
-    return None

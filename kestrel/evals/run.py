@@ -14,22 +14,23 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kestrel.engine import EngineResult, InferenceEngine
+from kestrel.engine import EngineResult
 from kestrel.errors import ConfigError, NumericalError, RequestError
 from kestrel.evals.questions import HELD_OUT_DIFFICULTY, AskedScene, EvalPlan, Question, held_out_questions
 from kestrel.evals.scoring import FamilyResult, Reply, score
 from kestrel.images.picture import RgbImage
 from kestrel.request import RequestMetrics
 from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas, missing_fonts
-from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import sample_batch
-from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.scenes.truth import MAX_OBJECTS
 from kestrel.train.tasks.view import path_book, task_world
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 MAX_ANSWER_OBJECTS = 4 * MAX_OBJECTS
 """Most points or boxes in an answer, which bounds models that do not stop."""
@@ -216,10 +217,14 @@ class ScenePictures:
     """Draws held-out scenes of one size."""
 
     def __init__(self, atlas: SpriteAtlas, size: tuple[int, int]) -> None:
+        from kestrel.train.scenes.textures import upload_atlas  # noqa: PLC0415 - it imports torch
+
         self._textures = upload_atlas(atlas)
         self._size = size
 
     def draw(self, seeds: Sequence[int]) -> list[RgbImage]:
+        from kestrel.train.scenes.draw import draw_batch  # noqa: PLC0415 - as above
+
         batch = sample_batch(np.array(seeds, np.int64), *self._size, HELD_OUT_DIFFICULTY)
         return [RgbImage.from_pixels(pixels) for pixels in draw_batch(batch, self._textures).numpy()]
 

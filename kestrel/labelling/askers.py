@@ -7,13 +7,15 @@ import base64
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from kestrel.engine import InferenceEngine
 from kestrel.errors import CapacityError
 from kestrel.labelling.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 ENDPOINT_REQUESTS = 32
 FULL_WAIT_S = 0.02

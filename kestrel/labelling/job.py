@@ -25,12 +25,11 @@ from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from kestrel.config import RuntimeConfig
-from kestrel.engine import InferenceEngine
 from kestrel.errors import (
     CapacityError,
     ConfigError,
@@ -49,6 +48,9 @@ from kestrel.labelling.records import Item, Row
 from kestrel.labelling.sources import Notes, SourceOptions, items
 from kestrel.labelling.task import LabelTask
 from kestrel.threads import Threads
+
+if TYPE_CHECKING:
+    from kestrel.engine import InferenceEngine
 
 JOURNAL = "journal.jsonl"
 NUM_READERS = 4

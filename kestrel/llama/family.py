@@ -14,39 +14,19 @@ from kestrel.errors import CheckpointError
 from kestrel.llama.chat import chat_format
 from kestrel.llama.config import MODEL_TYPES, NOTHING, LlamaConfig, read_generation
 from kestrel.llama.model import LlamaModel, adapter_shape, decoder_shape, load_llama
-from kestrel.llama.random_models import RANDOM_NAMES, random_llama, write_random_folder
+from kestrel.llama.random_models import random_llama, write_random_folder
+from kestrel.llama.releases import FAMILY, RANDOM_NAMES
 from kestrel.models.chat_files import ChatFiles, read_chat_files
 from kestrel.models.checkpoint_files import open_checkpoint
 from kestrel.models.contract import DecoderModel
 from kestrel.models.decoder import TextModelDecoder
-from kestrel.models.family import LoadedModel, Progress, ShortName
+from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.gguf.config import read_chat_template
 from kestrel.models.gguf.header import is_gguf
 from kestrel.models.locate import LocatedModel
 from kestrel.models.tokenizer import TextTokenizer
 from kestrel.ready_model import ModelFamily
 from kestrel.skills.base import ChatFormat, ModelProfile
-
-FAMILY = "llama"
-_APACHE = "Apache-2.0"
-SHORT_NAMES = (
-    ShortName("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, _APACHE,
-              "SmolLM2 135M Instruct: for trials on any machine."),
-    ShortName("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, _APACHE,
-              "SmolLM2 360M Instruct: short answers in English."),
-    ShortName("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 1_711_376_384, _APACHE,
-              "SmolLM2 1.7B Instruct: the largest of its kind."),
-    ShortName("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", 494_032_768, _APACHE,
-              "Qwen2.5 0.5B Instruct: many languages, calls tools."),
-    ShortName("qwen3-0.6b", "Qwen/Qwen3-0.6B", 596_049_920, _APACHE,
-              "Qwen3 0.6B: thinks first, many languages, calls tools."),
-    ShortName("qwen3-4b", "Qwen/Qwen3-4B", 4_022_468_096, _APACHE,
-              "Qwen3 4B: thinks first, many languages, calls tools."),
-    ShortName("llama-3.2-1b", "meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400, "Llama 3.2 Community License",
-              "Llama 3.2 1B Instruct: 128k context, calls tools. Gated: ask for access on its page."),
-    ShortName("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552, _APACHE,
-              "Mistral 7B Instruct v0.3: 32k context, calls tools."),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +38,6 @@ class LoadedLlama(LoadedModel[LlamaModel, LlamaConfig]):
 class LlamaFamily(ModelFamily):
     name = FAMILY
     kinds = MODEL_TYPES
-    short_names = SHORT_NAMES
     random_names = RANDOM_NAMES
 
     def owns(self, config: Mapping[str, Any]) -> bool:

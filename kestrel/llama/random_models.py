@@ -47,7 +47,6 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """The dimensions of Llama 3.2 1B and Llama 3.1 8B, and one for a look on a CPU."""
-RANDOM_NAMES = tuple(_SHAPES)
 
 
 def random_llama(

@@ -24,6 +24,7 @@ from kestrel.errors import CheckpointError
 from kestrel.models.gguf.header import SUFFIX as GGUF_SUFFIX
 from kestrel.models.gguf.header import GgufHeader, is_gguf
 from kestrel.models.gguf.tensors import GgufTensors
+from kestrel.models.locate import require_there
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -260,8 +261,7 @@ _MAX_LISTED = 5
 
 def find_weights(path: Path) -> Path:
     """The weights file or shard index that `path` (a folder or a file) stands for."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; check model_path")
+    require_there(path)
     if path.is_file():
         return path
     for name in _PREFERRED_NAMES:

@@ -7,9 +7,9 @@ the cache holds of a commit is used without asking the network.
 from __future__ import annotations
 
 import logging
-import re
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import _CACHED_NO_EXIST, HfApi, constants, hf_hub_download, try_to_load_from_cache
@@ -25,11 +25,11 @@ from huggingface_hub.errors import (
 from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import INDEX_NAME, read_shard_index
 from kestrel.models.locate import TOKENIZER_NAME
+from kestrel.models.published import COMMIT, HubFile
 
 logger = logging.getLogger("kestrel.models")
 
 ASKING_S = 10.0
-DEFAULT_BRANCH = "main"
 WEIGHTS_NAMES = ("model.safetensors", INDEX_NAME)
 OPTIONAL_NAMES = (
     "generation_config.json",
@@ -38,44 +38,6 @@ OPTIONAL_NAMES = (
     "special_tokens_map.json",
 )
 """What a model folder may hold beside config.json, tokenizer and weights."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """One file of a repository at a revision: a commit, tag or branch."""
-
-    repo: str
-    revision: str | None
-    """None: this release knows no commit of it, so that its user has to name one."""
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.repo} at {self.revision}"
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether its revision is a commit, which nobody can move."""
-        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
-
-    @property
-    def page(self) -> str:
-        return f"https://huggingface.co/{self.repo}"
-
-
-@dataclass(frozen=True, slots=True)
-class HubSource:
-    """Where a model is published."""
-
-    weights: HubFile
-    """The weights file, or the index of its shards."""
-    tokenizer: HubFile
-
-
-def is_repository(name: str) -> bool:
-    """Whether a name has the form `org/name`."""
-    return _REPOSITORY.fullmatch(name) is not None
 
 
 # ---------------------------------------------------------------------- which commit
@@ -106,7 +68,7 @@ def note_commit(path: Path, revision: str) -> None:
     The library does the same for what is fetched by a branch's name.
     """
     snapshot = path.parent
-    if _COMMIT.fullmatch(snapshot.name) is None or snapshot.parent.name != "snapshots" or revision == snapshot.name:
+    if COMMIT.fullmatch(snapshot.name) is None or snapshot.parent.name != "snapshots" or revision == snapshot.name:
         return
     reference = snapshot.parent.parent / "refs" / revision
     with suppress(OSError):  # a cache that may only be read
@@ -123,14 +85,14 @@ def _asked_commit(file: HubFile) -> str:
         commit = HfApi().model_info(file.repo, revision=file.revision, timeout=ASKING_S).sha
     except Exception as error:  # network failures have other types in every version of the library
         raise _failure(file, error) from error
-    if commit is None or _COMMIT.fullmatch(commit) is None:
+    if commit is None or COMMIT.fullmatch(commit) is None:
         raise CheckpointError(f"could not fetch {file}: the hub names no commit of it; give one with --revision")
     return commit
 
 
 def _cached_commit(file: HubFile) -> str | None:
     path = _from_cache(file)  # in a folder that is named after the commit
-    return path.parent.name if path is not None and _COMMIT.fullmatch(path.parent.name) else None
+    return path.parent.name if path is not None and COMMIT.fullmatch(path.parent.name) else None
 
 
 # ---------------------------------------------------------------------- one file, and the weights
@@ -147,9 +109,31 @@ def fetch_weights(file: HubFile) -> Path:
 
 def fetch_file(file: HubFile) -> Path:
     try:
-        return _from_cache(file) or Path(hf_hub_download(file.repo, file.name, revision=file.revision))
+        with _one_line_about_retries():
+            return _from_cache(file) or Path(hf_hub_download(file.repo, file.name, revision=file.revision))
     except Exception as error:  # as above
         raise _failure(file, error) from error
+
+
+@contextmanager
+def _one_line_about_retries() -> Iterator[None]:
+    """The library warns twice at each of its attempts; one line says as much."""
+    told: list[str] = []
+
+    def is_passed_on(record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        if not told:
+            told.append(record.getMessage())
+            logger.warning("the model hub does not answer; trying again")
+        return False
+
+    requests = logging.getLogger("huggingface_hub.utils._http")
+    requests.addFilter(is_passed_on)
+    try:
+        yield
+    finally:
+        requests.removeFilter(is_passed_on)
 
 
 def fetch_if_there(file: HubFile) -> Path | None:

@@ -28,6 +28,11 @@ class LocatedModel:
     tokenizer: Path
 
 
+def require_there(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; check model_path")
+
+
 def read_config(folder: Path) -> Mapping[str, Any] | None:
     """The config.json of a folder; None when there is none, or when it gives no dimensions.
 

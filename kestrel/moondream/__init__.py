@@ -1,5 +1,1 @@
 """The Moondream family."""
-
-from kestrel.moondream.decoder import MoondreamRuntime
-
-__all__ = ["MoondreamRuntime"]

@@ -34,6 +34,7 @@ from kestrel.moondream.config import (
     derived_generation,
 )
 from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.releases import RANDOM_NAMES
 from kestrel.moondream.weights import FOURIER_TABLES, LoadedMoondream, build_on_meta, stored_dtype, to_pt_name
 from kestrel.skills.base import Template
 
@@ -234,7 +235,6 @@ def _templates(vocabulary: dict[str, int]) -> dict[str, Template]:
 
 _FULL_SIZE = {"MD2": MOONDREAM2, "MD3": MOONDREAM3}
 _TINY = "tiny"
-RANDOM_NAMES = (*_FULL_SIZE, _TINY)
 _CONTROL_BIAS = -100.0
 _END_BIAS = -200.0
 

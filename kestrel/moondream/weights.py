@@ -21,6 +21,7 @@ from kestrel.models.family import LoadedModel, Progress, no_progress
 from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.model import MoondreamModel
+from kestrel.moondream.releases import FAMILY
 
 _MODULES = (
     ("text.blocks.{i}.ln", "text_model.transformer.h.{i}.ln"),
@@ -357,9 +358,6 @@ def _copy_second_half(target: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 # ---------------------------------------------------------------------- in memory
-
-
-FAMILY = "moondream"
 
 
 @dataclass(frozen=True)

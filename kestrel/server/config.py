@@ -21,8 +21,10 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")
 class ServerConfig:
     """How one program serves one engine over HTTP. Every field is also a flag of `kestrel serve`."""
 
-    host: str = setting("127.0.0.1", "Address to listen on. A public one needs an API key.")
-    port: int = setting(8080, "Port to listen on; 0 takes a free one.")
+    host: str = setting(
+        "127.0.0.1", "Address to listen on. A public one needs an API key.", group="Address and access", common=True
+    )
+    port: int = setting(8080, "Port to listen on; 0 takes a free one.", common=True)
     grpc_port: int | None = setting(
         None, "Port for the KServe v2 / Triton protocol over gRPC; needs the extra grpc. Default: none."
     )
@@ -32,6 +34,7 @@ class ServerConfig:
         flags=("--api-key",),
         metavar="KEY",
         is_shown=False,
+        common=True,
     )
     urgent_api_keys: tuple[str, ...] = setting(
         (),
@@ -69,6 +72,8 @@ class ServerConfig:
         "A name that clients use for the model, beside its own. Repeatable; the first is the one that answers show.",
         flags=("--served-model-name",),
         metavar="NAME",
+        group="Requests",
+        common=True,
     )
     default_max_new_tokens: int | None = setting(
         None, "Longest answer in tokens when a request names none. Default: the model's own."
@@ -88,7 +93,9 @@ class ServerConfig:
     max_pending_body_bytes: int = setting(
         2**30, "Bodies of unanswered requests, fetched pictures included, in bytes, before new ones are refused."
     )
-    receive_timeout_s: float = setting(60.0, "Seconds a client may take to send a request.")
+    receive_timeout_s: float = setting(
+        60.0, "Seconds a client may take to send a request.", group="Connections and time limits"
+    )
     send_timeout_s: float = setting(60.0, "Seconds a client may take to read an answer that is complete.")
     request_timeout_s: float = setting(
         600.0, "Seconds a request may take once it has been received, whatever it consists of."
@@ -123,16 +130,18 @@ class ServerConfig:
         "A host from which http(s) image URLs may be fetched. Repeatable. Default: none.",
         flags=("--allowed-image-host",),
         metavar="HOST",
+        group="Pictures",
     )
     max_image_fetches: int = setting(16, "Pictures that are fetched from image URLs at the same time.")
     isolate_prefix_cache: bool = setting(
-        False, "Share cached pictures and prompts only between requests of the same key."
+        False, "Share cached pictures and prompts only between requests of the same key.", group="Batches and KV cache"
     )
     seed: int | None = setting(
         None,
         "Draw the seeds of requests that give none from this one, so that a run can be repeated. Default: chance.",
+        group="Requests",
     )
-    log_format: str = setting("text", "How requests are logged: text or json.")
+    log_format: str = setting("text", "How requests are logged: text or json.", group="Log and process")
     log_level: str = setting("info", "What is logged: debug, info, warning or error, each with those after it.")
     access_log: bool = setting(True, "Log a line for every request.")
     compute_process: str = setting(

@@ -195,8 +195,9 @@ def result_schema(skill: str) -> Schema:
         "decode_latency_s": AMOUNT,
         "decode_tokens_per_s": AMOUNT,
         "logprobs": described("When they were asked for.", list_of({"type": "object"})),
+        "warnings": described("Of the embedded model: it is not for photographs.", list_of({"type": "string"})),
     }
-    return record({**common, **RESULTS[skill]}, "reasoning", "logprobs", *OF_ONE_OUTLINE)
+    return record({**common, **RESULTS[skill]}, "reasoning", "logprobs", "warnings", *OF_ONE_OUTLINE)
 
 
 ERROR = record(

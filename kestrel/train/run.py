@@ -7,14 +7,13 @@ A run starts from the folder's weights if it has any, trains on the next unseen 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
-from kestrel.config import RuntimeConfig, required, setting
+from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.families import load, resolve
 from kestrel.models.locate import CONFIG_NAME, read_config
@@ -24,88 +23,18 @@ from kestrel.train.feed import ExampleFeed, FeedPlan
 from kestrel.train.loop import Batch, StepReport, TrainingPlan, train
 from kestrel.train.model import MoondreamModel, initialise, moondream, save_folder, tiny_config
 from kestrel.train.objective import TaskTensors
+from kestrel.train.options import TinyRun
 from kestrel.train.packing import IMAGE_POSITIONS
 from kestrel.train.prefetch import Prefetcher
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
+from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
-from kestrel.train.scenes.sampling import MIN_PICTURE_PX
 from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.tasks.example import PromptFormat
-from kestrel.train.tasks.mix import EVERYTHING, Course
 from kestrel.train.tasks.view import path_book
 from kestrel.train.tiny import build_tokenizer, prompt_format
 
 CURVES, PICTURE = "curves.csv", "curves.png"
 PROGRESS = "progress.json"
-MAX_PICTURE_PX = 4096
-MAX_SHARDS = 99_999
-
-
-@dataclass(frozen=True, kw_only=True)
-class TinyRun:
-    """One run, from a folder to a folder. Every field is also a CLI flag."""
-
-    folder: Path = required(
-        "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR"
-    )
-    steps: int = required("Batches to train on.")
-    batch_size: int = setting(128, "Scenes in a batch.")
-    tasks_per_scene: int = setting(14, "Tasks drawn for each scene.")
-    length: int = setting(294, "Positions for tasks behind each picture; tasks that do not fit are left out.")
-    sizes: tuple[tuple[int, int], ...] = setting(
-        ((378, 378),), "Heights and widths; each batch takes one by chance.", flags=()
-    )
-    courses: tuple[Course, ...] = setting(
-        (EVERYTHING,), "What is shown and asked; each batch takes one by chance.", flags=()
-    )
-    lr: float = setting(1e-3, "Learning rate after the warm-up.")
-    final_lr: float = setting(1e-3, "Learning rate at the end, reached along a half cosine.")
-    warmup_steps: int = setting(200, "Steps in which the learning rate rises.")
-    ema_decay: float = setting(0.999, "How slowly the averaged weights follow; they are saved.")
-    orthogonal: bool = setting(True, "Orthogonal steps for the matrices inside blocks, instead of AdamW.")
-    max_seconds: float = setting(math.inf, "End after this time if the steps are not done by then.", show_default=False)
-    seed: int = setting(0, "Of a fresh model's weights and tokenizer.")
-    workers: int = setting(4, "Processes that make batches; 0 makes them between the steps.")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
-    log_every: int = setting(25, "Steps between two rows of the curves.")
-    shards: int = setting(1, "Weights files to save.")
-    atlas: Path = setting(
-        DEFAULT_ATLAS_PATH,
-        "Sprites to draw scenes with. Built from this machine's fonts when there is none.",
-        metavar="FILE",
-    )
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = self.__dict__[name]
-            if not low <= value <= high:
-                raise ConfigError(name, f"must be from {low:g} to {high:g} (got {value:g})")
-        if not self.max_seconds > 0.0:
-            raise ConfigError("max_seconds", f"must be above 0 (got {self.max_seconds:g}); leave it out for no limit")
-        RuntimeConfig(device=self.device)  # refuses devices that do not exist
-        if not self.sizes or not self.courses:
-            raise ConfigError("courses" if self.sizes else "sizes", "is empty; give at least one")
-        for height, width in self.sizes:
-            if not (MIN_PICTURE_PX <= height <= MAX_PICTURE_PX and MIN_PICTURE_PX <= width <= MAX_PICTURE_PX):
-                raise ConfigError(
-                    "sizes", f"sides must be from {MIN_PICTURE_PX} to {MAX_PICTURE_PX} (got {height}x{width})"
-                )
-
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "steps": (1, 10**9),
-    "batch_size": (1, 65_536),
-    "tasks_per_scene": (1, 1024),
-    "length": (1, 65_536),
-    "lr": (0.0, 1.0),
-    "final_lr": (0.0, 1.0),
-    "warmup_steps": (0, 10**9),
-    "ema_decay": (0.0, 0.999999),
-    "seed": (0, 2**63 - 1),
-    "workers": (0, 1024),
-    "log_every": (1, 10**9),
-    "shards": (1, MAX_SHARDS),
-}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kestrel import families
+from kestrel import families, known_models
 from kestrel.adapters import Adapter, AdapterTarget, LowRankPair, load_adapter, save_adapter
 from kestrel.adapters.sources.disk_cache import AdapterDiskCache
 from kestrel.moondream.config import MOONDREAM2
@@ -173,7 +173,7 @@ def test_adapters_of_the_folder_and_of_the_cache_are_listed(
 
 
 def test_every_known_model_can_say_what_an_adapter_must_fit() -> None:
-    shapes = {spec.name: families.adapter_shape(spec) for spec in families.known_models()}
+    shapes = {spec.name: families.adapter_shape(spec) for spec in known_models.known_models()}
     assert shapes["moondream2"].num_experts is None
     assert shapes["moondream3-preview"].num_experts == 64
     assert (shapes["moondream2"].num_layers, shapes["moondream2"].layers[0]["qkv"].rows) == (24, 6144)

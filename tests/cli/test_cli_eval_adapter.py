@@ -12,6 +12,7 @@ from kestrel.moondream.decoder import adapter_shape
 from kestrel.train.adapter.loop import Factors
 from tests.evals.annotated import LABELS, NUM_TRUE, annotated_folder
 from tests.moondream.coarse import coarse
+from tests.server.programs import instead
 
 from .conftest import MD3, Kestrel
 
@@ -72,7 +73,7 @@ def test_points_are_judged_without_average_precision(kestrel: Kestrel, data: Pat
 def test_flags_that_cannot_work_are_refused_before_a_model_is_loaded(
     kestrel: Kestrel, data: Path, flags: tuple[str, ...], message: str
 ) -> None:
-    outcome = kestrel("eval", "adapter", "--data", data, "--weights", "/no/such/folder", *flags)
+    outcome = kestrel("eval", "adapter", *instead(("--data", data, "--weights", "/no/such/folder"), flags))
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
 

@@ -45,12 +45,12 @@ def test_no_flags_are_the_defaults(kestrel: Kestrel, seen: list[tuple[ServerConf
 
 
 def test_the_documented_command_line_works(kestrel: Kestrel, seen: list[tuple[ServerConfig, RuntimeConfig]]) -> None:
-    flags = "--weights here --device cpu --dtype bfloat16 --max-batch-size 64 --default-max-new-tokens 512"
+    flags = "--weights . --device cpu --dtype bfloat16 --max-batch-size 64 --default-max-new-tokens 512"
     outcome = kestrel("serve", *flags.split(), "--host", "0.0.0.0", "--port", "8081", "--insecure")
     assert outcome.code == 0, outcome.err
     server, config = seen[0]
     assert server == ServerConfig(host="0.0.0.0", port=8081, insecure=True, default_max_new_tokens=512)
-    assert config == RuntimeConfig(model_path="here", device="cpu", dtype="bfloat16", max_batch_size=64)
+    assert config == RuntimeConfig(model_path=".", device="cpu", dtype="bfloat16", max_batch_size=64)
 
 
 def test_a_flag_outranks_the_environment_the_file_and_the_default(
@@ -129,7 +129,7 @@ def test_keys_come_from_repeated_flags_or_the_environment(
 
 
 def test_help_names_every_flag(kestrel: Kestrel) -> None:
-    printed = " ".join(kestrel("serve", "--help").out.split())
+    printed = " ".join(kestrel("serve", "--help-all").out.split())
     for group in (ServerConfig, RuntimeConfig):
         for field in fields(group):
             assert all(flag in printed for flag in flag_names(field))

@@ -26,6 +26,7 @@ from kestrel.train.model import initialise, save_folder, tiny_config
 from kestrel.train.run import TinyRun
 from kestrel.train.tiny import build_tokenizer
 from tests.processes import eventually
+from tests.server.programs import instead
 from tests.sprites import known_textures, sprite_atlas
 
 from .conftest import Kestrel
@@ -33,7 +34,7 @@ from .conftest import Kestrel
 ROOT = Path(__file__).parents[2]
 SHORT = ("--batch-size", "2", "--tasks-per-scene", "2", "--length", "120", "--device", "cpu", "--log-every", "1")
 ONE_TASK = ("--batch-size", "1", "--tasks-per-scene", "1")
-"""After `SHORT`: for the model in its full size, where each takes seconds."""
+"""Instead of those in `SHORT`: for the model in its full size, where each takes seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +77,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.exhaustive
 def test_a_fresh_folder_becomes_a_model_that_answers(kestrel: Kestrel, tmp_path: Path, atlas_file: Path) -> None:
     folder = tmp_path / "new" / "tiny"
-    flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "1", *SHORT, *ONE_TASK)
+    flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "1", *instead(SHORT, ONE_TASK))
     outcome = kestrel("train", "tiny", "--steps", "1", *flags)
     assert outcome.code == 0, outcome.err
     (line,) = outcome.out.splitlines()
@@ -125,7 +126,7 @@ def test_a_batch_in_which_no_task_fits_does_no_harm(
     kestrel: Kestrel, tmp_path: Path, atlas_file: Path, small_folder: Path
 ) -> None:
     folder = shutil.copytree(small_folder, tmp_path / "model")
-    flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "0", *SHORT, "--length", "1")
+    flags = ("--folder", folder, "--atlas", atlas_file, "--workers", "0", *instead(SHORT, ("--length", "1")))
     outcome = kestrel("train", "tiny", "--steps", "2", *flags)
     assert outcome.code == 0, outcome.err
     assert [float(row["text"]) for row in rows_of(folder)] == [0.0, 0.0]

@@ -20,6 +20,7 @@ from kestrel.train.adapter.loop import StepLine
 from kestrel.train.adapter.run import Beginning
 from tests.llama.tiny_folders import write_folder
 from tests.moondream.coarse import coarse_folder
+from tests.server.programs import instead
 from tests.train.adapter.data_folder import small_folder
 
 from .conftest import Kestrel
@@ -126,7 +127,9 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
 def test_flags_that_cannot_work_are_refused_with_a_remedy(
     kestrel: Kestrel, data: Path, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
-    outcome = kestrel("train", "adapter", "--data", data, "--output", tmp_path / "x.safetensors", *base(), *flags)
+    outcome = kestrel(
+        "train", "adapter", *instead(("--data", data, "--output", tmp_path / "x.safetensors", *base()), flags)
+    )
     assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {message}\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -156,7 +159,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_of_the_data(kest
 def test_data_and_output_must_be_given(kestrel: Kestrel) -> None:
     assert "--data" in kestrel("train", "adapter", "--output", "x.safetensors").err
     assert "adapter" in kestrel("train").out
-    shown = kestrel("train", "adapter", "--help").out
+    shown = kestrel("train", "adapter", "--help-all").out
     assert all(flag in shown for flag in ("--skill", "--rank", "--resume", "--val-share", "--model-path"))
 
 

@@ -206,6 +206,7 @@ def test_the_embedded_model_answers_by_name_and_without_one(kestrel: Kestrel, na
     answer = json.loads(outcome.out)
     assert (answer["model"], answer["output"]["answer"]) == ("kestrel-tiny", "dark blue")
     assert ("demonstration model" in outcome.err) == (name == ())
+    assert "not photographs" in "".join(answer["warnings"])
 
 
 def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: Kestrel, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -100,13 +101,26 @@ def test_environment_names_are_the_flags_in_capitals() -> None:
 
 
 def test_help_shows_the_words_and_default_of_each_field(kestrel: Kestrel) -> None:
-    printed = " ".join(kestrel("query", "--help").out.split())
+    printed = " ".join(kestrel("query", "--help-all").out.split())
     for name, field in FIELDS.items():
         if name == "weights_path":
             continue
         assert all(flag in printed for flag in flag_names(field))
         assert field.metadata["help"].split(".")[0][:20] in printed
     assert "[default: 1024]" in printed
+
+
+@pytest.mark.parametrize("verb", ["query", "detect", "chat", "label", "serve", "batch", "eval", "train adapter"])
+def test_help_shows_the_flags_that_people_use_and_names_the_page_with_all(kestrel: Kestrel, verb: str) -> None:
+    short, whole = (kestrel(*verb.split(), page).out for page in ("--help", "--help-all"))
+    flags, all_flags = (set(re.findall(r"^  (--[a-z-]+)", page, re.MULTILINE)) for page in (short, whole))
+    assert {"--model", "--model-path", "--device"} < flags < all_flags
+    assert len(flags) <= 16
+    assert short.splitlines()[-1] == f"{len(all_flags - flags)} more flags: kestrel {verb} --help-all"
+    assert "more flags" not in whole
+    titles = [re.findall(r"^(\w.*):$", page, re.MULTILINE) for page in (short, whole)]
+    assert len(titles[0]) >= 2
+    assert set(titles[0]) < set(titles[1])
 
 
 def test_an_impossible_value_names_its_field(kestrel: Kestrel) -> None:

@@ -24,7 +24,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _textures_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kestrel.evals.run.upload_atlas", known_textures)
+    monkeypatch.setattr("kestrel.train.scenes.textures.upload_atlas", known_textures)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ from kestrel.evals.adapter import (
     LocatePlan,
     LocateQuestion,
     annotations_in,
-    held_out_examiner,
     judge,
     only_listed,
     open_pictures,
@@ -28,6 +27,7 @@ from kestrel.evals.adapter import (
     read_questions,
 )
 from kestrel.evals.coco_metrics import located_figures
+from kestrel.evals.held_out import held_out_examiner
 from kestrel.families import find_family
 from kestrel.images.encoded import ImageLimits
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_samples

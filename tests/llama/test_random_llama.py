@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kestrel.config import RuntimeConfig
-from kestrel.families import load, random_model, random_names, resolve, write_random_model
-from kestrel.llama.random_models import RANDOM_NAMES
+from kestrel.families import load, random_model, resolve, write_random_model
+from kestrel.known_models import random_names
+from kestrel.llama.releases import RANDOM_NAMES
 
 
 def test_a_folder_has_every_matrix_of_its_model(tmp_path: Path) -> None:

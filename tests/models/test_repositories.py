@@ -13,9 +13,10 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save
 
-from kestrel import families
+from kestrel import families, known_models
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
+from kestrel.llama import releases
 from tests.llama.tiny_folders import write_folder
 from tests.models.loopback_hub import NEW, OLD, OTHER, Hub
 
@@ -65,7 +66,7 @@ def test_a_repository_becomes_a_folder_of_the_cache_at_the_commit_of_main(
 def test_a_short_name_is_its_repository_filled_in(
     hub: Hub, files: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    short = families.short_names()["smollm2-135m"]
+    short = known_models.short_names()["smollm2-135m"]
     hub.published[short.repo] = files
     with caplog.at_level(logging.INFO, "kestrel.models"):
         found = families.resolve(RuntimeConfig(model=short.name, device="cpu"))
@@ -82,9 +83,9 @@ def test_a_short_name_is_its_repository_filled_in(
 
 
 def test_short_names_are_neither_repositories_nor_other_models() -> None:
-    names = [*families.short_names(), *(spec.name for spec in families.known_models())]
+    names = [*known_models.short_names(), *(spec.name for spec in known_models.known_models())]
     assert len(set(names)) == len(names)
-    assert len(families.short_names()) == sum(len(family.short_names) for family in families.FAMILIES)
+    assert len(known_models.short_names()) == len(releases.SHORT_NAMES)
     assert not any("/" in name for name in names)
     with pytest.raises(ConfigError, match=r"^model: 'smollm2-135' is not .*did you mean 'smollm2-135m'"):
         families.resolve(RuntimeConfig(model="smollm2-135"))

@@ -5,9 +5,13 @@ Against a small hub on the loopback, through huggingface_hub itself.
 
 from __future__ import annotations
 
+import logging
+import time
+from types import SimpleNamespace
+
 import pytest
 
-from kestrel import families
+from kestrel import families, known_models
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.models.hub import HubFile, fetch_file, resolved
@@ -40,7 +44,7 @@ def test_revision_reaches_the_hub_and_an_unknown_one_is_named(hub: Hub) -> None:
         families.resolve(RuntimeConfig(model="moondream3.1-9B-A2B", revision="v3"))
 
 
-SOURCES = {spec.name: spec.source for spec in families.registered_models() if spec.source is not None}
+SOURCES = {spec.name: spec.source for spec in known_models.registered_models() if spec.source is not None}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -64,6 +68,18 @@ def test_registered_models_are_fetched_by_commit_or_not_at_all(name: str, hub: H
 def test_a_revision_that_cannot_be_used_is_refused_by_name(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"^revision: "):
         RuntimeConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_a_hub_that_is_tried_again_is_told_of_once(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.is_down = True
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    with pytest.raises(CheckpointError, match="could not fetch"):
+        fetch_file(HubFile("someone/model", NEW, "model.safetensors"))
+    assert len(hub.asked) > 2
+    assert caplog.messages == ["the model hub does not answer; trying again"]
 
 
 def test_the_embedded_model_has_no_revision() -> None:

@@ -24,9 +24,15 @@ from typing import Any
 from tests.server.long_request import pause_for_long_requests
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("serve", "--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
+FLAGS = ("--port", "0", "--device", "cpu", "--kv-cache-pages", "300", "--log-format", "json")
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["kestrel.cli.app", "kestrel.cli.serve", "kestrel.cli.run_server"])
+
+
+def instead(pairs: Sequence[str | Path], flags: Sequence[str | Path]) -> tuple[str | Path, ...]:
+    """The flags, before them those of `pairs` (a flag, its value, and so on) that they do not give."""
+    kept = [pair for pair in zip(pairs[::2], pairs[1::2], strict=True) if pair[0] not in flags]
+    return (*(word for pair in kept for word in pair), *flags)
 
 
 class Forked:
@@ -75,7 +81,9 @@ class Program:
         self._log = log
         log.touch()
         changes = (num_files, hangs_after_steps, never_warm)
-        self.process = forked_server(log, [*FLAGS, *flags], *changes) if is_forked else _started(log, flags)
+        self.process = (
+            forked_server(log, ["serve", *instead(FLAGS, flags)], *changes) if is_forked else _started(log, flags)
+        )
 
     @property
     def log(self) -> str:
@@ -108,7 +116,7 @@ class Program:
 
 def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "kestrel.main", *FLAGS, *flags]
+        command = [sys.executable, "-m", "kestrel.main", "serve", *instead(FLAGS, flags)]
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

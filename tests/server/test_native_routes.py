@@ -26,7 +26,7 @@ METRICS = {
     "queue_time_ms",
 }
 TIMES = {"processing_latency_s", "ttft_s", "decode_latency_s", "decode_tokens_per_s"}
-COMMON = {"request_id", "finish_reason", "metrics"} | TIMES
+COMMON = {"request_id", "finish_reason", "metrics", "warnings"} | TIMES
 
 
 def ask(client: httpx.Client, skill: str, **fields: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import kestrel
+from kestrel import default_model
 from kestrel.client.model import AutoModelForCausalLM, Model
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError, RequestError, ServerAway, Unauthorised
@@ -51,7 +52,12 @@ def told(answer: Any) -> dict[str, Any]:
 def test_both_give_the_same_answers(local: Model, remote: Model) -> None:
     assert local.name == remote.name == "kestrel-tiny"
     for model in (local, remote):
-        assert told(model.query(SCENE, COUNT, settings=GREEDY)) == {"finish_reason": "stop", "answer": str(len(BEES))}
+        assert told(model.query(SCENE, COUNT, settings=GREEDY)) == {
+            "finish_reason": "stop",
+            "answer": str(len(BEES)),
+            "warnings": [default_model.NOTICE],
+        }
+    assert "warnings" not in local.query(question="Who are you?", settings=GREEDY)
     calls: tuple[tuple[str, dict[str, Any]], ...] = (
         ("caption", {"length": "short"}),
         ("detect", {"object": ["bee", "bus"]}),

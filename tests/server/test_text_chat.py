@@ -19,7 +19,8 @@ from tokenizers import AddedToken, Tokenizer
 from kestrel.config import RuntimeConfig
 from kestrel.engine.compute_process import ComputeProcess
 from kestrel.errors import ConfigError
-from kestrel.families import ready_model, registered_models
+from kestrel.families import ready_model
+from kestrel.known_models import registered_models
 from kestrel.server.config import ServerConfig
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.builtin import WITH_PICTURES

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kestrel.families import find_model
 from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.triton.ops import TRITON
+from kestrel.known_models import find_model
 
 Result = Tensor | tuple[Tensor, ...]
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from kestrel.errors import CheckpointError, shown
 
 if TYPE_CHECKING:  # it takes 50 ms to import, and most models need none of it
@@ -75,6 +73,8 @@ class GgufHeader:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._typed(key, default, lambda value: type(value) in (int, float), "a number")
+        import numpy as np  # noqa: PLC0415 - the name of a file is judged without it
+
         return float(str(np.float32(value)))  # the decimal that somebody wrote: 1e-05, not 9.999999747e-06
 
     def texts(self, key: str) -> list[str]:

@@ -23,10 +23,12 @@ class AdapterRun:
     """One run, from a folder of examples to an adapter file. Every field is also a CLI flag."""
 
     data: Path = required(
-        "Folder with train.jsonl (and val.jsonl), or with annotations.json (COCO), and the pictures.", metavar="DIR"
+        "Folder with train.jsonl (and val.jsonl), or with annotations.json (COCO), and the pictures.",
+        metavar="DIR",
+        common=True,
     )
     output: Path = required(
-        "Adapter to write; curves and what --resume needs go to NAME.training.", metavar="NAME.safetensors"
+        "Adapter to write; curves and what --resume needs go to NAME.training.", metavar="NAME.safetensors", common=True
     )
     skills: tuple[str, ...] = setting(
         (),
@@ -34,14 +36,28 @@ class AdapterRun:
         "Default: everything in train.jsonl; detect from COCO.",
         flags=("--skill",),
         metavar="SKILL",
+        common=True,
     )
-    model: str | None = setting(None, "Base model: a registered name. Default: the embedded one.", metavar="NAME")
-    model_path: Path | None = setting(None, "Base model: a folder, or a single weights file.", metavar="PATH")
+    model: str | None = setting(
+        None,
+        "Base model: a registered name. Default: the embedded one.",
+        metavar="NAME",
+        group="Base model",
+        common=True,
+    )
+    model_path: Path | None = setting(
+        None, "Base model: a folder, or a single weights file.", metavar="PATH", common=True
+    )
     tokenizer_path: Path | None = setting(None, "tokenizer.json to use with a single weights file.", metavar="FILE")
-    rank: int = setting(16, "Rank of the adapter; experts share it.")
+    rank: int = setting(16, "Rank of the adapter; experts share it.", group="Adapter", common=True)
     alpha: float | None = setting(None, "Deltas are scaled by alpha / rank. Default: the rank, for no scaling.")
     targets: str = setting(",".join(MATRICES), "Matrices to adapt, separated by commas.", metavar="NAME,...")
-    epochs: float | None = setting(None, f"Passes over the data. Default: {DEFAULT_EPOCHS:g}, unless steps are given.")
+    epochs: float | None = setting(
+        None,
+        f"Passes over the data. Default: {DEFAULT_EPOCHS:g}, unless steps are given.",
+        group="Learning",
+        common=True,
+    )
     steps: int | None = setting(None, "Batches to train on, instead of passes over the data.")
     batch_size: int = setting(4, "Pictures in a batch, each with its tasks.")
     length: int = setting(256, "Positions for tasks behind a picture; more tasks make more rows.")
@@ -49,12 +65,15 @@ class AdapterRun:
         None,
         "Learning rate after the warm-up; it falls along a half cosine. Default: half over the model's width, "
         "0.002 for kestrel-tiny and 0.00024 for Moondream 2.",
+        common=True,
     )
     final_lr: float = setting(0.0, "Learning rate at the end.")
     warmup_steps: int = setting(20, "Steps in which the learning rate rises.")
     weight_decay: float = setting(0.01, "Weight decay of the factors.")
     clip_norm: float = setting(1.0, "Largest norm of a step's gradients.")
-    val_share: float = setting(0.1, "Share of the pictures to judge by, without a file for it; 0 judges by none.")
+    val_share: float = setting(
+        0.1, "Share of the pictures to judge by, without a file for it; 0 judges by none.", group="Validation"
+    )
     negatives: float = setting(0.2, "COCO: share of the questions that ask for something which is not there.")
     val_every: int | None = setting(
         None, "Steps between two looks at the validation loss. Default: one pass over the data."
@@ -63,15 +82,15 @@ class AdapterRun:
         16, "Held-out pictures in which objects are located at each look, for F1 and AP50; 0 for none."
     )
     patience: int = setting(5, "Looks without a better validation loss before training ends early; 0 never does.")
-    max_seconds: float = setting(math.inf, "Stop after this time; --resume goes on.", show_default=False)
+    max_seconds: float = setting(math.inf, "Stop after this time; --resume goes on.", show_default=False, group="Run")
     resume: bool = setting(
-        False, "Go on where a run with the same options stopped.", flags=("--resume",), show_default=False
+        False, "Go on where a run with the same options stopped.", flags=("--resume",), show_default=False, common=True
     )
     overwrite: bool = setting(
         False, "Start anew over an earlier run's files.", flags=("--overwrite",), show_default=False
     )
     seed: int = setting(0, "Of the first factors, the split and the order of the data.")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
     dtype: str = setting(
         "auto",
         "Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32. On a processor that "

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeAlias
 from kestrel.adapters import save_adapter
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.families import find_family, find_model, find_repository, load, names_repository, resolve
+from kestrel.families import find_family, find_repository, load, resolve
 from kestrel.images.encoded import ImageLimits
+from kestrel.known_models import find_model, names_repository
 from kestrel.models.family import LoadedModel
 from kestrel.runtime.device import choose_device, choose_dtype, fast_dtype
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_dataset
