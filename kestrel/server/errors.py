@@ -94,6 +94,10 @@ class TooManyConnections(KestrelError):
     """Every connection has a request under way."""
 
 
+class ResponseNotFound(KestrelError):
+    """No such response is stored for this client."""
+
+
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
@@ -114,6 +118,7 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (Unauthorised, ErrorKind(401, "authentication_error", "invalid_api_key")),
     (NotAllowed, ErrorKind(403, "permission_error", "not_allowed")),
     (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
+    (ResponseNotFound, ErrorKind(404, "invalid_request_error", "response_not_found")),
     (AdapterGone, ErrorKind(410, "invalid_request_error", "adapter_gone")),
     (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),
     (AdapterUnusable, ErrorKind(400, "invalid_request_error", "adapter_unusable")),

@@ -32,6 +32,7 @@ from kestrel.server.playground.routes import playground_routes
 from kestrel.server.records import REQUEST_ID_HEADER
 from kestrel.server.request_images import ImageFetcher, NoRemoteImages, RemoteImages
 from kestrel.server.responses import json_response
+from kestrel.server.responses_api.routes import responses_routes
 from kestrel.server.schemas import Schema, record
 from kestrel.server.state import STALLED, Phase, ServerState, state_of
 from kestrel.server.tracing import otlp_provider
@@ -82,7 +83,8 @@ def _observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    return [_operation_routes(), native_routes(), openai_routes(), anthropic_routes(), playground_routes()]
+    dialects = [openai_routes(), responses_routes(), anthropic_routes()]
+    return [_operation_routes(), native_routes(), *dialects, playground_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:

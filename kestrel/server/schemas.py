@@ -216,7 +216,7 @@ REFUSALS = {
     400: "A field or the body is wrong, or the prompt is longer than the context.",
     401: "No key, or not a known one.",
     403: "The key may not do that, or a foreign web page asks, or the Host is not one of this server's.",
-    404: "No such model or adapter.",
+    404: "No such model, adapter or stored response.",
     408: "The request arrived too slowly, or took too long.",
     410: "The adapter has been removed where it came from.",
     413: "The body is too large.",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kestrel.errors import RequestError, shown
+from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer
 
 CHOICES = integer(1, 128)
@@ -115,6 +115,25 @@ REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
 def given(body: Body) -> dict[str, Any]:
     """The body without nulls: null means not given, everywhere."""
     return {name: value for name, value in body.items() if value is not None}
+
+
+def kind_of(name: str, value: Any, known: Mapping[str, Any]) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise RequestError(name, f'must be {{"type": …}} with one of: {", ".join(known)} (got {shown(value)})')
+    return kind
+
+
+def require_known(place: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in value:
+        if name not in known:
+            close = did_you_mean(name, known)
+            raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")
+
+
+def require_list(name: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise RequestError(name, f"must be a list (got {shown(value)})")
 
 
 def refuse(body: Body, refusals: Mapping[str, Refusal]) -> None:

@@ -288,6 +288,8 @@ class DialectRoute:
     """None for a GET."""
     streams: bool = False
     path_parameters: tuple[str, ...] = ()
+    method: str | None = None
+    """Default: GET or POST."""
 
 
 ROUTES = (
@@ -309,15 +311,16 @@ def openai_routes() -> APIRouter:
 def dialect_routes(tag: str, routes: Sequence[DialectRoute], refused: Responses) -> APIRouter:
     router = APIRouter(tags=[tag], route_class=DirectRoute)
     for route in routes:
+        method = route.method or ("GET" if route.body is None else "POST")
         router.add_api_route(
             route.path,
             route.endpoint,
-            methods=["GET" if route.body is None else "POST"],
+            methods=[method],
             responses={**_answer(route), **refused},
             openapi_extra=_extra(route),
             response_model=None,
         )
-        if route.body is None:
+        if method == "GET":
             router.add_api_route(
                 route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
             )
