@@ -47,7 +47,7 @@ from kestrel.errors import (
     cut,
     shown,
 )
-from kestrel.server.records import RequestRecord, route_path
+from kestrel.server.records import RequestRecord, is_messages_route, route_path
 
 logger = logging.getLogger("kestrel.server")
 
@@ -195,7 +195,6 @@ def _response(kind: ErrorKind, body: dict[str, Any], scope: Scope | None) -> Res
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-MESSAGES_PATH = "/v1/messages"
 ANTHROPIC_STATUSES = {503: 529}
 """Where the Messages API has a status of its own."""
 _ANTHROPIC_TYPES = {
@@ -209,11 +208,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-def is_messages_route(scope: Scope) -> bool:
-    path = route_path(scope)
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def anthropic_body(status: int, body: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kestrel.server.middleware import Authentication, BodyLimit, ClientLimit, Di
 from kestrel.server.native import native_routes
 from kestrel.server.openai.routes import openai_routes
 from kestrel.server.playground.routes import playground_routes
-from kestrel.server.records import REQUEST_ID_HEADER
+from kestrel.server.records import MESSAGES_ID_HEADER, REQUEST_ID_HEADER
 from kestrel.server.request_images import ImageFetcher, NoRemoteImages, RemoteImages
 from kestrel.server.responses import json_response
 from kestrel.server.responses_api.routes import responses_routes
@@ -99,7 +99,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
                 allow_origins=list(config.cors_origins),
                 allow_methods=everything,
                 allow_headers=everything,
-                expose_headers=[REQUEST_ID_HEADER],
+                expose_headers=[REQUEST_ID_HEADER, MESSAGES_ID_HEADER],
             )
         )
     return [

@@ -31,16 +31,17 @@ from kestrel.server.errors import (
     NotJson,
     SlowClient,
     TooManyConnections,
-    is_messages_route,
 )
 from kestrel.server.json_body import is_form
-from kestrel.server.records import HEALTH_PATHS, header_of, route_path
+from kestrel.server.records import HEALTH_PATHS, header_of, is_messages_route, route_path
 from kestrel.server.state import HeldBytes, ServerState
 from kestrel.settings import MAX_NAME_LENGTH
 
 OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"
+MODELS_PATH = "/v1/models"
+"""Clients of the Messages API ask for it too, with their own header for the key."""
 ANY = "*"
 HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """They change nothing, and no page of another site can read what they answer."""
@@ -191,7 +192,9 @@ class Authentication:
 
 def _keys_in(scope: Scope) -> list[bytes]:
     headers = Headers(scope=scope)
-    others = ("x-moondream-auth", "x-api-key") if is_messages_route(scope) else ("x-moondream-auth",)
+    path = route_path(scope)
+    takes_theirs = is_messages_route(scope) or path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+    others = ("x-moondream-auth", "x-api-key") if takes_theirs else ("x-moondream-auth",)
     return offered_keys(headers.get("authorization", ""), *(headers.get(name, "") for name in others))
 
 

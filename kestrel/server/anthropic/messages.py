@@ -29,9 +29,11 @@ from kestrel.tokens import ImageSpan, num_positions
 UNUSED = ("metadata", "service_tier", "cache_control")
 """Taken without effect: prefixes are cached anyway."""
 SAMPLING = ("temperature", "top_p", "top_k")
-CONVERSATION = ("model", "messages", "system", "tools", "tool_choice", "thinking")
+CONVERSATION = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config")
 COUNT_FIELDS = (*CONVERSATION, "cache_control")
 FIELDS = (*CONVERSATION, "max_tokens", *SAMPLING, "stop_sequences", "stream", *UNUSED)
+EFFORT = "high"
+"""What the API does without one."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
@@ -65,6 +67,7 @@ async def create_message(request: Request) -> Response:
     if "stop_sequences" in body:
         require_list("stop_sequences", body["stop_sequences"])
         fields.add("stop", "stop_sequences", body["stop_sequences"])
+    _add_format(body, fields)
     await _add_conversation(body, fields, accepted)
     return await message_response(request, EngineWork("chat", [fields.values], fields.names), stream=stream)
 
@@ -76,6 +79,7 @@ async def count_tokens(request: Request) -> Response:
     accepted, fields = accept(request), EngineFields()
     require_known("", body, COUNT_FIELDS)
     take_model(accepted.state, {"model": body.get("model")})
+    _add_format(body, EngineFields())  # checked; it changes the answer and not the prompt
     await _add_conversation(body, fields, accepted)
     if "tools" in fields.values:
         fields.values["tool_choice"] = "none"  # it changes the answer and not the prompt
@@ -112,6 +116,23 @@ async def _add_conversation(body: Body, fields: EngineFields, accepted: Accepted
     places = written.parts.image_places
     fields.names |= written.names
     fields.names |= {"prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}
+
+
+def _add_format(body: Body, fields: EngineFields) -> None:
+    config = body.get("output_config", {})
+    if not isinstance(config, Mapping):
+        raise RequestError("output_config", f'must be an object such as {{"format": …}} (got {shown(config)})')
+    require_known("output_config.", config, ("format", "effort"))
+    if config.get("effort") not in (None, EFFORT):
+        problem = f'is not supported: every answer has the same; leave it out or send "{EFFORT}"'
+        raise RequestError("output_config.effort", problem)
+    asked, name = config.get("format"), "output_config.format"
+    if asked is None:
+        return
+    kind_of(name, asked, {"json_schema": None})
+    require_known(f"{name}.", asked, ("type", "schema"))
+    fields.add("response_format", name, {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}})
+    fields.names["response_format.json_schema.schema"] = f"{name}.schema"
 
 
 def _thinking(value: Any) -> bool:
