@@ -44,6 +44,7 @@ class ServerConfig:
         is_shown=False,
     )
     insecure: bool = setting(False, "Listen on a public address without any key.", flags=("--insecure",))
+    metrics_open: bool = setting(False, "Answer /metrics without a key.", flags=("--metrics-open",))
     tls_cert_file: str | None = setting(None, "Certificate chain (PEM) to serve HTTPS.")
     tls_key_file: str | None = setting(None, "Private key (PEM) of the certificate.")
     root_path: str = setting("", "Path under which a proxy shows this server, such as /vision.")

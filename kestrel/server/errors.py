@@ -47,7 +47,7 @@ from kestrel.errors import (
     cut,
     shown,
 )
-from kestrel.server.records import RequestRecord, is_messages_route, route_path
+from kestrel.server.records import RequestRecord, is_messages_path, route_path
 
 logger = logging.getLogger("kestrel.server")
 
@@ -183,7 +183,7 @@ def error_response(error: BaseException, scope: Scope | None = None) -> Response
 
 def _response(kind: ErrorKind, body: dict[str, Any], scope: Scope | None) -> Response:
     status = kind.status
-    if scope is not None and is_messages_route(scope):
+    if scope is not None and is_messages_path(route_path(scope)):
         status, body = ANTHROPIC_STATUSES.get(status, status), anthropic_body(status, body)
     headers: dict[str, str] = {}
     if kind.retry_after_s is not None:

@@ -39,6 +39,7 @@ MESSAGES_ID_HEADER = "request-id"
 """What clients of the Messages API read, on its routes."""
 MESSAGES_PATH = "/v1/messages"
 HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
+METRICS_PATH = "/metrics"
 UNMATCHED = "unmatched"
 """The route of a request whose path no route knows, so that unknown paths do not become labels."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
@@ -68,8 +69,8 @@ def route_path(scope: Scope) -> str:
     return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
 
 
-def is_messages_route(scope: Scope) -> bool:
-    path = route_path(scope)
+def is_messages_path(path: str) -> bool:
+    """Whether it belongs to Anthropic's Messages API."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
@@ -201,7 +202,7 @@ class RecordedRequests:
         scope[_SCOPE_KEY] = record
         scope[_ROUTES_KEY] = self._routes
         token = _current.set(record)
-        exchange = _Exchange(record, receive, send, names_id=is_messages_route(scope))
+        exchange = _Exchange(record, receive, send, names_id=is_messages_path(route_path(scope)))
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except BaseException as error:
