@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute
 from kestrel import __version__
 from kestrel.server.anthropic.routes import anthropic_routes
 from kestrel.server.config import ServerConfig
+from kestrel.server.docs_page import docs_routes
 from kestrel.server.errors import RETRY_AFTER_S, ErrorBoundary, http_exception_response, validation_response
 from kestrel.server.facts import fact_routes
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
@@ -121,7 +122,7 @@ def _observation(state: ServerState) -> Observation:
 
 def routers() -> list[APIRouter]:
     dialects = [openai_routes(), responses_routes(), anthropic_routes()]
-    return [_operation_routes(), fact_routes(), native_routes(), *dialects, playground_routes()]
+    return [_operation_routes(), fact_routes(), native_routes(), *dialects, playground_routes(), docs_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:

@@ -37,7 +37,7 @@ from kestrel.server.records import HEALTH_PATHS, METRICS_PATH, header_of, is_mes
 from kestrel.server.state import HeldBytes, ServerState
 from kestrel.settings import MAX_NAME_LENGTH
 
-OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
+OPEN_PATHS = HEALTH_PATHS | {"/", "/version", "/docs"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"
 MODELS_PATH = "/v1/models"

@@ -178,6 +178,7 @@ def test_a_dead_worker_turns_health_to_503(doomed: RunningServer) -> None:
         "/v1/models/kestrel-tiny",
         "/tokenizer_info",
         "/openapi.json",
+        "/docs",
         "/",
     ],
 )

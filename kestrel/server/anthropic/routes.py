@@ -9,7 +9,7 @@ from kestrel.server.errors import ANTHROPIC_STATUSES
 from kestrel.server.openai.chat import MAX_MESSAGES
 from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, body, dialect_routes
 from kestrel.server.records import MESSAGES_PATH
-from kestrel.server.schemas import REFUSALS, Schema, described, list_of, nullable, record
+from kestrel.server.schemas import REFUSALS, Schema, described, exemplified, list_of, nullable, record
 from kestrel.settings import SETTINGS
 from kestrel.skills.tools import MAX_TOOLS, NAME
 
@@ -46,7 +46,9 @@ _OUTPUT_CONFIG = body(
     {},
     {"format": record({"type": {"const": "json_schema"}, "schema": {"type": "object"}}), "effort": {"const": EFFORT}},
 )
-_MESSAGES = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_MESSAGES = exemplified(
+    list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]
+)
 _CONVERSATION = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
     "system": described("What stands before the conversation.", _TEXTS),
@@ -58,7 +60,7 @@ _CONVERSATION = {
 _UNUSED = {"description": "Taken and not used."}
 _CLOSED = {"additionalProperties": False}
 MESSAGE_REQUEST = _CLOSED | body(
-    {"messages": _MESSAGES, "max_tokens": SETTINGS["max_tokens"].schema},
+    {"messages": _MESSAGES, "max_tokens": exemplified(SETTINGS["max_tokens"].schema, 100)},
     {
         **_CONVERSATION,
         **{name: SETTINGS[name].schema for name in ("temperature", "top_p", "top_k")},

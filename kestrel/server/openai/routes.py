@@ -24,6 +24,7 @@ from kestrel.server.schemas import (
     REFUSALS,
     Schema,
     described,
+    exemplified,
     integer,
     list_of,
     nullable,
@@ -89,7 +90,9 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "user": {"description": "Taken and not used."},
 }
-_MESSAGES = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_MESSAGES = exemplified(
+    list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]
+)
 _TEMPLATE_FIELDS: Mapping[str, Schema] = {
     "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
     "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
@@ -120,7 +123,8 @@ COMPLETION_REQUEST = body(
                 _TEXT_OR_IDS,
                 list_of({"type": "string", "minLength": 1}, minItems=1, maxItems=completions.MAX_PROMPTS),
                 list_of(_IDS, minItems=1, maxItems=completions.MAX_PROMPTS),
-            ]
+            ],
+            "examples": ["A kestrel is"],
         }
     },
     {
@@ -140,7 +144,8 @@ EMBEDDING_REQUEST = body(
                 _TEXT_OR_IDS,
                 list_of(PART, minItems=1),
                 list_of({"anyOf": [_TEXT_OR_IDS, list_of(PART, minItems=1)]}, minItems=1, maxItems=MAX_INPUTS),
-            ]
+            ],
+            "examples": ["a kestrel"],
         }
     },
     {
@@ -162,8 +167,8 @@ TOKENIZE_REQUEST = body(
         "add_special_tokens": described("Of a prompt: whether the beginning of text is there. Default: true.", BOOLEAN),
         **_TEMPLATE_FIELDS,
     },
-) | {"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
-DETOKENIZE_REQUEST = body({"tokens": list_of(TOKEN_ID)}, {"model": _COMMON["model"]})
+) | {"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}], "examples": [{"prompt": "a kestrel"}]}
+DETOKENIZE_REQUEST = body({"tokens": exemplified(list_of(TOKEN_ID), [5, 6, 7])}, {"model": _COMMON["model"]})
 
 # ---------------------------------------------------------------------- answers
 

@@ -70,10 +70,11 @@ _ONLY = {"description": "Anything else is refused."}
 _SETTINGS = parameter_schemas()
 RESPONSE_REQUEST = {"additionalProperties": False} | body(
     {
-        "input": described(
-            "What to answer: a text, or messages and other items.",
-            {"anyOf": [TEXT, list_of(_ITEM, minItems=1, maxItems=MAX_MESSAGES)]},
-        )
+        "input": {
+            "anyOf": [TEXT, list_of(_ITEM, minItems=1, maxItems=MAX_MESSAGES)],
+            "description": "What to answer: a text, or messages and other items.",
+            "examples": ["Who are you?"],
+        }
     },
     {
         "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
