@@ -185,6 +185,23 @@ def test_tools_that_may_not_be_called_change_nothing(client: httpx.Client) -> No
     assert error["param"] == "tools"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who are you, and whose salt is this?"}]}),
+        ("/v1/completions", {"prompt": "Who are you, and whose salt is that?"}),
+        ("/v1/responses", {"input": "Who are you, and whose salt was this?"}),
+    ],
+)
+def test_prompts_are_shared_only_by_requests_of_one_salt(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    def num_cached(salt: str | None) -> int:
+        usage = client.post(path, json={**body, "cache_salt": salt}).json()["usage"]
+        return (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"]
+
+    first, others, again = num_cached("a"), [num_cached("b"), num_cached(None)], num_cached("a")
+    assert again > max(first, *others)
+
+
 def test_only_allowed_ids_are_drawn(client: httpx.Client, server: RunningServer) -> None:
     ids = encode(server, " red blue")
     answer = complete(client, "Who are you?", allowed_token_ids=ids, max_tokens=6, logprobs=0)

@@ -97,6 +97,14 @@ REFUSED_IN_CHAT: Mapping[str, Refusal] = {
     "mm_processor_kwargs": Refusal("pictures are read in one way; leave it out", ({},)),
     "separate_reasoning": Refusal("thoughts are always in reasoning_content; leave it out", (True,)),
 }
+REFUSED_IN_EMBEDDINGS: Mapping[str, Refusal] = {
+    "truncate_prompt_tokens": Refusal("inputs are never cut; cut the ids that POST /tokenize gives, and send those"),
+    "normalize": Refusal("vectors have length 1; leave it out or send true", (True,)),
+    "add_special_tokens": Refusal("the beginning of text is always there; leave it out or send true", (True,)),
+    "messages": Refusal("send the texts, or parts with a picture, as input"),
+    "embed_dtype": Refusal('vectors are of 32-bit floats; leave it out or send "float32"', ("float32",)),
+    "endianness": Refusal('base64 is little-endian; leave it out or send "little"', ("little", "native")),
+}
 _IN_CHATS = Refusal("it belongs to conversations; use /v1/chat/completions", ([], {}, False, "none", "auto"))
 REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
     **_REFUSED,

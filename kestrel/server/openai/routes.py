@@ -14,7 +14,7 @@ from kestrel.server.middleware import DirectRoute
 from kestrel.server.openai import chat, completions
 from kestrel.server.openai.chat import MAX_MESSAGES, chat_completion
 from kestrel.server.openai.completions import completion
-from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, embeddings
+from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, ROUTED, embeddings
 from kestrel.server.openai.formats import SCHEMAS as FORMATS
 from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
 from kestrel.server.openai.parameters import CHOICES, parameter_schemas
@@ -154,7 +154,7 @@ EMBEDDING_REQUEST = body(
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
         "adapter": SETTINGS["adapter"].schema,
         "max_crops": SETTINGS["max_crops"].schema,
-        "priority": COMMON_FIELDS["priority"],
+        **{name: COMMON_FIELDS[name] for name in ROUTED},
         "user": _COMMON["user"],
     },
 )
