@@ -369,6 +369,16 @@ def test_a_response_goes_on_where_another_ended(client: httpx.Client) -> None:
     assert ask(client, "Who are you?", previous_response_id=third["id"]), "it has the whole conversation itself"
 
 
+def test_what_cannot_be_stored_is_refused_before_it_is_answered(client: httpx.Client) -> None:
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    given = [{"type": "reasoning", "summary": deep}, USER]
+    refused = client.post(PATH, json={"input": given, **SHORT})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    assert ask(client, given, store=False)["status"] == "completed"
+
+
 def test_a_stored_response_is_its_own_keys_alone(locked: RunningServer) -> None:
     with sdk_of(locked, KEYS[0]) as mine, sdk_of(locked, KEYS[1]) as other:
         how: Any = {"model": "kestrel-tiny", "input": "Who are you?", **SHORT}

@@ -34,10 +34,8 @@ class AskedResponse:
     work: EngineWork
     echoed: Mapping[str, Any]
     """What the response repeats of the request."""
-    earlier: tuple[bytes, ...]
-    """Items of the responses before it, as JSON."""
-    items: list[Any]
-    """Those of the request."""
+    items: tuple[bytes, ...] | None
+    """The conversation up to here, each item as JSON; None: it is not to be stored."""
     stream: bool
 
 
@@ -50,7 +48,7 @@ async def response_to(request: Request, asked: AskedResponse) -> Response:
     with accept(request).interruptible():
         results = all_results(request, asked.work, lambda _, result: _whole(result), is_large=False)
         ((result, items),) = await until_gone(request.receive, results)
-    return Response(await answer.kept(answer.finished(result, items)), media_type="application/json")
+    return Response(answer.kept(answer.finished(result, items)), media_type="application/json")
 
 
 class _Answer:
@@ -78,14 +76,12 @@ class _Answer:
         details = {"reason": "max_output_tokens"}
         return self._in_state("incomplete", incomplete_details=details, output=items, usage=_usage(result))
 
-    async def kept(self, response: Mapping[str, Any]) -> bytes:
+    def kept(self, response: Mapping[str, Any]) -> bytes:
         """As JSON, and in the store if it belongs there."""
         body = orjson.dumps(response)
-        if self._asked.echoed["store"]:
-            state, said = state_of(self._request), [*self._asked.items, *response["output"]]
-            own = await state.body_threads.run(lambda: tuple(map(orjson.dumps, said)))
-            stored = StoredResponse(body, (*self._asked.earlier, *own))
-            state.responses.keep(client_of(self._request), response["id"], stored)
+        if self._asked.items is not None:
+            stored = StoredResponse(body, (*self._asked.items, *map(orjson.dumps, response["output"])))
+            state_of(self._request).responses.keep(client_of(self._request), response["id"], stored)
         return body
 
     async def events(self, streams: list[EngineStream]) -> AsyncIterator[bytes]:
@@ -100,7 +96,7 @@ class _Answer:
                 for told in output.end(has_ended=_has_ended(piece.result)):
                     yield told
                 response = self.finished(piece.result, output.items)
-                await self.kept(response)
+                self.kept(response)
                 yield output.event(f"response.{response['status']}", response=response)
 
     def _opening(self) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -118,7 +119,7 @@ async def _asked(request: Request, accepted: AcceptedRequest, body: Body, names:
     """`names` is filled with what the client called everything."""
     state, profile = accepted.state, accepted.engine.profile
     stream = boolean("stream", body.get("stream", False))
-    stored, previous = _take_store(state, body), _previous(request, body)
+    is_stored, previous = _take_store(state, body), _previous(request, body)
     fields = _settings(state, body)
     names |= {**fields.names, "messages": "input", "prompt": "input", "body": "previous_response_id"}
     fields.names = names
@@ -140,9 +141,8 @@ async def _asked(request: Request, accepted: AcceptedRequest, body: Body, names:
     names["image"] = places[0] if len(places) == 1 else "input"
     return AskedResponse(
         EngineWork("chat", [fields.values], names),
-        {**_echoed(body, fields, profile), "reasoning": reasoning, "store": stored, "metadata": _metadata(body)},
-        () if previous is None else previous.items,
-        items,
+        {**_echoed(body, fields, profile), "reasoning": reasoning, "store": is_stored, "metadata": _metadata(body)},
+        (*([] if previous is None else previous.items), *await _as_json(accepted, items)) if is_stored else None,
         stream,
     )
 
@@ -241,6 +241,16 @@ def _items(body: Body) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise RequestError("input", f"must be a text or a list of items (got {shown(value)})")
     return value
+
+
+async def _as_json(accepted: AcceptedRequest, items: list[Any]) -> tuple[bytes, ...]:
+    """As they will be stored; they count as the body does until the answer."""
+    try:
+        told = await accepted.state.body_threads.run(lambda: tuple(map(orjson.dumps, items)))
+    except orjson.JSONEncodeError:
+        raise RequestError("input", "is nested too deeply to be stored; send less, or store: false") from None
+    accepted.held.add(sum(map(len, told)))
+    return told
 
 
 def _take_store(state: ServerState, body: Body) -> bool:
