@@ -78,8 +78,9 @@ def closed(schema: Any, *, is_deep: bool = True) -> Any:
     for key in _IN_LISTS if "properties" not in schema else ():
         if isinstance(schema.get(key), list):
             result[key] = [closed(inner) for inner in schema[key]]
-    if "items" in schema:
-        result["items"] = closed(schema["items"])
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            result[key] = closed(schema[key])
     return result
 
 

@@ -18,7 +18,6 @@ from starlette.responses import Response
 
 from kestrel.server.json_body import FORM
 from kestrel.server.schemas import Schema, type_text
-from kestrel.server.state import state_of
 
 BASE = "{{base}}"
 """Where commands name the server."""
@@ -68,7 +67,7 @@ def docs_routes() -> APIRouter:
 
     async def docs(request: Request) -> Response:
         if not pages:
-            pages.append(await state_of(request).body_threads.run(lambda: docs_page(request.app.openapi())))
+            pages.append(docs_page(request.app.openapi()))
         base = html.escape(shlex.quote(str(request.base_url).rstrip("/")))
         return Response(pages[0].replace(BASE, base), headers=HEADERS, media_type="text/html")
 

@@ -92,9 +92,10 @@ def model_facts(engine: InferenceEngine) -> dict[str, Any]:
 _TEXT: Schema = {"type": "string"}
 _NUMBER: Schema = {"type": "number"}
 _BOOLEAN: Schema = {"type": "boolean"}
+_MODEL_LIMITS = ("max_model_len", "max_batch_size")
 _LIMITS = {
     "type": "object",
-    "properties": {name: nullable(_NUMBER) for name in (*SERVER_LIMITS, *ENGINE_LIMITS, "max_images")},
+    "properties": {name: nullable(_NUMBER) for name in (*SERVER_LIMITS, *ENGINE_LIMITS, *_MODEL_LIMITS, "max_images")},
 }
 SERVER_INFO = record(
     {

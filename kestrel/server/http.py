@@ -48,6 +48,13 @@ from kestrel.server.schemas import Schema, record
 from kestrel.server.state import STALLED, Phase, ServerState, state_of
 from kestrel.server.tracing import otlp_provider
 
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-moondream-auth": {"type": "apiKey", "in": "header", "name": "X-Moondream-Auth"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""By the names of `key_headers`."""
+
 
 def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
     """An ASGI application over an engine, or over one that `factory()` makes on the server's event loop.
@@ -98,14 +105,6 @@ class _Application(FastAPI):
                 for operation in item.values():
                     operation["security"] = [{way: []} for way in ways]
         return super().openapi()
-
-
-SECURITY_SCHEMES = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "x-moondream-auth": {"type": "apiKey", "in": "header", "name": "X-Moondream-Auth"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-}
-"""By the names of `key_headers`."""
 
 
 def image_fetcher(config: ServerConfig) -> ImageFetcher:

@@ -60,6 +60,7 @@ JOINED = {"allOf": [NAMED, {"properties": {"b": {}}}]}
         (NAMED, {"a": 1}, {"a": 1, "b": 2}),
         ({"properties": {"in": NAMED}}, {"in": {"a": 1}}, {"in": {"b": 2}}),
         ({"type": "array", "items": NAMED}, [{"a": 1}], [{"b": 1}]),
+        ({"type": "object", "additionalProperties": NAMED}, {"x": {"a": 1}}, {"x": {"b": 1}}),
         ({"anyOf": [NAMED, {"type": "null"}]}, {"a": 1}, {"b": 1}),
         ({"$ref": "#/$defs/one", "$defs": {"one": NAMED}}, {"a": 1}, {"b": 1}),
         ({**NAMED, "additionalProperties": {"type": "integer"}}, {"b": 1}, {"b": "x"}),

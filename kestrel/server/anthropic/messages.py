@@ -18,7 +18,7 @@ from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.chat import MAX_MESSAGES, PartReader
 from kestrel.server.openai.generation import EngineWork, client_names, sampling_fields
-from kestrel.server.openai.parameters import Body, EngineFields, given, kind_of, require_known, require_list
+from kestrel.server.openai.parameters import Body, EngineFields, given, require_known, require_list, type_of
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.settings import any_text, boolean
@@ -129,7 +129,7 @@ def _add_format(body: Body, fields: EngineFields) -> None:
     asked, name = config.get("format"), "output_config.format"
     if asked is None:
         return
-    kind_of(name, asked, {"json_schema": None})
+    type_of(name, asked, {"json_schema": None})
     require_known(f"{name}.", asked, ("type", "schema"))
     fields.add("response_format", name, {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}})
     fields.names["response_format.json_schema.schema"] = f"{name}.schema"
@@ -137,7 +137,7 @@ def _add_format(body: Body, fields: EngineFields) -> None:
 
 def _thinking(value: Any) -> bool:
     """Its budget is checked and not used: a thought may be as long as an answer."""
-    kind = kind_of("thinking", value, THINKING)
+    kind = type_of("thinking", value, THINKING)
     require_known("thinking.", value, ("type", "budget_tokens"))
     budget = value.get("budget_tokens")
     if (kind == "enabled") != (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
@@ -156,7 +156,7 @@ def _add_tools(body: Body, fields: EngineFields) -> None:
     choice = body.get("tool_choice")
     if choice is None:
         return
-    kind = kind_of("tool_choice", choice, {**CHOICES, "tool": None})
+    kind = type_of("tool_choice", choice, {**CHOICES, "tool": None})
     choice = given(choice)
     require_known("tool_choice.", choice, ("type", "name", "disable_parallel_tool_use"))
     if ("name" in choice) != (kind == "tool"):
@@ -269,7 +269,7 @@ class _Conversation:
 
     async def _image(self, place: str, source: Any) -> dict[str, Any]:
         name = f"{place}.source"
-        kind = kind_of(name, source, {"base64": None, "url": None})
+        kind = type_of(name, source, {"base64": None, "url": None})
         if kind == "url":
             require_known(f"{name}.", source, ("type", "url"))
             return await self.parts.read_image(place, f"{name}.url", source.get("url"))
@@ -280,7 +280,7 @@ class _Conversation:
 
 def _block(name: str, raw: Any, role: str) -> dict[str, Any]:
     """Null means not given. A cache_control has no effect."""
-    kind = kind_of(name, raw, _BLOCKS[role])
+    kind = type_of(name, raw, _BLOCKS[role])
     block = given(raw)
     require_known(f"{name}.", block, ("type", *_BLOCKS[role][kind], "cache_control"))
     return block

@@ -125,7 +125,7 @@ def given(body: Body) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def kind_of(name: str, value: Any, known: Mapping[str, Any]) -> str:
+def type_of(name: str, value: Any, known: Mapping[str, Any]) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if not isinstance(kind, str) or kind not in known:
         raise RequestError(name, f'must be {{"type": …}} with one of: {", ".join(known)} (got {shown(value)})')

@@ -21,10 +21,10 @@ from kestrel.server.openai.parameters import (
     EngineFields,
     Refusal,
     given,
-    kind_of,
     refuse,
     require_known,
     require_list,
+    type_of,
 )
 from kestrel.server.records import client_of
 from kestrel.server.responses import json_response
@@ -169,7 +169,7 @@ def _settings(state: ServerState, body: Body) -> EngineFields:
 
 
 def _format(value: Any) -> dict[str, Any]:
-    kind = kind_of("text.format", value, FORMATS)
+    kind = type_of("text.format", value, FORMATS)
     given_format = given(value)
     require_known("text.format.", given_format, ("type", *FORMATS[kind]))
     inner = {name: given_format[name] for name in FORMATS[kind] if name in given_format}
@@ -226,7 +226,7 @@ def _tool(name: str, raw: Any, fields: EngineFields) -> dict[str, Any]:
 def _tool_choice(value: Any) -> Any:
     if isinstance(value, str):
         return value  # the chat skill knows which there are
-    kind_of("tool_choice", value, {"function": None})
+    type_of("tool_choice", value, {"function": None})
     require_known("tool_choice.", value, ("type", "name"))
     return {"type": "function", "function": {"name": any_text("tool_choice.name", value.get("name"))}}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kestrel.errors import RequestError, shown
 from kestrel.server.openai.chat import MAX_MESSAGES, ROLES, PartReader
-from kestrel.server.openai.parameters import Body, given, kind_of, require_known, require_list
+from kestrel.server.openai.parameters import Body, given, require_known, require_list, type_of
 from kestrel.settings import any_text
 from kestrel.skills.base import ChatFormat
 from kestrel.skills.chat import why_no_tools
@@ -56,7 +56,7 @@ class Conversation:
         """A message may leave out its type."""
         item = given(raw) if isinstance(raw, Mapping) else raw
         typed = {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
-        kind = kind_of(place, typed, ITEMS)
+        kind = type_of(place, typed, ITEMS)
         require_known(f"{place}.", typed, ("type", "id", "status", *ITEMS[kind]))
         if kind == "message":
             await self._add_message(place, typed)
@@ -89,7 +89,7 @@ class Conversation:
         return [await self._part(f"{name}[{index}]", raw, kinds) for index, raw in enumerate(value)]
 
     async def _part(self, place: str, raw: Any, kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        kind = kind_of(place, raw, kinds)
+        kind = type_of(place, raw, kinds)
         part = given(raw)
         if "file_id" in part:
             raise RequestError(f"{place}.file_id", "is not supported: no files are kept; send an image_url")
@@ -108,7 +108,7 @@ class Conversation:
         self.parts.count(name, len(content))
         texts = []
         for index, part in enumerate(content):
-            kind_of(f"{name}[{index}]", part, {"reasoning_text": None})
+            type_of(f"{name}[{index}]", part, {"reasoning_text": None})
             texts.append(any_text(f"{name}[{index}].text", part.get("text")))
         if texts and self.chat is not None and "reasoning_content" in self.chat.message_fields:
             self.add(place, "assistant", None, reasoning_content="\n".join(texts))
