@@ -111,6 +111,7 @@ class CacheNamespace:
 
     adapter: str | None = None
     tenant: str | None = None
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,6 +208,7 @@ class GenerationRequest:
     """Decoded pictures by digest, for the runtime; the scheduler never looks inside."""
     constraint: Constraint | None = None
     tenant: str | None = None
+    cache_salt: str | None = None
     client: str | None = None
     """Who asks: clients take turns. All requests without one are one client's."""
     adapter: AdapterUse | None = None
@@ -222,7 +224,7 @@ class GenerationRequest:
 
     @property
     def namespace(self) -> CacheNamespace:
-        return CacheNamespace(None if self.adapter is None else self.adapter.key, self.tenant)
+        return CacheNamespace(None if self.adapter is None else self.adapter.key, self.tenant, self.cache_salt)
 
     def __post_init__(self) -> None:
         if not self.items:

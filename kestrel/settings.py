@@ -334,5 +334,7 @@ ROUTING = _by_name(
     Setting("priority", integer(-MAX_PRIORITY, MAX_PRIORITY), "Lower runs sooner; below 0 needs an urgent key.", "0"),
     Setting("request_id", short_text(MAX_NAME_LENGTH), "A name for this request, which no other running one has.",
             "a random one", openai=()),
+    Setting("cache_salt", short_text(MAX_NAME_LENGTH),
+            "Share cached pictures and prompts only with requests that have the same one.", "none"),
 )  # fmt: skip
 """What a request says to the engine itself; never inside `settings`."""

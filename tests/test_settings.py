@@ -37,6 +37,7 @@ OTHER_EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "ignore_eos": ([True, False], [1, "true"]),
     "stop": ([["x" * 1000] * 4, [*"abcdefghijklmnop"], []], ["", "x" * 1001, [*"abcdefghijklmnopq"], [""]]),
     "request_id": (["r" * 256], ["", "r" * 257]),
+    "cache_salt": (["s" * 256], ["", "s" * 257]),
 }
 
 

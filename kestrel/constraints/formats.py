@@ -15,6 +15,11 @@ MAX_CHOICES = MAX_FORMAT_BYTES // 2
 """More cannot fit: each takes a character and a sign between."""
 ANY_OBJECT = '{"type": "object"}'
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+_JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "unevaluatedProperties", "if", "dependentSchemas")
+"""Keywords that may name further properties of the same object."""
+_BY_NAME = ("properties", "$defs", "definitions")
+_IN_LISTS = ("anyOf", "oneOf", "prefixItems")
+"""Keywords over schemas that stand for whole values."""
 _REGEX_SIGNS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
@@ -54,7 +59,29 @@ def _json_schema(name: str, value: Mapping[str, Any]) -> ResponseFormat:
     if not isinstance(schema, Mapping):
         raise RequestError(name, f"must be a JSON schema as an object (got {shown(schema)})")
     check_shape(name, schema)
-    return ResponseFormat("json_schema", json.dumps(schema, allow_nan=False))
+    held_to = closed(schema) if given.get("strict") else schema
+    return ResponseFormat("json_schema", json.dumps(held_to, allow_nan=False))
+
+
+def closed(schema: Any, *, is_deep: bool = True) -> Any:
+    """The schema with objects that have the properties it names and no others, unless it says so itself."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict(schema)
+    if "properties" in schema and not any(keyword in schema for keyword in _JOINING):
+        result.setdefault("additionalProperties", False)
+    if not is_deep:
+        return result
+    for key in _BY_NAME:
+        if isinstance(schema.get(key), Mapping):
+            result[key] = {name: closed(inner) for name, inner in schema[key].items()}
+    for key in _IN_LISTS if "properties" not in schema else ():
+        if isinstance(schema.get(key), list):
+            result[key] = [closed(inner) for inner in schema[key]]
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            result[key] = closed(schema[key])
+    return result
 
 
 def _regex(name: str, value: Mapping[str, Any]) -> ResponseFormat:

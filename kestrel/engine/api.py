@@ -293,7 +293,7 @@ class InferenceEngine(SkillCalls):
             else:
                 generation = await self.text_threads.run(*lay_out) if size.is_large else lay_out[0](*lay_out[1:])
             generation.tenant, generation.client, generation.adapter = route.tenant, route.client, adapter
-            generation.priority = route.priority
+            generation.cache_salt, generation.priority = route.cache_salt, route.priority
             generation.is_streaming = is_stream if route.read_along is None else route.read_along
             generation.submitted_s = submitted_s
             stream.adapter = None if adapter is None else adapter.name

@@ -280,6 +280,7 @@ class Route:
     request_id: str | None
     priority: int
     tenant: str | None
+    cache_salt: str | None
     client: str | None
     read_along: bool | None
     """False for a stream whose latency per token does not matter: prefill of other requests is then not split for it.
@@ -291,17 +292,18 @@ class Route:
 def take_route(fields: dict[str, Any]) -> Route:
     """Takes the engine's fields out of `fields`, checked."""
     request_id, tenant = fields.pop("request_id", None), fields.pop("tenant", None)
-    client = fields.pop("client", None)
+    client, salt = fields.pop("client", None), fields.pop("cache_salt", None)
     priority = fields.pop("priority", None)
     read_along, has_reader = fields.pop("read_along", None), fields.pop("has_reader", None)
-    for name, value in (("request_id", request_id), ("tenant", tenant), ("client", client)):
+    named = (("request_id", request_id), ("tenant", tenant), ("cache_salt", salt), ("client", client))
+    for name, value in named:
         if value is not None:
             ROUTING["request_id"].kind(name, value)
     for name, value in (("read_along", read_along), ("has_reader", has_reader)):
         if value is not None:
             boolean(name, value)
     priority = 0 if priority is None else ROUTING["priority"].kind("priority", priority)
-    return Route(request_id, priority, tenant, client, read_along, has_reader)
+    return Route(request_id, priority, tenant, salt, client, read_along, has_reader)
 
 
 @dataclass(slots=True)

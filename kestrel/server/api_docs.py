@@ -13,11 +13,10 @@ from typing import Any
 
 from kestrel.server.http import create_app
 from kestrel.server.json_body import FORM
+from kestrel.server.schemas import type_text
 from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 
 Schema = Mapping[str, Any]
-MANY = 8
-"""Fields of an object that are still named in one cell."""
 HEAD = """# HTTP API
 
 Written by `python -m kestrel.server.api_docs docs/api.md` from `/openapi.json` and `kestrel/settings.py`.
@@ -153,39 +152,6 @@ def _table(properties: Mapping[str, Schema], required: list[str]) -> Iterator[st
         shown_name = f"**`{name}`**" if name in required else f"`{name}`"
         yield f"| {shown_name} | {type_text(field)} | {field.get('description', '')} |"
     yield ""
-
-
-def type_text(schema: Schema) -> str:
-    """A schema in a few words."""
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return " or ".join(type_text(kind) for kind in schema[key] if kind.get("type") != "null")
-    kinds = schema.get("type", "any")
-    kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
-    if kind == "array":
-        return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems')}"
-    if kind == "object" and 0 < len(schema.get("properties", {})) <= MANY:
-        return "{" + ", ".join(f"`{name}`" for name in schema["properties"]) + "}"
-    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
-        values = type_text(schema["additionalProperties"])
-        return f"object of {values}{_range(schema, 'minProperties', 'maxProperties')}"
-    return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength")
-
-
-def _range(schema: Schema, low: str, high: str) -> str:
-    ends = [schema.get(low), schema.get(high)]
-    if ends == [None, None]:
-        return ""
-    least, most = (None if end is None else _bound(float(end)) for end in ends)
-    if least is None or most is None:
-        return f" (at least {least})" if most is None else f" (at most {most})"
-    return f" ({least})" if least == most else f" ({least} to {most})"
-
-
-def _bound(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.3g}"
 
 
 async def _no_engine() -> Any:

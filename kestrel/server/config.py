@@ -44,6 +44,7 @@ class ServerConfig:
         is_shown=False,
     )
     insecure: bool = setting(False, "Listen on a public address without any key.", flags=("--insecure",))
+    metrics_open: bool = setting(False, "Answer /metrics without a key.", flags=("--metrics-open",))
     tls_cert_file: str | None = setting(None, "Certificate chain (PEM) to serve HTTPS.")
     tls_key_file: str | None = setting(None, "Private key (PEM) of the certificate.")
     root_path: str = setting("", "Path under which a proxy shows this server, such as /vision.")
@@ -133,6 +134,12 @@ class ServerConfig:
         group="Pictures",
     )
     max_image_fetches: int = setting(16, "Pictures that are fetched from image URLs at the same time.")
+    max_stored_responses: int = setting(
+        1024, "Responses of /v1/responses kept in memory for the clients that asked for them; 0: none."
+    )
+    max_stored_response_bytes: int = setting(
+        256 * 2**20, "Bytes that they may take, each with its conversation; the oldest are let go."
+    )
     isolate_prefix_cache: bool = setting(
         False, "Share cached pictures and prompts only between requests of the same key.", group="Batches and KV cache"
     )
@@ -201,6 +208,8 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "keep_alive_timeout_s": (1, 86_400),
     "max_image_fetches": (1, 1024),
     "max_grpc_calls": (1, 10**6),
+    "max_stored_responses": (0, 10**7),
+    "max_stored_response_bytes": (1024, 2**40),
     "seed": (0, 2**63 - 1),
 }
 _OPTIONAL_INTEGERS = ("grpc_port", "seed", "default_max_new_tokens", "max_requests_per_client", "max_connections")

@@ -47,7 +47,7 @@ from kestrel.errors import (
     cut,
     shown,
 )
-from kestrel.server.records import RequestRecord, route_path
+from kestrel.server.records import RequestRecord, is_messages_path, route_path
 
 logger = logging.getLogger("kestrel.server")
 
@@ -94,6 +94,10 @@ class TooManyConnections(KestrelError):
     """Every connection has a request under way."""
 
 
+class ResponseNotFound(KestrelError):
+    """No such response is stored for this client."""
+
+
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
@@ -114,6 +118,7 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (Unauthorised, ErrorKind(401, "authentication_error", "invalid_api_key")),
     (NotAllowed, ErrorKind(403, "permission_error", "not_allowed")),
     (ModelNotFound, ErrorKind(404, "invalid_request_error", "model_not_found")),
+    (ResponseNotFound, ErrorKind(404, "invalid_request_error", "response_not_found")),
     (AdapterGone, ErrorKind(410, "invalid_request_error", "adapter_gone")),
     (AdapterNotFound, ErrorKind(404, "invalid_request_error", "adapter_not_found")),
     (AdapterUnusable, ErrorKind(400, "invalid_request_error", "adapter_unusable")),
@@ -178,7 +183,7 @@ def error_response(error: BaseException, scope: Scope | None = None) -> Response
 
 def _response(kind: ErrorKind, body: dict[str, Any], scope: Scope | None) -> Response:
     status = kind.status
-    if scope is not None and is_messages_route(scope):
+    if scope is not None and is_messages_path(route_path(scope)):
         status, body = ANTHROPIC_STATUSES.get(status, status), anthropic_body(status, body)
     headers: dict[str, str] = {}
     if kind.retry_after_s is not None:
@@ -190,7 +195,6 @@ def _response(kind: ErrorKind, body: dict[str, Any], scope: Scope | None) -> Res
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-MESSAGES_PATH = "/v1/messages"
 ANTHROPIC_STATUSES = {503: 529}
 """Where the Messages API has a status of its own."""
 _ANTHROPIC_TYPES = {
@@ -204,11 +208,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-def is_messages_route(scope: Scope) -> bool:
-    path = route_path(scope)
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def anthropic_body(status: int, body: dict[str, Any]) -> dict[str, Any]:

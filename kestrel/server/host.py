@@ -5,12 +5,13 @@ It knows nothing of that protocol. Whoever starts both hands this over.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel.engine import EngineStream
+from kestrel.engine import EngineResult, EngineStream
 from kestrel.server.calls import AcceptedRequest, Interruption, engine_request
 from kestrel.server.errors import kind_of
 from kestrel.server.native import NATIVE_SKILLS, with_default_budget
@@ -22,12 +23,50 @@ from kestrel.threads import Threads
 COUNTS_TOKENS = frozenset(skill.name for skill in NATIVE_SKILLS if skill.counts_tokens)
 
 
+@dataclass
+class Duration:
+    """Something that happened several times, and how long it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.ns += round(seconds * 1e9)
+
+
+@dataclass
+class Statistics:
+    """An observer that adds up what became of all requests."""
+
+    last_ms: int = 0
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute: Duration = field(default_factory=Duration)
+
+    def started(self, request: RequestInfo) -> None:
+        """Counted when it ends."""
+
+    def finished(self, request: RequestInfo, outcome: EngineResult | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            self.fail.add(time.monotonic() - request.started_s)
+            return
+        queue_s, compute_s = outcome.metrics.queue_time_ms / 1000.0, outcome.metrics.processing_latency_s
+        self.success.add(queue_s + compute_s)
+        self.queue.add(queue_s)
+        self.compute.add(compute_s)
+        self.last_ms = round(time.time() * 1000)
+
+
 class ServerHost:
     """`protocol` names the other protocol in the log, where HTTP has its method."""
 
     def __init__(self, state: ServerState, protocol: str) -> None:
         self._state = state
         self._protocol = protocol
+        self.statistics = Statistics()
+        state.observers.append(self.statistics)
 
     @property
     def is_alive(self) -> bool:

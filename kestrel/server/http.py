@@ -22,19 +22,38 @@ from starlette.routing import BaseRoute
 from kestrel import __version__
 from kestrel.server.anthropic.routes import anthropic_routes
 from kestrel.server.config import ServerConfig
+from kestrel.server.docs_page import docs_routes
 from kestrel.server.errors import RETRY_AFTER_S, ErrorBoundary, http_exception_response, validation_response
+from kestrel.server.facts import fact_routes
 from kestrel.server.lifecycle import EngineSource, engine_lifespan
 from kestrel.server.metrics import Observation
-from kestrel.server.middleware import Authentication, BodyLimit, ClientLimit, DirectRoutes, HeadLimit, WebPages
+from kestrel.server.middleware import (
+    Authentication,
+    BodyLimit,
+    ClientLimit,
+    DirectRoutes,
+    HeadLimit,
+    WebPages,
+    is_open,
+    key_headers,
+)
 from kestrel.server.native import native_routes
 from kestrel.server.openai.routes import openai_routes
 from kestrel.server.playground.routes import playground_routes
-from kestrel.server.records import REQUEST_ID_HEADER
+from kestrel.server.records import MESSAGES_ID_HEADER, REQUEST_ID_HEADER
 from kestrel.server.request_images import ImageFetcher, NoRemoteImages, RemoteImages
 from kestrel.server.responses import json_response
+from kestrel.server.responses_api.routes import responses_routes
 from kestrel.server.schemas import Schema, record
 from kestrel.server.state import STALLED, Phase, ServerState, state_of
 from kestrel.server.tracing import otlp_provider
+
+SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-moondream-auth": {"type": "apiKey", "in": "header", "name": "X-Moondream-Auth"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""By the names of `key_headers`."""
 
 
 def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = None) -> FastAPI:
@@ -50,7 +69,8 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
     included = [*routers(), watch.router()]
     routes = [route for router in included for route in router.routes]
     paths = [route.path for route in routes if isinstance(route, APIRoute) and route.include_in_schema]
-    app = FastAPI(
+    app = _Application(
+        config,
         title="Kestrel",
         version=__version__,
         root_path=config.root_path,
@@ -69,6 +89,24 @@ def create_app(engine_or_factory: EngineSource, config: ServerConfig | None = No
     return app
 
 
+class _Application(FastAPI):
+    """Its description tells where a key is needed, and in which headers it may come."""
+
+    def __init__(self, config: ServerConfig, **options: Any) -> None:
+        super().__init__(**options)
+        self._config = config
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            schema.setdefault("components", {})["securitySchemes"] = SECURITY_SCHEMES
+            for path, item in schema["paths"].items() if self._config.has_keys else ():
+                ways = () if is_open(path, self._config) else ("bearer", *key_headers(path))
+                for operation in item.values():
+                    operation["security"] = [{way: []} for way in ways]
+        return super().openapi()
+
+
 def image_fetcher(config: ServerConfig) -> ImageFetcher:
     if not config.allowed_image_hosts:
         return NoRemoteImages()
@@ -82,7 +120,8 @@ def _observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    return [_operation_routes(), native_routes(), openai_routes(), anthropic_routes(), playground_routes()]
+    dialects = [openai_routes(), responses_routes(), anthropic_routes()]
+    return [_operation_routes(), fact_routes(), native_routes(), *dialects, playground_routes(), docs_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:
@@ -97,7 +136,7 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
                 allow_origins=list(config.cors_origins),
                 allow_methods=everything,
                 allow_headers=everything,
-                expose_headers=[REQUEST_ID_HEADER],
+                expose_headers=[REQUEST_ID_HEADER, MESSAGES_ID_HEADER],
             )
         )
     return [

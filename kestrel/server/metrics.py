@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute
 
 from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
 from kestrel.request import FinishReason, RequestMetrics
-from kestrel.server.records import RecordedRequests, RequestRecord, access_log
+from kestrel.server.records import METRICS_PATH, RecordedRequests, RequestRecord, access_log
 from kestrel.server.schemas import refusals
 from kestrel.server.tracing import TracedRequests
 
@@ -109,7 +109,7 @@ class Observation:
         router = APIRouter(tags=["operations"])
         text: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
         router.add_api_route(
-            "/metrics",
+            METRICS_PATH,
             self._page,
             methods=["GET"],
             response_class=PlainTextResponse,
@@ -120,7 +120,7 @@ class Observation:
                 **refusals(401),
             },
         )
-        router.add_api_route("/metrics", self._page, methods=["HEAD"], response_model=None, include_in_schema=False)
+        router.add_api_route(METRICS_PATH, self._page, methods=["HEAD"], response_model=None, include_in_schema=False)
         return router
 
     async def _page(self) -> Response:

@@ -31,16 +31,17 @@ from kestrel.server.errors import (
     NotJson,
     SlowClient,
     TooManyConnections,
-    is_messages_route,
 )
 from kestrel.server.json_body import is_form
-from kestrel.server.records import HEALTH_PATHS, header_of, route_path
+from kestrel.server.records import HEALTH_PATHS, METRICS_PATH, header_of, is_messages_path, route_path
 from kestrel.server.state import HeldBytes, ServerState
 from kestrel.settings import MAX_NAME_LENGTH
 
-OPEN_PATHS = HEALTH_PATHS | {"/", "/version"}
+OPEN_PATHS = HEALTH_PATHS | {"/", "/version", "/docs"}
 """Routes that need no key, beside everything in OPEN_FOLDER."""
 OPEN_FOLDER = "/playground/"
+MODELS_PATH = "/v1/models"
+"""Clients of the Messages API ask for it too, with their own header for the key."""
 ANY = "*"
 HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """They change nothing, and no page of another site can read what they answer."""
@@ -49,10 +50,9 @@ LINGER_S = 5.0
 LINGER_BYTES = 256 * 2**20
 
 
-def _is_open(scope: Scope) -> bool:
+def is_open(path: str, config: ServerConfig) -> bool:
     """Whether the route needs no key and does not count as a client's request."""
-    path = route_path(scope)
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or (config.metrics_open and path == METRICS_PATH)
 
 
 def _is_health(scope: Scope) -> bool:
@@ -183,7 +183,8 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            offered = None if not self._state.keys or _is_open(scope) else _keys_in(scope)
+            is_asked = self._state.keys and not is_open(route_path(scope), self._state.config)
+            offered = _keys_in(scope) if is_asked else None
             client, tenant = self._state.identify(offered, _address(scope))
             scope["state"]["client"], scope["state"]["tenant"] = client, tenant
         await self._app(scope, receive, send)
@@ -191,8 +192,14 @@ class Authentication:
 
 def _keys_in(scope: Scope) -> list[bytes]:
     headers = Headers(scope=scope)
-    others = ("x-moondream-auth", "x-api-key") if is_messages_route(scope) else ("x-moondream-auth",)
-    return offered_keys(headers.get("authorization", ""), *(headers.get(name, "") for name in others))
+    others = (headers.get(name, "") for name in key_headers(route_path(scope)))
+    return offered_keys(headers.get("authorization", ""), *others)
+
+
+def key_headers(path: str) -> tuple[str, ...]:
+    """Headers beside Authorization that a key may come in."""
+    takes_theirs = is_messages_path(path) or path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+    return ("x-moondream-auth", "x-api-key") if takes_theirs else ("x-moondream-auth",)
 
 
 def _address(scope: Scope) -> str:
@@ -210,9 +217,10 @@ class ClientLimit:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._clients = state.clients
+        self._config = state.config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope):
+        if scope["type"] != "http" or is_open(route_path(scope), self._config):
             await self._app(scope, receive, send)
             return
         with self._clients.counted(scope["state"]["client"]):

@@ -35,7 +35,11 @@ from kestrel.request import RequestMetrics
 from kestrel.server.config import LOG_FORMATS, LOG_LEVELS
 
 REQUEST_ID_HEADER = "x-request-id"
+MESSAGES_ID_HEADER = "request-id"
+"""What clients of the Messages API read, on its routes."""
+MESSAGES_PATH = "/v1/messages"
 HEALTH_PATHS = frozenset({"/healthz", "/health", "/readyz", "/ready"})
+METRICS_PATH = "/metrics"
 UNMATCHED = "unmatched"
 """The route of a request whose path no route knows, so that unknown paths do not become labels."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
@@ -63,6 +67,11 @@ def header_of(scope: Scope, name: bytes) -> str | None:
 def route_path(scope: Scope) -> str:
     """The path without `root_path`, which a proxy may have taken off or left on."""
     return scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether it belongs to Anthropic's Messages API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def request_id_of(connection: HTTPConnection) -> str:
@@ -193,7 +202,7 @@ class RecordedRequests:
         scope[_SCOPE_KEY] = record
         scope[_ROUTES_KEY] = self._routes
         token = _current.set(record)
-        exchange = _Exchange(record, receive, send)
+        exchange = _Exchange(record, receive, send, names_id=is_messages_path(route_path(scope)))
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except BaseException as error:
@@ -211,8 +220,10 @@ class RecordedRequests:
 class _Exchange:
     """The two directions of one request, watched."""
 
-    def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
+    def __init__(self, record: RequestRecord, receive: Receive, send: Send, *, names_id: bool) -> None:
+        """`names_id`: whether the answer has MESSAGES_ID_HEADER too."""
         self._record = record
+        self._names_id = names_id
         self._receive = receive
         self._send = send
         self._is_answered = False
@@ -230,6 +241,8 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers.setdefault(REQUEST_ID_HEADER, self._record.request_id)
             self._record.request_id = headers[REQUEST_ID_HEADER]
+            if self._names_id:
+                headers[MESSAGES_ID_HEADER] = self._record.request_id
         try:
             await self._send(message)
         except OSError:

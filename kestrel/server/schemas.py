@@ -19,6 +19,10 @@ def described(description: str, schema: Schema) -> Schema:
     return {**schema, "description": description}
 
 
+def exemplified(schema: Schema, example: Any) -> Schema:
+    return {**schema, "examples": [example]}
+
+
 def text(description: str, example: str) -> Schema:
     """Text with at least one visible character."""
     return {**settings.text.schema, "description": description, "examples": [example]}
@@ -52,6 +56,45 @@ def list_of(items: Schema, **bounds: int) -> Schema:
 def record(properties: Mapping[str, Schema], *optional: str) -> Schema:
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": dict(properties), "required": required}
+
+
+# ---------------------------------------------------------------------- a schema for people
+
+MANY = 8
+"""Fields of an object that are still named in one cell."""
+
+
+def type_text(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words."""
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(type_text(kind) for kind in schema[key] if kind.get("type") != "null")
+    kinds = schema.get("type", "any")
+    kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
+    if kind == "array":
+        return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems')}"
+    if kind == "object" and 0 < len(schema.get("properties", {})) <= MANY:
+        return "{" + ", ".join(f"`{name}`" for name in schema["properties"]) + "}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        values = type_text(schema["additionalProperties"])
+        return f"object of {values}{_range(schema, 'minProperties', 'maxProperties')}"
+    return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength")
+
+
+def _range(schema: Mapping[str, Any], low: str, high: str) -> str:
+    ends = [schema.get(low), schema.get(high)]
+    if ends == [None, None]:
+        return ""
+    least, most = (None if end is None else _bound(float(end)) for end in ends)
+    if least is None or most is None:
+        return f" (at least {least})" if most is None else f" (at most {most})"
+    return f" ({least})" if least == most else f" ({least} to {most})"
+
+
+def _bound(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.3g}"
 
 
 # ---------------------------------------------------------------------- what goes in
@@ -216,7 +259,7 @@ REFUSALS = {
     400: "A field or the body is wrong, or the prompt is longer than the context.",
     401: "No key, or not a known one.",
     403: "The key may not do that, or a foreign web page asks, or the Host is not one of this server's.",
-    404: "No such model or adapter.",
+    404: "No such model, adapter or stored response.",
     408: "The request arrived too slowly, or took too long.",
     410: "The adapter has been removed where it came from.",
     413: "The body is too large.",

@@ -20,6 +20,7 @@ from kestrel.engine import EngineResult, InferenceEngine
 from kestrel.errors import EngineStopped, KestrelError, NotServing, QueueFull, RequestError, TooManyRequests
 from kestrel.server.config import ServerConfig
 from kestrel.server.request_images import ImageFetcher, NoRemoteImages
+from kestrel.server.responses_api.store import ResponseStore
 from kestrel.threads import Threads
 
 logger = logging.getLogger("kestrel.server")
@@ -182,10 +183,12 @@ class ServerState:
     """Where large bodies, and the pictures in them, are decoded."""
     keys: ApiKeys = field(init=False)
     clients: ClientCounts = field(init=False)
+    responses: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = ApiKeys(self.config.api_keys, self.config.urgent_api_keys)
         self.clients = ClientCounts(self.config.max_requests_per_client)
+        self.responses = ResponseStore(self.config.max_stored_responses, self.config.max_stored_response_bytes)
 
     @property
     def ready(self) -> bool:

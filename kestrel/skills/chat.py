@@ -35,6 +35,7 @@ from kestrel.skills.decode_rules import answer_rules, open_thought_rules, reason
 from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.states import ReasoningState, TextState
 from kestrel.skills.thinking import thinking_state
+from kestrel.skills.tool_forms import PLAIN_FORM
 from kestrel.skills.tool_parsers import TOOL_PARSERS
 from kestrel.skills.tool_state import NamingTokenizer, ToolState
 from kestrel.skills.tools import ToolUse, earlier_calls, tool_choice, tool_use, tools
@@ -177,7 +178,7 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         check_pictures(profile, images)
         use = tool_use(values.own)
         if use is not None and chat.tools is None:
-            raise RequestError("tools", f"is not supported: {why_no_tools(chat)}")
+            use = _as_format(use, chat)
         writing = Writing(chat, _asked(values, _with_pictures(given, values.images), profile, chat, use))
         if chat.template is None:
             _ = writing.written  # refuses what it cannot write; templates do so when the prompt is laid out
@@ -207,6 +208,13 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         return TextState(profile, request.sampling, "answer")
 
 
+def _as_format(use: ToolUse, chat: ChatFormat) -> ToolUse | None:
+    """For a model that cannot be told of tools: a call that has to be is a format, to which any model can be held."""
+    if use.choice.kind == "auto":
+        raise RequestError("tools", f"is not supported: {why_no_tools(chat)}, or name one in tool_choice")
+    return None if use.choice.kind == "none" else use
+
+
 def why_no_tools(chat: ChatFormat | None) -> str:
     if chat is None or chat.template is None:
         return "the model was not trained to call tools; leave it out"
@@ -220,21 +228,22 @@ def _format(values: Values, use: ToolUse | None, chat: ChatFormat) -> ResponseFo
         return wanted
     if wanted is not None:
         raise RequestError("response_format", 'does not go with tools; leave it out, or set tool_choice to "none"')
-    assert chat.tools is not None
-    return use.format(chat.tools, chat.thinking)
+    return use.format(chat.tools or PLAIN_FORM, chat.thinking)
 
 
 def _tool_state(request: ChatRequest, use: ToolUse, profile: ModelProfile) -> ToolState:
     chat = _format_of(profile)
-    assert chat.tools is not None
-    profile = replace(profile, tokenizer=NamingTokenizer(profile.tokenizer, chat.tools.ids))
+    form = chat.tools or PLAIN_FORM
+    profile = replace(profile, tokenizer=NamingTokenizer(profile.tokenizer, form.ids))
     sampling = replace(request.sampling, stop=())
-    if chat.thinking is None:
+    if chat.thinking is None and request.reasoning:
+        inner = ReasoningState(profile, sampling)
+    elif chat.thinking is None:
         inner = TextState(profile, sampling, "answer", by_words=False)
     else:
         is_thinking = request.written.is_thinking
         inner = thinking_state(profile, sampling, chat.thinking, is_thinking=is_thinking, by_words=False)
-    parser = TOOL_PARSERS[chat.tools.name](use.names, is_exact=request.response_format is not None)
+    parser = TOOL_PARSERS[form.name](use.names, is_exact=request.response_format is not None)
     return ToolState(inner, parser, request.sampling.stop, is_parallel=use.is_parallel)
 
 
@@ -253,7 +262,7 @@ def _asked(
         opens_answer=opens_answer,
         continues=continues,
         template_values=values.own.get("chat_template_kwargs", {}),
-        tools=() if use is None else use.definitions,
+        tools=() if use is None or chat.tools is None else use.definitions,
     )
 
 

@@ -26,6 +26,8 @@ _DEFINITION = {"name": _TOOL, "description": "Finds.", "parameters": {"type": "o
 _TOOLS = {"tools": [{"type": "function", "function": _DEFINITION}]}
 _QUESTION = {"role": "user", "content": "Where?"}
 _BLANK = "[TOOL_CALLS] ["
+PLAIN_FORM = ToolForm("llama3", {}, is_in_template=False)
+"""For models that are told of no tools and held to call one: a JSON object without marks."""
 
 
 def spelling_of(form: ToolForm, *, is_parallel: bool) -> CallSpelling:

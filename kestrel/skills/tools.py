@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kestrel.constraints import ResponseFormat
+from kestrel.constraints import ResponseFormat, closed
 from kestrel.constraints.calls import call_format
 from kestrel.constraints.cost_limits import check_shape
 from kestrel.errors import RequestError, did_you_mean, shown
@@ -23,8 +23,6 @@ MAX_ARGUMENT_CHARACTERS = 64 * 1024
 """Of a call in a message whose arguments are text; as an object they may be longer."""
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "unevaluatedProperties", "if", "dependentSchemas")
-"""Keywords that may name further properties of the same object."""
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
@@ -137,16 +135,9 @@ def _tool(name: str, raw: Any) -> tuple[Tool, int]:
         problem = f'must be a JSON schema of an object, {{"type": "object", …}} (got {shown(schema)})'
         raise RequestError(f"{name}.parameters", problem)
     size += check_shape(f"{name}.parameters", schema)
-    return Tool(given["name"], {"type": "function", "function": given}, _closed(schema), is_strict), size
-
-
-def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of objects. Where it names properties, no others may come unless it says so: who calls a function with
-    arguments of its own invention gets nowhere."""
-    closed = {"type": "object", **schema}
-    if "properties" in schema and not any(keyword in schema for keyword in _JOINING):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    # Who calls a function with arguments of its own invention gets nowhere.
+    held_to = closed({"type": "object", **schema}, is_deep=is_strict)
+    return Tool(given["name"], {"type": "function", "function": given}, held_to, is_strict), size
 
 
 def tool_choice(name: str, value: Any) -> ToolChoice:

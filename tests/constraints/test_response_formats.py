@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from kestrel.constraints import ResponseFormat, response_format
 from kestrel.constraints.cost_limits import MAX_DEPTH, SchemaTree, check_schema
@@ -44,9 +45,37 @@ def test_the_shapes_of_the_openai_api_are_read() -> None:
     wanted = read(of_schema(schema, strict=True, description="what it is"))
     assert wanted is not None
     assert wanted.kind == "json_schema"
-    assert json.loads(wanted.text) == schema
+    assert json.loads(wanted.text) == {**schema, "additionalProperties": False}
     assert list(json.loads(wanted.text)["properties"]) == ["b", "a"]  # answers keep the order of the schema
     assert read({"type": "json_object"}) == ResponseFormat("json_schema", '{"type": "object"}')
+
+
+NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JOINED = {"allOf": [NAMED, {"properties": {"b": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        (NAMED, {"a": 1}, {"a": 1, "b": 2}),
+        ({"properties": {"in": NAMED}}, {"in": {"a": 1}}, {"in": {"b": 2}}),
+        ({"type": "array", "items": NAMED}, [{"a": 1}], [{"b": 1}]),
+        ({"type": "object", "additionalProperties": NAMED}, {"x": {"a": 1}}, {"x": {"b": 1}}),
+        ({"anyOf": [NAMED, {"type": "null"}]}, {"a": 1}, {"b": 1}),
+        ({"$ref": "#/$defs/one", "$defs": {"one": NAMED}}, {"a": 1}, {"b": 1}),
+        ({**NAMED, "additionalProperties": {"type": "integer"}}, {"b": 1}, {"b": "x"}),
+        (JOINED, {"a": 1, "b": 2}, {"a": "x"}),
+        ({**NAMED, "anyOf": [{"properties": {"b": {}}}]}, {"a": 1, "b": 2}, {"a": "x"}),
+    ],
+)
+def test_a_strict_schema_closes_its_objects_at_any_depth(schema: Any, fits: Any, does_not: Any) -> None:
+    wanted, free = read(of_schema(schema, strict=True)), read(of_schema(schema))
+    assert wanted is not None
+    assert free is not None
+    validator = Draft202012Validator(json.loads(wanted.text))
+    assert validator.is_valid(fits)
+    assert not validator.is_valid(does_not)
+    assert json.loads(free.text) == schema
 
 
 def test_choices_become_an_expression_in_which_signs_are_plain_text() -> None:

@@ -310,12 +310,14 @@ async def test_decoding_pictures_never_blocks_the_loop() -> None:
     assert rounds[0] > 5
 
 
-async def test_tenants_do_not_share_pictures() -> None:
+async def test_tenants_and_salts_do_not_share_pictures() -> None:
     engine = fake_engine()
     image = np.zeros((8, 8, 3), dtype=np.uint8)
+    a, b = {"tenant": "a"}, {"tenant": "b"}
+    salted, other = {"tenant": "a", "cache_salt": "b"}, {"tenant": "b", "cache_salt": "b"}
     cached = []
-    for tenant in ("a", "b", "a"):
-        result = await engine.caption(image, temperature=0.0, max_new_tokens=2, tenant=tenant)
+    for who in (a, b, a, salted, other, salted, {"cache_salt": "b"}):
+        result = await engine.caption(image, temperature=0.0, max_new_tokens=2, **who)
         cached.append(result.metrics.cached_tokens >= 730)
-    assert cached == [False, False, True]
+    assert cached == [False, False, True, False, False, True, False]
     await engine.shutdown()

@@ -251,6 +251,33 @@ def test_the_server_describes_itself_and_its_model(client: grpcclient.InferenceS
         client.is_model_ready("sundream")
 
 
+def test_the_index_has_the_model_under_all_its_names(client: grpcclient.InferenceServerClient) -> None:
+    index: Any = client.get_model_repository_index(headers=BEARER)
+    named = {(model.name, model.version, model.state) for model in index.models}
+    assert named == {(name, "1", "READY") for name in ("moondream", "house/model", "kestrel-tiny")}
+
+
+def test_statistics_add_up_what_became_of_requests(client: grpcclient.InferenceServerClient) -> None:
+    def told(name: str) -> Any:
+        (stats,) = client.get_inference_statistics(name, headers=BEARER).model_stats
+        return stats
+
+    before = told("moondream")
+    infer(client, **QUICK)
+    refused(client, code="NOT_FOUND", **QUICK, adapter="nobody")
+    after = told("house/model")
+    times, earlier = after.inference_stats, before.inference_stats
+    assert after.inference_count == before.inference_count + 1 == times.success.count
+    assert times.fail.count == earlier.fail.count + 1
+    assert times.compute_infer.ns > earlier.compute_infer.ns
+    assert times.success.ns == pytest.approx(times.queue.ns + times.compute_infer.ns, abs=2 * times.success.count)
+    assert after.last_inference > 0
+    everything: Any = client.get_inference_statistics(headers=BEARER)
+    assert len(everything.model_stats) == 3
+    with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+        client.get_inference_statistics("sundream", headers=BEARER)
+
+
 def test_the_health_service_says_serving(locked: Endpoint) -> None:
     with grpc.insecure_channel(locked.url) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)

@@ -16,8 +16,9 @@ from jsonschema import Draft202012Validator
 
 from kestrel.server.api_docs import current_document
 from kestrel.server.config import ServerConfig
-from kestrel.server.errors import ERROR_KINDS, MESSAGES_PATH
+from kestrel.server.errors import ERROR_KINDS
 from kestrel.server.native import NATIVE_SKILLS
+from kestrel.server.records import MESSAGES_PATH
 from kestrel.server.schemas import TINY_PICTURE
 from tests.exhaustive import sweep
 from tests.server.conftest import GREEDY, SCENE_URL, RunningServer, runtime_config, start_server

@@ -153,6 +153,55 @@ def test_a_fault_in_a_format_is_told_by_the_name_that_the_client_used(
     assert (error["param"], error["message"].partition(":")[0]) == (param, param)
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "tell", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+CHAT = {**PATHS["/v1/chat/completions"], "temperature": 0, "max_tokens": 60}
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell"}}])
+def test_a_model_without_tools_calls_one_when_it_has_to(client: httpx.Client, choice: Any, reasons: bool) -> None:
+    """A call that is required is a format."""
+    asked = {**CHAT, "tools": TOOLS, "tool_choice": choice, "reasoning": reasons}
+    (answer,) = client.post("/v1/chat/completions", json=asked).json()["choices"]
+    assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+    assert ("reasoning_content" in answer["message"]) is reasons
+    (call,) = answer["message"]["tool_calls"]
+    fits = call["function"]["name"] == "stop" or json.loads(call["function"]["arguments"])["a"] in (1, 2)
+    assert fits, call
+    assert call["function"]["name"] in (("tell",) if isinstance(choice, dict) else ("tell", "stop"))
+
+
+def test_tools_that_may_not_be_called_change_nothing(client: httpx.Client) -> None:
+    answers = [
+        client.post("/v1/chat/completions", json={**CHAT, **more}).json()
+        for more in ({}, {"tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "none"})
+    ]
+    assert answers[0]["choices"] == answers[1]["choices"] == answers[2]["choices"]
+    assert len({answer["usage"]["prompt_tokens"] for answer in answers}) == 1
+    error = refusal(client.post("/v1/chat/completions", json={**CHAT, "tools": TOOLS}), 400)
+    assert error["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who are you, and whose salt is this?"}]}),
+        ("/v1/completions", {"prompt": "Who are you, and whose salt is that?"}),
+        ("/v1/responses", {"input": "Who are you, and whose salt was this?"}),
+    ],
+)
+def test_prompts_are_shared_only_by_requests_of_one_salt(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    def num_cached(salt: str | None) -> int:
+        usage = client.post(path, json={**body, "cache_salt": salt}).json()["usage"]
+        return (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"]
+
+    first, others, again = num_cached("a"), [num_cached("b"), num_cached(None)], num_cached("a")
+    assert again > max(first, *others)
+
+
 def test_only_allowed_ids_are_drawn(client: httpx.Client, server: RunningServer) -> None:
     ids = encode(server, " red blue")
     answer = complete(client, "Who are you?", allowed_token_ids=ids, max_tokens=6, logprobs=0)

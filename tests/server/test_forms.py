@@ -95,7 +95,11 @@ IMAGE, OBJECT = part("image", SCENE_BYTES, FILE), part("object", b"bee")
         ([part("image", b"no picture", FILE), OBJECT], "image", "picture"),
         ([OBJECT], "image", "is required"),
         ([IMAGE], "object", "is required"),
-        ([IMAGE, OBJECT, part("colour", b"red")], "colour", "known fields: adapter, allowed_ids, image, image_url"),
+        (
+            [IMAGE, OBJECT, part("colour", b"red")],
+            "colour",
+            "known fields: adapter, allowed_ids, cache_salt, image, image_url",
+        ),
         ([IMAGE, OBJECT, part("stream", b"True")], "stream", "is not JSON"),
         ([IMAGE, OBJECT, part("settings", b'{"top_k": 1, "top_k": 2}')], "settings", "given twice"),
         ([IMAGE, OBJECT, part("seed", b"1"), part("seed", b"2")], "seed", "is given 2 times"),

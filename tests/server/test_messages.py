@@ -48,6 +48,9 @@ GREET_THERE = {
 }
 
 
+FORMAT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
 @pytest.fixture(scope="module")
 def texts(_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A text model that thinks and calls tools, in its way."""
@@ -139,6 +142,8 @@ def without_identity(message: dict[str, Any]) -> dict[str, Any]:
         ({"messages": WHO, "stop_sequences": ["a", "an"], "top_p": 0.5, "top_k": 3, "metadata": {"user_id": "u"}},
          {"messages": WHO, "stop": ["a", "an"], "top_p": 0.5, "top_k": 3}),
         ({"messages": WHO, "max_tokens": 2}, {"messages": WHO, "max_tokens": 2}),
+        ({"messages": WHO, "output_config": {"format": {"type": "json_schema", "schema": FORMAT}, "effort": "high"}},
+         {"messages": WHO, "response_format": {"type": "json_schema", "json_schema": {"schema": FORMAT}}}),
     ],
 )  # fmt: skip
 def test_an_answer_equals_the_one_of_the_other_dialect(
@@ -273,6 +278,12 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"output_config": 5}, "output_config"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"style": "terse"}}, "output_config.style"),
+        ({"output_config": {"format": {"type": "regex"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format"),
         ({"thinking": True}, "thinking"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "disabled", "display": "omitted"}}, "thinking.display"),
@@ -303,8 +314,10 @@ def test_every_refusal_on_these_routes_has_their_shape(server: RunningServer, cl
     assert "type" not in client.post("/v1/chat/completions", json={}).json()
 
 
-def test_x_api_key_is_a_key_on_these_routes_only(locked: RunningServer) -> None:
+def test_x_api_key_is_a_key_on_these_routes_and_those_of_models(locked: RunningServer) -> None:
     with locked.client(headers={"x-api-key": KEYS[0]}) as client:
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/v1/models/kestrel-tiny").status_code == 200
         assert client.post(PATH, json={"messages": WHO, **SHORT}).status_code == 200
         assert client.post(f"{PATH}/count_tokens", json={"messages": WHO}).status_code == 200
         assert client.post("/v1/chat/completions", json={"messages": WHO}).status_code == 401
@@ -409,6 +422,12 @@ def test_the_client_reads_answers_streams_and_counts(locked: RunningServer) -> N
             pieces = list(stream.text_stream)
             final = stream.get_final_message()
         counted = sdk.messages.count_tokens(model="kestrel-tiny", messages=COUNTING)
+        output: Any = {"format": {"type": "json_schema", "schema": FORMAT}}
+        formatted = sdk.messages.create(**{**how, "messages": WHO}, output_config=output)
+        models = [model.id for model in sdk.models.list()]
+    assert json.loads(formatted.content[0].text)["a"] in (1, 2)
+    assert formatted._request_id
+    assert models == ["kestrel-tiny"]
     assert (whole.content[0].text, whole.stop_reason) == ("3", "end_turn")
     assert [block.type for block in final.content] == ["thinking", "text"]
     assert "".join(pieces) == final.content[1].text
@@ -424,8 +443,9 @@ def test_refusals_are_the_clients_own_errors(locked: RunningServer) -> None:
             sdk.messages.create(**{**how, "extra_body": {"temperature": -1}})
         with pytest.raises(anthropic.NotFoundError, match="is not served here"):
             sdk.messages.create(**{**how, "model": "claude-9"})
-        with pytest.raises(anthropic.AuthenticationError):
+        with pytest.raises(anthropic.AuthenticationError) as refused:
             stranger.messages.create(**how)
+    assert refused.value.request_id
 
 
 def test_a_loop_of_calls_and_results_as_the_client_runs_it(texts: RunningServer) -> None:

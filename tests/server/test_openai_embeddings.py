@@ -67,6 +67,26 @@ def test_base64_is_the_same_vector_in_little_endian_floats(client: httpx.Client)
     assert math.hypot(*plain) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("truncate_prompt_tokens", 5, None),
+        ("normalize", False, True),
+        ("add_special_tokens", False, True),
+        ("messages", [{"role": "user", "content": "a bee"}], None),
+        ("embed_dtype", "float16", "float32"),
+        ("endianness", "big", "little"),
+        ("cache_salt", "", "mine"),
+    ],
+)
+def test_wishes_of_other_servers_are_met_or_refused_by_name(
+    client: httpx.Client, name: str, value: Any, harmless: Any
+) -> None:
+    response = client.post("/v1/embeddings", json={"input": "a bee", name: value})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+    assert vectors(client, "a bee", **{name: harmless}) == vectors(client, "a bee")
+
+
 @pytest.fixture(scope="module")
 def renamed() -> Iterator[RunningServer]:
     yield from start_server(ServerConfig(port=0, served_model_names=("my-model",)), runtime_config())

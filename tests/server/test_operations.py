@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import httpx
+import jsonschema
 import pytest
 
 from kestrel import __version__
@@ -14,6 +15,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import CheckpointError
 from kestrel.server.config import ServerConfig
+from kestrel.server.facts import MODEL_INFO, SERVER_INFO
 from kestrel.server.http import create_app
 from kestrel.server.state import app_state
 from tests.moondream.coarse import EMBEDDED, coarse_folder
@@ -81,6 +83,17 @@ def test_the_api_describes_itself(client: httpx.Client) -> None:
     assert {"question", "image_url", "settings", "stream"} <= body["properties"].keys()
 
 
+def test_programs_can_ask_for_facts(client: httpx.Client, server: RunningServer) -> None:
+    told, model = client.get("/server_info").json(), client.get("/model_info").json()
+    jsonschema.validate(told, SERVER_INFO)
+    jsonschema.validate(model, MODEL_INFO)
+    assert (told["status"], told["needs_key"]) == ("ready", False)
+    assert told["limits"]["max_body_bytes"] == server.state.config.max_body_bytes
+    assert told["limits"]["max_model_len"] == model["max_model_len"] == server.engine.max_model_length
+    assert model["skills"] == ["query", "caption", "point", "detect", "segment", "chat", "complete", "embed"]
+    assert (model["model"], model["reads_pictures"], model["tool_parser"]) == ("kestrel-tiny", True, None)
+
+
 async def asked(app: object, path: str, method: str = "GET") -> httpx.Response:
     transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -101,6 +114,8 @@ async def test_a_starting_server_says_so_and_refuses() -> None:
             assert (response.status_code, response.json()["status"]) == (503, "starting")
             assert response.headers["retry-after"] == "1"
         assert (await asked(app, "/version")).status_code == 200
+        assert (await asked(app, "/server_info")).json()["status"] == "starting"
+        assert (await asked(app, "/model_info")).status_code == 503
         refused = await asked(app, "/v1/query", "POST")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_serving")
 
@@ -156,11 +171,14 @@ def test_a_dead_worker_turns_health_to_503(doomed: RunningServer) -> None:
         "/ready",
         "/readyz",
         "/version",
+        "/server_info",
+        "/model_info",
         "/metrics",
         "/v1/models",
         "/v1/models/kestrel-tiny",
         "/tokenizer_info",
         "/openapi.json",
+        "/docs",
         "/",
     ],
 )

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from kestrel.engine import InferenceEngine
+from kestrel.server.config import ServerConfig
+from kestrel.server.http import create_app
 from tests.server.conftest import KEYS, SCENE_URL, RunningServer
 
 QUESTION = {"question": "Who are you?", "max_tokens": 1}
@@ -68,6 +71,36 @@ def test_health_needs_no_key(visitor: httpx.Client, path: str) -> None:
 )
 def test_nothing_else_is_open(visitor: httpx.Client, path: str) -> None:
     assert visitor.request("POST", path, json=QUESTION).status_code == 401
+
+
+def test_facts_need_a_key_and_hold_none(visitor: httpx.Client) -> None:
+    for path in ("/server_info", "/model_info", "/metrics"):
+        assert visitor.get(path).status_code == 401
+        told = visitor.get(path, headers={"authorization": f"Bearer {KEYS[0]}"})
+        assert told.status_code == 200
+        assert not any(key in told.text for key in KEYS)
+
+
+async def test_metrics_can_be_open_where_all_else_needs_a_key() -> None:
+    async def no_engine() -> InferenceEngine:
+        raise AssertionError("not reached")
+
+    app = create_app(no_engine, ServerConfig(api_keys=("key",), metrics_open=True))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get("/metrics")).status_code == 503, "the engine is loading"
+        assert (await client.get("/server_info")).status_code == 401
+
+
+def test_the_description_tells_where_a_key_goes(visitor: httpx.Client, client: httpx.Client) -> None:
+    schema = visitor.get("/openapi.json", headers={"x-moondream-auth": KEYS[0]}).json()
+    both = [{"bearer": []}, {"x-moondream-auth": []}]
+    assert {name for way in both for name in way} < schema["components"]["securitySchemes"].keys()
+    paths = schema["paths"]
+    assert paths["/v1/query"]["post"]["security"] == both
+    assert paths["/v1/messages"]["post"]["security"] == [*both, {"x-api-key": []}]
+    assert paths["/healthz"]["get"]["security"] == []
+    assert "security" not in client.get("/openapi.json").json()["paths"]["/v1/query"]["post"]
 
 
 def test_a_stranger_is_refused_before_the_body_is_read(visitor: httpx.Client) -> None:

@@ -382,7 +382,41 @@ class Interruption(Protocol):
     def interrupt(self) -> None: ...
 
 
+class Duration(Protocol):
+    """Something that happened several times, and how long it took in all."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def ns(self) -> int: ...
+
+
+class Statistics(Protocol):
+    """Of all requests since the start, by whichever protocol they came."""
+
+    @property
+    def last_ms(self) -> int:
+        """When the last result was there, since 1970; 0 before the first."""
+        ...
+
+    @property
+    def success(self) -> Duration: ...
+
+    @property
+    def fail(self) -> Duration: ...
+
+    @property
+    def queue(self) -> Duration: ...
+
+    @property
+    def compute(self) -> Duration: ...
+
+
 class Host(Protocol):
+    @property
+    def statistics(self) -> Statistics: ...
+
     @property
     def is_alive(self) -> bool: ...
 

@@ -87,6 +87,8 @@ class InferenceService:
             "ModelReady": Method(self._model_ready, needs_key=False),
             "ModelMetadata": Method(self._model_metadata),
             "ModelConfig": Method(self._model_config),
+            "ModelStatistics": Method(self._model_statistics),
+            "RepositoryIndex": Method(self._repository_index),
             "ModelInfer": Method(self._model_infer),
             "ModelStreamInfer": Method(self._model_stream_infer),
         }
@@ -142,6 +144,36 @@ class InferenceService:
                 "output": [{"name": OUTPUT, "data_type": "TYPE_STRING", "dims": [1]}],
                 "model_transaction_policy": {"decoupled": True},
             }
+        )
+
+    async def _model_statistics(self, call: Call) -> Message:
+        """Without a name, of the model under each of its names."""
+        request = parsed(self._protocol.message("inference.ModelStatisticsRequest"), (await call.receive()).take())
+        if request.name:
+            require_model(request.name, request.version, self._names)
+        told = self._host.statistics
+        parts = {"success": told.success, "fail": told.fail, "queue": told.queue, "compute_infer": told.compute}
+        numbers = {
+            "version": VERSION,
+            "last_inference": told.last_ms,
+            "inference_count": told.success.count,
+            "execution_count": told.success.count,
+            "inference_stats": {name: {"count": part.count, "ns": part.ns} for name, part in parts.items()},
+        }
+        names = [request.name] if request.name else self._names
+        return self._protocol.message("inference.ModelStatisticsResponse")(
+            model_stats=[{"name": name, **numbers} for name in names]
+        )
+
+    async def _repository_index(self, call: Call) -> Message:
+        request = parsed(self._protocol.message("inference.RepositoryIndexRequest"), (await call.receive()).take())
+        if request.repository_name:
+            raise RequestError("repository_name", f"{shown(request.repository_name)} is not known; leave it out")
+        is_ready = self._host.is_ready
+        state = {"version": VERSION, "state": "READY" if is_ready else "UNAVAILABLE"}
+        names = self._names if is_ready or not request.ready else ()
+        return self._protocol.message("inference.RepositoryIndexResponse")(
+            models=[{"name": name, **state} for name in names]
         )
 
     # ------------------------------------------------------------------ requests
@@ -205,7 +237,7 @@ class InferenceService:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return (MODEL, *self._host.model_names)
+        return tuple(dict.fromkeys((MODEL, *self._host.model_names)))
 
 
 async def _received(requests: AsyncIterator[bytes]) -> AsyncIterator[Received]:

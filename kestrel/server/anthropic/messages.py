@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import require_readable, size_of
-from kestrel.errors import RequestError, did_you_mean, shown
+from kestrel.errors import RequestError, shown
 from kestrel.server.anthropic.answers import message_response
 from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.chat import MAX_MESSAGES, PartReader
 from kestrel.server.openai.generation import EngineWork, client_names, sampling_fields
-from kestrel.server.openai.parameters import Body, EngineFields, given
+from kestrel.server.openai.parameters import Body, EngineFields, given, require_known, require_list, type_of
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.settings import any_text, boolean
@@ -29,9 +29,11 @@ from kestrel.tokens import ImageSpan, num_positions
 UNUSED = ("metadata", "service_tier", "cache_control")
 """Taken without effect: prefixes are cached anyway."""
 SAMPLING = ("temperature", "top_p", "top_k")
-CONVERSATION = ("model", "messages", "system", "tools", "tool_choice", "thinking")
+CONVERSATION = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config")
 COUNT_FIELDS = (*CONVERSATION, "cache_control")
 FIELDS = (*CONVERSATION, "max_tokens", *SAMPLING, "stop_sequences", "stream", *UNUSED)
+EFFORT = "high"
+"""What the API does without one."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
@@ -56,15 +58,16 @@ async def create_message(request: Request) -> Response:
     state_of(request).require_serving()
     body = given(await read_object(request))
     accepted = accept(request)
-    _require_known("", body, FIELDS)
+    require_known("", body, FIELDS)
     if "max_tokens" not in body:
         raise RequestError("max_tokens", "is required: give the longest answer in tokens")
     stream = boolean("stream", body.get("stream", False))
     settings = {name: body[name] for name in ("model", "max_tokens", *SAMPLING) if name in body}
     fields = sampling_fields(accepted.state, settings, None)
     if "stop_sequences" in body:
-        _require_list("stop_sequences", body["stop_sequences"])
+        require_list("stop_sequences", body["stop_sequences"])
         fields.add("stop", "stop_sequences", body["stop_sequences"])
+    _add_format(body, fields)
     await _add_conversation(body, fields, accepted)
     return await message_response(request, EngineWork("chat", [fields.values], fields.names), stream=stream)
 
@@ -74,8 +77,9 @@ async def count_tokens(request: Request) -> Response:
     state_of(request).require_serving()
     body = given(await read_object(request))
     accepted, fields = accept(request), EngineFields()
-    _require_known("", body, COUNT_FIELDS)
+    require_known("", body, COUNT_FIELDS)
     take_model(accepted.state, {"model": body.get("model")})
+    _add_format(body, EngineFields())  # checked; it changes the answer and not the prompt
     await _add_conversation(body, fields, accepted)
     if "tools" in fields.values:
         fields.values["tool_choice"] = "none"  # it changes the answer and not the prompt
@@ -114,10 +118,27 @@ async def _add_conversation(body: Body, fields: EngineFields, accepted: Accepted
     fields.names |= {"prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}
 
 
+def _add_format(body: Body, fields: EngineFields) -> None:
+    config = body.get("output_config", {})
+    if not isinstance(config, Mapping):
+        raise RequestError("output_config", f'must be an object such as {{"format": …}} (got {shown(config)})')
+    require_known("output_config.", config, ("format", "effort"))
+    if config.get("effort") not in (None, EFFORT):
+        problem = f'is not supported: every answer has the same; leave it out or send "{EFFORT}"'
+        raise RequestError("output_config.effort", problem)
+    asked, name = config.get("format"), "output_config.format"
+    if asked is None:
+        return
+    type_of(name, asked, {"json_schema": None})
+    require_known(f"{name}.", asked, ("type", "schema"))
+    fields.add("response_format", name, {"type": "json_schema", "json_schema": {"schema": asked.get("schema")}})
+    fields.names["response_format.json_schema.schema"] = f"{name}.schema"
+
+
 def _thinking(value: Any) -> bool:
     """Its budget is checked and not used: a thought may be as long as an answer."""
-    kind = _kind_of("thinking", value, THINKING)
-    _require_known("thinking.", value, ("type", "budget_tokens"))
+    kind = type_of("thinking", value, THINKING)
+    require_known("thinking.", value, ("type", "budget_tokens"))
     budget = value.get("budget_tokens")
     if (kind == "enabled") != (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         problem = f'must be a number of tokens with "enabled", and is for nothing else (got {shown(budget)})'
@@ -125,38 +146,19 @@ def _thinking(value: Any) -> bool:
     return THINKING[kind]
 
 
-def _kind_of(name: str, value: Any, known: Mapping[str, Any]) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if not isinstance(kind, str) or kind not in known:
-        raise RequestError(name, f'must be {{"type": …}} with one of: {", ".join(known)} (got {shown(value)})')
-    return kind
-
-
-def _require_known(place: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in value:
-        if name not in known:
-            close = did_you_mean(name, known)
-            raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")
-
-
-def _require_list(name: str, value: Any) -> None:
-    if not isinstance(value, list):
-        raise RequestError(name, f"must be a list (got {shown(value)})")
-
-
 # ---------------------------------------------------------------------- tools
 
 
 def _add_tools(body: Body, fields: EngineFields) -> None:
     if "tools" in body:
-        _require_list("tools", body["tools"])
+        require_list("tools", body["tools"])
         fields.add("tools", "tools", [_tool(f"tools[{at}]", raw, fields) for at, raw in enumerate(body["tools"])])
     choice = body.get("tool_choice")
     if choice is None:
         return
-    kind = _kind_of("tool_choice", choice, {**CHOICES, "tool": None})
+    kind = type_of("tool_choice", choice, {**CHOICES, "tool": None})
     choice = given(choice)
-    _require_known("tool_choice.", choice, ("type", "name", "disable_parallel_tool_use"))
+    require_known("tool_choice.", choice, ("type", "name", "disable_parallel_tool_use"))
     if ("name" in choice) != (kind == "tool"):
         raise RequestError("tool_choice.name", 'goes with the type "tool", which needs it')
     named = {"type": "function", "function": {"name": choice.get("name")}}
@@ -171,7 +173,7 @@ def _tool(name: str, raw: Any, fields: EngineFields) -> dict[str, Any]:
         remedy = "tools that run at Anthropic are not there"
         raise RequestError(name, f'must be {{"name": …, "input_schema": …}}; {remedy} (got {shown(raw)})')
     tool = given(raw)
-    _require_known(f"{name}.", tool, ("type", *TOOL_FIELDS, "cache_control"))
+    require_known(f"{name}.", tool, ("type", *TOOL_FIELDS, "cache_control"))
     if "input_schema" not in tool:
         raise RequestError(f"{name}.input_schema", 'is required: give a JSON schema such as {"type": "object"}')
     fields.names |= {f"{name}.function.{engine}": f"{name}.{own}" for own, engine in TOOL_FIELDS.items()}
@@ -207,7 +209,7 @@ class _Conversation:
     async def _read_message(self, name: str, raw: Any) -> None:
         if not isinstance(raw, Mapping):
             raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
-        _require_known(f"{name}.", raw, ("role", "content"))
+        require_known(f"{name}.", raw, ("role", "content"))
         role, content = raw.get("role"), raw.get("content")
         if role not in ("user", "assistant"):
             remedy = "instructions go into the field system"
@@ -267,20 +269,20 @@ class _Conversation:
 
     async def _image(self, place: str, source: Any) -> dict[str, Any]:
         name = f"{place}.source"
-        kind = _kind_of(name, source, {"base64": None, "url": None})
+        kind = type_of(name, source, {"base64": None, "url": None})
         if kind == "url":
-            _require_known(f"{name}.", source, ("type", "url"))
+            require_known(f"{name}.", source, ("type", "url"))
             return await self.parts.read_image(place, f"{name}.url", source.get("url"))
-        _require_known(f"{name}.", source, ("type", "media_type", "data"))
+        require_known(f"{name}.", source, ("type", "media_type", "data"))
         data = any_text(f"{name}.data", source.get("data"))
         return await self.parts.read_image(place, f"{name}.data", f"data:;base64,{data}")
 
 
 def _block(name: str, raw: Any, role: str) -> dict[str, Any]:
     """Null means not given. A cache_control has no effect."""
-    kind = _kind_of(name, raw, _BLOCKS[role])
+    kind = type_of(name, raw, _BLOCKS[role])
     block = given(raw)
-    _require_known(f"{name}.", block, ("type", *_BLOCKS[role][kind], "cache_control"))
+    require_known(f"{name}.", block, ("type", *_BLOCKS[role][kind], "cache_control"))
     return block
 
 

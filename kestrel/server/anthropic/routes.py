@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from kestrel.server.anthropic.messages import CHOICES, UNUSED, count_tokens, create_message
-from kestrel.server.errors import ANTHROPIC_STATUSES, MESSAGES_PATH
+from kestrel.server.anthropic.messages import CHOICES, EFFORT, UNUSED, count_tokens, create_message
+from kestrel.server.errors import ANTHROPIC_STATUSES
 from kestrel.server.openai.chat import MAX_MESSAGES
 from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, body, dialect_routes
-from kestrel.server.schemas import REFUSALS, Schema, described, list_of, nullable, record
+from kestrel.server.records import MESSAGES_PATH
+from kestrel.server.schemas import REFUSALS, Schema, described, exemplified, list_of, nullable, record
 from kestrel.settings import SETTINGS
 from kestrel.skills.tools import MAX_TOOLS, NAME
 
@@ -41,18 +42,25 @@ _THINKING: Schema = {
         record({"type": {"enum": ["adaptive", "disabled"]}}),
     ]
 }
-_MESSAGES = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_OUTPUT_CONFIG = body(
+    {},
+    {"format": record({"type": {"const": "json_schema"}, "schema": {"type": "object"}}), "effort": {"const": EFFORT}},
+)
+_MESSAGES = exemplified(
+    list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]
+)
 _CONVERSATION = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
     "system": described("What stands before the conversation.", _TEXTS),
     "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
     "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
+    "output_config": described("What the answer must look like.", _OUTPUT_CONFIG),
     "thinking": described("Whether to think first. The budget has no effect.", _THINKING),
 }
 _UNUSED = {"description": "Taken and not used."}
 _CLOSED = {"additionalProperties": False}
 MESSAGE_REQUEST = _CLOSED | body(
-    {"messages": _MESSAGES, "max_tokens": SETTINGS["max_tokens"].schema},
+    {"messages": _MESSAGES, "max_tokens": exemplified(SETTINGS["max_tokens"].schema, 100)},
     {
         **_CONVERSATION,
         **{name: SETTINGS[name].schema for name in ("temperature", "top_p", "top_k")},

@@ -88,7 +88,7 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
 
 async def add_conversation(body: Body, fields: EngineFields, parts: PartReader, chat: ChatFormat | None) -> bool:
     """Adds everything that the prompt is made of; whether thinking is shown."""
-    shows_thinking = _take_reasoning(body, fields, by_default=None if chat is not None and chat.template else False)
+    shows_thinking = take_reasoning(body, fields, by_default=None if chat is not None and chat.template else False)
     for name in TEMPLATE_FIELDS:
         if name in body:
             fields.add(name, name, body[name])
@@ -108,7 +108,7 @@ def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
     return num_top
 
 
-def _take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) -> bool:
+def take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) -> bool:
     """Whether thinking is shown. It happens when any of three parameters asks for it, else `by_default`.
 
     None means that the model's template decides; then to include thoughts is not to ask for them.
@@ -246,9 +246,9 @@ class PartReader:
 
     async def read_calls(self, name: str, calls: Sequence[Any]) -> list[Any]:
         self.count(name, len(calls))
-        return [await self._read_call(f"{name}[{index}]", call) for index, call in enumerate(calls)]
+        return [await self.read_call(f"{name}[{index}]", call) for index, call in enumerate(calls)]
 
-    async def _read_call(self, name: str, call: Any) -> Any:
+    async def read_call(self, name: str, call: Any) -> Any:
         """With long arguments as an object: text of many values would hold up others while it is parsed."""
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None

@@ -18,7 +18,7 @@ from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.chat import PartReader
 from kestrel.server.openai.generation import EngineWork, all_results, answering_model
-from kestrel.server.openai.parameters import Body, given
+from kestrel.server.openai.parameters import REFUSED_IN_EMBEDDINGS, Body, given, refuse
 from kestrel.server.responses import listed_response
 from kestrel.server.state import state_of
 
@@ -26,6 +26,7 @@ MAX_INPUTS = 2048
 FEW_INPUTS = 16
 """Vectors of so many inputs are written on the event loop."""
 ENCODINGS = ("float", "base64")
+ROUTED = ("priority", "cache_salt")
 
 
 async def embeddings(request: Request) -> Response:
@@ -34,10 +35,11 @@ async def embeddings(request: Request) -> Response:
     state.require_serving()
     body = given(await read_object(request))
     accepted = accept(request)
+    refuse(body, REFUSED_IN_EMBEDDINGS)
     encoding = body.get("encoding_format", "float")
     if encoding not in ENCODINGS:
         raise RequestError("encoding_format", f"must be one of: {', '.join(ENCODINGS)} (got {shown(encoding)})")
-    common = {name: body[name] for name in ("model", "adapter", "priority") if name in body}
+    common = {name: body[name] for name in ("model", "adapter", *ROUTED) if name in body}
     take_model(state, common)
     fields = [{**common, **one} for one in await _inputs(body, PartReader(accepted))]
     if "max_crops" in body:  # of those with a picture; where there is none, it is refused

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kestrel.errors import RequestError, shown
+from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer
 
 CHOICES = integer(1, 128)
@@ -97,6 +97,14 @@ REFUSED_IN_CHAT: Mapping[str, Refusal] = {
     "mm_processor_kwargs": Refusal("pictures are read in one way; leave it out", ({},)),
     "separate_reasoning": Refusal("thoughts are always in reasoning_content; leave it out", (True,)),
 }
+REFUSED_IN_EMBEDDINGS: Mapping[str, Refusal] = {
+    "truncate_prompt_tokens": Refusal("inputs are never cut; cut the ids that POST /tokenize gives, and send those"),
+    "normalize": Refusal("vectors have length 1; leave it out or send true", (True,)),
+    "add_special_tokens": Refusal("the beginning of text is always there; leave it out or send true", (True,)),
+    "messages": Refusal("send the texts, or parts with a picture, as input"),
+    "embed_dtype": Refusal('vectors are of 32-bit floats; leave it out or send "float32"', ("float32",)),
+    "endianness": Refusal('base64 is little-endian; leave it out or send "little"', ("little", "native")),
+}
 _IN_CHATS = Refusal("it belongs to conversations; use /v1/chat/completions", ([], {}, False, "none", "auto"))
 REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
     **_REFUSED,
@@ -115,6 +123,25 @@ REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
 def given(body: Body) -> dict[str, Any]:
     """The body without nulls: null means not given, everywhere."""
     return {name: value for name, value in body.items() if value is not None}
+
+
+def type_of(name: str, value: Any, known: Mapping[str, Any]) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise RequestError(name, f'must be {{"type": …}} with one of: {", ".join(known)} (got {shown(value)})')
+    return kind
+
+
+def require_known(place: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in value:
+        if name not in known:
+            close = did_you_mean(name, known)
+            raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")
+
+
+def require_list(name: str, value: Any) -> None:
+    if not isinstance(value, list):
+        raise RequestError(name, f"must be a list (got {shown(value)})")
 
 
 def refuse(body: Body, refusals: Mapping[str, Refusal]) -> None:

@@ -14,7 +14,7 @@ from kestrel.server.middleware import DirectRoute
 from kestrel.server.openai import chat, completions
 from kestrel.server.openai.chat import MAX_MESSAGES, chat_completion
 from kestrel.server.openai.completions import completion
-from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, embeddings
+from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, ROUTED, embeddings
 from kestrel.server.openai.formats import SCHEMAS as FORMATS
 from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
 from kestrel.server.openai.parameters import CHOICES, parameter_schemas
@@ -24,6 +24,7 @@ from kestrel.server.schemas import (
     REFUSALS,
     Schema,
     described,
+    exemplified,
     integer,
     list_of,
     nullable,
@@ -89,7 +90,9 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "user": {"description": "Taken and not used."},
 }
-_MESSAGES = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_MESSAGES = exemplified(
+    list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]
+)
 _TEMPLATE_FIELDS: Mapping[str, Schema] = {
     "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
     "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
@@ -120,7 +123,8 @@ COMPLETION_REQUEST = body(
                 _TEXT_OR_IDS,
                 list_of({"type": "string", "minLength": 1}, minItems=1, maxItems=completions.MAX_PROMPTS),
                 list_of(_IDS, minItems=1, maxItems=completions.MAX_PROMPTS),
-            ]
+            ],
+            "examples": ["A kestrel is"],
         }
     },
     {
@@ -140,7 +144,8 @@ EMBEDDING_REQUEST = body(
                 _TEXT_OR_IDS,
                 list_of(PART, minItems=1),
                 list_of({"anyOf": [_TEXT_OR_IDS, list_of(PART, minItems=1)]}, minItems=1, maxItems=MAX_INPUTS),
-            ]
+            ],
+            "examples": ["a kestrel"],
         }
     },
     {
@@ -149,7 +154,7 @@ EMBEDDING_REQUEST = body(
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
         "adapter": SETTINGS["adapter"].schema,
         "max_crops": SETTINGS["max_crops"].schema,
-        "priority": COMMON_FIELDS["priority"],
+        **{name: COMMON_FIELDS[name] for name in ROUTED},
         "user": _COMMON["user"],
     },
 )
@@ -162,8 +167,8 @@ TOKENIZE_REQUEST = body(
         "add_special_tokens": described("Of a prompt: whether the beginning of text is there. Default: true.", BOOLEAN),
         **_TEMPLATE_FIELDS,
     },
-) | {"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
-DETOKENIZE_REQUEST = body({"tokens": list_of(TOKEN_ID)}, {"model": _COMMON["model"]})
+) | {"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}], "examples": [{"prompt": "a kestrel"}]}
+DETOKENIZE_REQUEST = body({"tokens": exemplified(list_of(TOKEN_ID), [5, 6, 7])}, {"model": _COMMON["model"]})
 
 # ---------------------------------------------------------------------- answers
 
@@ -288,6 +293,8 @@ class DialectRoute:
     """None for a GET."""
     streams: bool = False
     path_parameters: tuple[str, ...] = ()
+    method: str | None = None
+    """Default: GET or POST."""
 
 
 ROUTES = (
@@ -309,15 +316,16 @@ def openai_routes() -> APIRouter:
 def dialect_routes(tag: str, routes: Sequence[DialectRoute], refused: Responses) -> APIRouter:
     router = APIRouter(tags=[tag], route_class=DirectRoute)
     for route in routes:
+        method = route.method or ("GET" if route.body is None else "POST")
         router.add_api_route(
             route.path,
             route.endpoint,
-            methods=["GET" if route.body is None else "POST"],
+            methods=[method],
             responses={**_answer(route), **refused},
             openapi_extra=_extra(route),
             response_model=None,
         )
-        if route.body is None:
+        if method == "GET":
             router.add_api_route(
                 route.path, route.endpoint, methods=["HEAD"], response_model=None, include_in_schema=False
             )

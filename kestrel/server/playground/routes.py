@@ -16,14 +16,13 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
 
 from kestrel import __version__, default_model
 from kestrel.engine import InferenceEngine
+from kestrel.server.facts import model_facts
 from kestrel.server.openai.chat import MAX_IMAGES
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
-from kestrel.skills.template_chat import THINKING_SWITCH
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
@@ -38,16 +37,6 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".webp": "image/webp",
 }
-CHAT_PATH = "/v1/chat/completions"
-COMPLETE_PATH = "/v1/completions"
-SKILL_TEMPLATES = {
-    "query": "query",
-    "caption": "caption.normal",
-    "point": "point",
-    "detect": "detect",
-    "segment": "segment",
-}
-"""Each skill of the page, and the template without which a model does not know it."""
 KEEP = "public, max-age=31536000, immutable"
 ASK_AGAIN = "no-cache"
 SECURITY_HEADERS = {
@@ -148,33 +137,24 @@ async def _server(request: Request) -> Response:
         "needs_key": state.config.has_keys,
         "max_body_bytes": state.config.max_body_bytes,
         "model": state.model_name,
-        **({} if engine is None else _model_facts(request, engine)),
+        **({} if engine is None else _model_facts(engine)),
     }
     return json_response(body, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
 
 
-def _model_facts(request: Request, engine: InferenceEngine) -> dict[str, object]:
+def _model_facts(engine: InferenceEngine) -> dict[str, object]:
     profile = engine.profile
-    skills = [skill for skill, template in SKILL_TEMPLATES.items() if template in profile.templates]
-    if profile.chat is not None and _is_routed(request, CHAT_PATH):
-        skills.append("chat")
-    if not profile.has_vision and _is_routed(request, COMPLETE_PATH):
-        skills.append("complete")
-    template = "" if profile.chat is None else profile.chat.template or ""
+    facts = model_facts(engine)
+    unshown = ("embed", "complete") if profile.has_vision else ("embed",)
     return {
-        "skills": skills,
-        "reads_pictures": profile.has_vision,
+        "skills": [skill for skill in facts["skills"] if skill not in unshown],
+        "reads_pictures": facts["reads_pictures"],
         "max_chat_pictures": _max_chat_pictures(engine),
-        "can_reason": bool(profile.reasoning_opener) or THINKING_SWITCH in template,
+        "can_reason": facts["can_reason"],
         "context_tokens": engine.max_model_length,
         "is_demonstration": engine.model_name == default_model.NAME,
         "max_image_bytes": engine.config.max_image_bytes,
-        "defaults": {
-            "temperature": profile.defaults.temperature,
-            "top_p": profile.defaults.top_p,
-            "max_tokens": profile.defaults.max_new_tokens,
-            "max_objects": profile.defaults.max_objects,
-        },
+        "defaults": {**facts["defaults"], "max_objects": profile.defaults.max_objects},
     }
 
 
@@ -183,9 +163,3 @@ def _max_chat_pictures(engine: InferenceEngine) -> int:
     if not engine.profile.has_vision:
         return 0
     return min(MAX_IMAGES, (engine.max_model_length - 1) // engine.num_image_positions)
-
-
-def _is_routed(request: Request, path: str) -> bool:
-    """Whether this application takes a POST there."""
-    scope = {**request.scope, "method": "POST", "path": request.scope.get("root_path", "") + path}
-    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
