@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from kestrel.engine.intake import QueueRoom
 from kestrel.errors import QueueFull
-from tests.engine.fake_engine import fake_engine
+from kestrel.runtime.contract import StepOutput
+from kestrel.runtime.fake import FakeRuntime, FakeStep
+from tests.engine.fake_engine import fake_engine, fake_limits
 
 
 def room(max_requests: int = 4, max_tokens: int | None = None, begun: tuple[str, ...] = ()) -> QueueRoom:
@@ -97,8 +100,15 @@ def test_tokens_are_shared_like_places() -> None:
 
 @pytest.mark.parametrize("bound", ["max_queue_size", "max_queue_tokens"])
 async def test_a_full_engine_answers_another_client_and_refuses_the_newest_of_the_first(bound: str) -> None:
-    engine = fake_engine(**{bound: 30 if bound == "max_queue_size" else 600})
-    settings = {"reasoning": False, "temperature": 0.0, "max_new_tokens": 60}
+    class Slow(FakeRuntime):
+        """Slower than requests are read."""
+
+        def collect(self, step: FakeStep) -> StepOutput:
+            time.sleep(0.005)
+            return super().collect(step)
+
+    engine = fake_engine(Slow(fake_limits(), vocab_size=320), **{bound: 30 if bound == "max_queue_size" else 600})
+    settings = {"reasoning": False, "temperature": 0.0, "max_new_tokens": 20}
 
     async def ask(name: str, client: str) -> str:
         try:
