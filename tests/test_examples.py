@@ -187,6 +187,7 @@ def test_benchmark_scheduler_refuses_an_empty_folder(
     assert "holds no pictures" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_draw_new_kind_tells_the_truth_and_score_adapter_counts_it(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_second_run_goes_on_with_the_next_seeds(
     assert (folder / "model.safetensors").read_bytes() != weights
 
 
+@pytest.mark.exhaustive
 def test_the_same_run_gives_the_same_weights_with_any_number_of_workers(
     kestrel: Kestrel, tmp_path: Path, atlas_file: Path, small_folder: Path
 ) -> None:

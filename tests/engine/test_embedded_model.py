@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kestrel.cli import demo
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -59,6 +61,7 @@ async def test_answers_are_right_one_by_one_and_all_at_once(dtype: str, scene: P
         assert matches.num_matched == matches.num_predicted == matches.num_true
 
 
+@pytest.mark.exhaustive
 async def test_every_instance_is_outlined_in_its_own_box_piece_by_piece() -> None:
     async with await engine(dtype="bfloat16") as running:
         boxes = (await running.detect(SCENE, ["bee", "red cross"])).output["objects"]

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.conftest import GOLDENS, MakeEngine, ask, assert_same_output, cases
+from tests.exhaustive import sweep
 
 
 def plain(family: str) -> list[str]:
@@ -19,7 +20,7 @@ def plain(family: str) -> list[str]:
     return [n for n, c in cases(family).items() if not any(k in c for k in special) and not c.get("region_layernorm")]
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 async def test_every_case_alone_and_all_at_once(family: str, make_engine: MakeEngine) -> None:
     engine = await make_engine(family, max_batch_size=16)
     golden = cases(family)

@@ -82,6 +82,7 @@ def test_a_stream_goes_on_while_a_hundred_megapixels_are_asked_about(
     assert longest_gap < (ended - began) / 4, (longest_gap, ended - began)
 
 
+@pytest.mark.exhaustive
 def test_many_large_pictures_stay_within_memory_and_a_small_one_passes_them(
     program: Program, ask: Callable[[str], httpx.Response]
 ) -> None:

@@ -114,6 +114,7 @@ async def _answers() -> list[dict[str, Any]]:
         return [{"image": "scene.png", **row} for row in rows]
 
 
+@pytest.mark.exhaustive
 def test_what_the_engine_says_is_what_training_would_call_right(tmp_path: Path) -> None:
     """Every token that the engine chose is the likeliest one in training, at every position."""
     (tmp_path / "scene.png").write_bytes(SCENE.read_bytes())
