@@ -79,10 +79,11 @@ def annotated(scene: GalleryScene, results: list[EngineResult]) -> Image.Image:
 
 INTRODUCTION = f"""# Gallery
 
-Drawn scenes and what `kestrel-tiny`, the embedded model, really said about them: greedy, fp32, on a CPU, written by
-`python examples/make_gallery.py`. The scenes are the first {NUM_SCENES} with at least {LEAST_OBJECTS} objects
-from a held-out seed on, and the questions are drawn by lot: nothing was sorted out. The plain pictures are in
-[examples/images](../examples/images): try `kestrel query examples/images/01.png 'What is in the picture?'`.
+See here what `kestrel-tiny`, the embedded model, can do and where it fails: drawn scenes, and what it said about
+them (greedy, fp32, on a CPU). `python examples/make_gallery.py` wrote this page. The scenes are the first {NUM_SCENES}
+with at least {LEAST_OBJECTS} objects from a held-out seed on, and the questions are drawn at random: no miss was
+left out, and each is marked **wrong**. The plain pictures are in
+[examples/images](../examples/images): try `kestrel query examples/images/06.png 'What is in the picture?'`.
 """
 
 

@@ -35,6 +35,7 @@ TOGETHER = {
         "tests/server/test_large_pictures",
         "tests/server/test_server_memory",
         "tests/server/test_server_process",
+        "tests/test_document_blocks",
     ),
     "transformers": ("tests/layers/", "tests/llama/", "tests/models/gguf/"),
     "golden models": ("tests/moondream/", "tests/runtime/"),

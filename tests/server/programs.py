@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,14 @@ def _started(log: Path, flags: tuple[str, ...]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def forked_command(arguments: Sequence[str], output: Path, errors: Path) -> Forked:
+def forked_command(arguments: Sequence[str], output: Path, errors: Path, folder: Path = ROOT) -> Forked:
     """Any verb, with the interpreter's own end. Where it writes to a terminal, it reads from it too."""
-    return Forked(FORKING.Process(target=_command, args=(arguments, output, errors)))
+    return Forked(FORKING.Process(target=_in_folder, args=(folder, _command, arguments, output, errors)))
+
+
+def _in_folder(folder: Path, target: Callable[..., None], *arguments: Any) -> None:
+    os.chdir(folder)
+    target(*arguments)
 
 
 def _command(arguments: Sequence[str], output: Path, errors: Path) -> None:
@@ -145,8 +150,8 @@ def _command(arguments: Sequence[str], output: Path, errors: Path) -> None:
         ctypes.pythonapi.Py_Exit(end.code)
 
 
-def forked_server(log: Path, arguments: list[str], *changes: Any) -> Forked:
-    return Forked(FORKING.Process(target=_serve, args=(log, arguments, *changes)))
+def forked_server(log: Path, arguments: list[str], *changes: Any, folder: Path = ROOT) -> Forked:
+    return Forked(FORKING.Process(target=_in_folder, args=(folder, _serve, log, arguments, *changes)))
 
 
 def _serve(
