@@ -93,6 +93,7 @@ def test_a_fresh_folder_becomes_a_model_that_answers(kestrel: Kestrel, tmp_path:
     assert asked.code == 0, asked.err
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_goes_on_with_the_next_seeds(
     kestrel: Kestrel, tmp_path: Path, atlas_file: Path, small_folder: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_mixed_crowd_is_told_what_each_is_told_alone(
     assert pool.num_captures - captures <= 3, "other adapters in the slots need no other capture"
 
 
+@pytest.mark.exhaustive
 def test_pictures_too_long_for_a_captured_form_run_as_usual_and_their_questions_in_one(
     usual_steps: list[SlotAdapt],
 ) -> None:

@@ -44,7 +44,7 @@ def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program
     url = program.url()
     assert "kestrel-tiny is a small demonstration model" in program.log
     assert "warmed up in" in program.log
-    body = long_query(END_ID, max_tokens=150)
+    body = long_query(END_ID, max_tokens=80)
     with closing(send(url, body)) as whole, closing(send(url, {**body, "stream": True})) as streamed:
         events = streamed.getresponse()
         program.process.send_signal(signal.SIGTERM)
@@ -56,7 +56,7 @@ def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_serving")
         assert refused.headers["retry-after"] == "1"
         answer = whole.getresponse()
-        assert (answer.status, json.load(answer)["metrics"]["output_tokens"]) == (200, 150)
+        assert (answer.status, json.load(answer)["metrics"]["output_tokens"]) == (200, 80)
         assert b'"completed":true' in events.read().splitlines()[-2]
     assert program.process.wait(60) == 0
     lines = [json.loads(line) for line in program.log.splitlines() if line.startswith("{")]

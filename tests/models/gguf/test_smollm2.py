@@ -115,7 +115,7 @@ def follows(model: Any, prompt: list[int], found: list[int]) -> bool:
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == found
 
 
-@sweep(("count", "length"), [(1, 16), (20, 64)], always=[(1, 16)])
+@sweep(("count", "length"), [(20, 64)], always=[])
 async def test_greedy_tokens_are_those_of_transformers(
     count: int, length: int, engine: InferenceEngine, published: Any
 ) -> None:
