@@ -36,8 +36,8 @@ class RuntimeConfig:
 
     model: str | None = setting(
         None,
-        "A name of `kestrel models`, or a repository of the hub as org/name; fetched from the hub unless model_path is "
-        "given.",
+        "A name of `kestrel models`, or a repository of the hub as org/name; fetched from the hub unless --model-path "
+        "is given.",
         group="Model",
         common=True,
     )

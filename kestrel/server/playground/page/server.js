@@ -26,7 +26,6 @@ function show(facts) {
   byId("model-name").textContent =
     facts.model ?? (facts.status === "starting" ? "the model is loading…" : facts.status);
   byId("model-context").textContent = facts.context_tokens ? `${facts.context_tokens.toLocaleString("en")} tokens` : "";
-  byId("api-description").hidden = facts.needs_key; // a link cannot carry the key
   byId("model-badge").hidden = byId("demonstration-note").hidden = !facts.is_demonstration;
 }
 
