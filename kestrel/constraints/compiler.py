@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from llguidance import LLTokenizer
 
-from kestrel.constraints.calls import schemas_in
+from kestrel.constraints.calls import otherwise_in, schemas_in
 from kestrel.constraints.cost_limits import check_pattern, check_schema
 from kestrel.constraints.formats import ResponseFormat
 from kestrel.constraints.matchers import (
@@ -106,6 +106,9 @@ class ConstraintCompiler:
         elif wanted.kind == "calls":
             for name, schema in schemas_in(wanted).items():
                 check_schema(f"{wanted.field}.{name}.parameters", schema)
+            otherwise = otherwise_in(wanted)
+            if otherwise is not None:
+                self._compile(otherwise)  # alone, so that its faults are not said to be of the tools
         else:
             check_schema(f"{FIELD}.json_schema.schema", json.loads(wanted.text))
         num_bytes = self._trials.run(wanted) if self._trials is not None else 0

@@ -224,11 +224,7 @@ def why_no_tools(chat: ChatFormat | None) -> str:
 
 def _format(values: Values, use: ToolUse | None, chat: ChatFormat) -> ResponseFormat | None:
     wanted = values.own.get("response_format")
-    if use is None or use.choice.kind == "none":
-        return wanted
-    if wanted is not None:
-        raise RequestError("response_format", 'does not go with tools; leave it out, or set tool_choice to "none"')
-    return use.format(chat.tools or PLAIN_FORM, chat.thinking)
+    return wanted if use is None else use.format(chat.tools or PLAIN_FORM, wanted, chat.thinking)
 
 
 def _tool_state(request: ChatRequest, use: ToolUse, profile: ModelProfile) -> ToolState:

@@ -59,17 +59,20 @@ class ToolUse:
     def definitions(self) -> list[Mapping[str, Any]]:
         return [tool.definition for tool in self.tools]
 
-    def format(self, form: ToolForm, marks: ThinkingIds | ThinkingTags | None = None) -> ResponseFormat | None:
-        """What the answer is held to; None: it is free. `marks`: around a thought that the model may have before."""
+    def format(
+        self, form: ToolForm, wanted: ResponseFormat | None = None, marks: ThinkingIds | ThinkingTags | None = None
+    ) -> ResponseFormat | None:
+        """What the answer is held to; None: it is free. `wanted`: the format of an answer that is no call. `marks`:
+        around a thought that the model may have before."""
         if self.choice.kind == "required":
             schemas = {tool.name: tool.parameters for tool in self.tools if self.choice.name in (None, tool.name)}
             return call_format(spelling_of(form, is_parallel=self.is_parallel and self.choice.name is None), schemas)
-        if self.choice.kind == "auto" and any(tool.is_strict for tool in self.tools):
+        if self.choice.kind == "auto" and (wanted is not None or any(tool.is_strict for tool in self.tools)):
             schemas = {tool.name: tool.parameters if tool.is_strict else {"type": "object"} for tool in self.tools}
             thought = (marks.opens, marks.closes) if isinstance(marks, ThinkingIds) else ()
             spelling = spelling_of(form, is_parallel=self.is_parallel)
-            return call_format(spelling, schemas, is_free=True, thought=thought)
-        return None
+            return call_format(spelling, schemas, is_free=wanted is None, otherwise=wanted, thought=thought)
+        return wanted
 
 
 def tool_use(own: Mapping[str, Any]) -> ToolUse | None:

@@ -230,6 +230,22 @@ async def test_required_and_named_calls_fit_their_schemas_whatever_the_weights_s
     assert len(ended) > 2
 
 
+def test_beside_a_format_an_answer_is_calls_or_fits_it(client: httpx.Client, texts: RunningServer) -> None:
+    """A bias makes the model begin with the mark of a call, or not."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMAS["person"]}}
+    mark = texts.engine.profile.chat.tools.ids["<tool_call>"]  # pyright: ignore
+    strict = [tool("greet", SCHEMAS["person"], strict=True)]
+    for tools, choice, bias in ((strict, "auto", 100), (TOOLS, "required", 0), (TOOLS, "required", -100)):
+        how = {"tools": tools, "tool_choice": choice, "response_format": wanted, "logit_bias": {str(mark): bias}}
+        answer = chat(client, parallel_tool_calls=False, **how)["choices"][0]
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+    for choice in ("auto", "none"):
+        how = {"tool_choice": choice, "response_format": wanted, "logit_bias": {str(mark): -100}}
+        answer = chat(client, **how)["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        assert_valid(answer["message"]["content"], SCHEMAS["person"])
+
+
 def test_tools_are_written_whether_or_not_they_may_be_called(client: httpx.Client) -> None:
     few = {"max_tokens": 1}
     prompts = {choice: chat(client, tool_choice=choice, **few)["usage"]["prompt_tokens"] for choice in ("auto", "none")}
@@ -279,7 +295,8 @@ def called(**function: Any) -> list[Any]:
          "tool_choice.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frog"}}}},
+         "response_format"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"messages": called(name="f", arguments="{")}, "messages[1].tool_calls[0].function.arguments"),
         ({"messages": called(name="f", arguments="5")}, "messages[1].tool_calls[0].function.arguments"),

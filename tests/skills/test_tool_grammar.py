@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kestrel.constraints import ResponseFormat
 from kestrel.constraints.compiler import ConstraintCompiler
 from kestrel.errors import RequestError
 from kestrel.models.tokenizer import TextTokenizer
@@ -56,10 +57,12 @@ def compiler(described: str, end_id: int) -> ConstraintCompiler:
 class Drawing:
     """Tokens drawn at random from what a constraint allows, and what a parser finds in them."""
 
-    def __init__(self, form: ToolForm, described: str, wanted: ToolUse) -> None:
+    def __init__(
+        self, form: ToolForm, described: str, wanted: ToolUse, otherwise: ResponseFormat | None = None
+    ) -> None:
         self.described = described
         self.tokenizer: TextTokenizer = text_tokenizer(described)
-        wanted_format = wanted.format(form)
+        wanted_format = wanted.format(form, otherwise)
         assert wanted_format is not None
         self.end_id = encoder(described).controls["</s>"]
         self.constraint: TokenConstraint = compiler(described, self.end_id).start(wanted_format)
@@ -73,6 +76,16 @@ class Drawing:
     def say(self, text: str) -> None:
         for token_id in encoder(self.described).encode([text]):
             self.take(token_id)
+
+    def spell(self, text: str) -> Drawing:
+        """As `say`, without the blank that a vocabulary of sentence pieces puts before a text."""
+        rest = text.encode()
+        while rest:
+            pieces = {one: self.tokenizer.token_bytes(one) for one in allowed_ids(self.constraint)}
+            token_id = max(one for one, piece in pieces.items() if piece and rest.startswith(piece))
+            self.take(token_id)
+            rest = rest.removeprefix(pieces[token_id])
+        return self
 
     def draw(self, seed: int) -> tuple[str, list[Call]]:
         """Until the end, or until there is a call where there need not be an end."""
@@ -158,6 +171,37 @@ def test_a_strict_call_is_held_to_its_schema_once_it_has_begun(name: str, has_ar
             drawing.say(mark)
         _, (call,) = drawing.draw(seed)
         assert_valid(call.arguments, PARAMETERS[call.name])
+
+
+def opened(drawing: Drawing, name: str) -> Drawing:
+    """With the beginning of a call, if only its mark, as the form spells it."""
+    begins = {"hermes": "<tool_call>", "llama3": '{"name": "greet", "parameters": ', "mistral": "[TOOL_CALLS]"}[name]
+    controls = encoder(drawing.described).controls
+    if begins in controls:
+        drawing.take(controls[begins])
+        return drawing
+    return drawing.spell(begins)
+
+
+@EACH
+def test_beside_a_format_an_answer_is_calls_or_fits_the_format(name: str, has_args_mark: bool, described: str) -> None:
+    """A schema with texts that begin as calls of Llama 3 do."""
+    person = ResponseFormat("json_schema", json.dumps(SCHEMAS["person"]))
+    number, anything = ResponseFormat("regex", "[0-9/]{3}"), ResponseFormat("regex", "(.|\\n)*")
+
+    def drawing(otherwise: ResponseFormat) -> Drawing:
+        return Drawing(form(name, has_args_mark, described), described, use(ToolChoice(), is_strict=True), otherwise)
+
+    for seed, otherwise in enumerate((person, number, anything)):
+        text, calls = opened(drawing(otherwise), name).draw(seed)
+        assert (text, bool(calls)) == ("", True)
+        for call in calls:
+            assert_valid(call.arguments, PARAMETERS[call.name])
+    text, calls = drawing(person).spell('{"name": "An').draw(0)
+    assert not calls
+    assert_valid(text, SCHEMAS["person"])
+    begun = drawing(number).spell("1/2")
+    assert allowed_ids(begun.constraint) == [begun.end_id]
 
 
 @EACH
