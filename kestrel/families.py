@@ -27,18 +27,11 @@ from kestrel.models.checkpoint_files import find_weights, open_checkpoint
 from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.gguf.config import read_hub_config
 from kestrel.models.gguf.header import is_gguf
-from kestrel.models.hub import (
-    fetch_file,
-    fetch_folder,
-    fetch_weights,
-    note_commit,
-    resolved,
-)
 from kestrel.models.locate import CONFIG_NAME, LocatedModel, find_tokenizer, read_config
 from kestrel.models.published import DEFAULT_BRANCH, HubFile, ModelSpec
 from kestrel.moondream.spec import MoondreamFamily
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
-from kestrel.runtime.bring_up import Abilities, choose_fast_path
+from kestrel.runtime.bring_up import Abilities, choose_fast_path, start_ahead
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.runtime.memory import naming_memory_knobs
 
@@ -49,6 +42,7 @@ def ready_model(config: RuntimeConfig, progress: Progress | None = None, *, with
     """From a configuration to a model that can run: find, load, plan its memory."""
     device = choose_device(config)
     dtype = choose_dtype(config, device)
+    start_ahead(device)
     choose_fast_path(config, Abilities.of(device), dtype)  # a refusal comes before the download
     with naming_memory_knobs():
         return ready_from(load(resolve(config), device, dtype, progress), config, with_adapters)
@@ -80,6 +74,8 @@ class Repository:
 
 def find_repository(name: str, revision: str | None = None) -> Repository:
     """Fetches config.json and nothing else, so that what cannot run is refused before its weights are fetched."""
+    from kestrel.models.hub import fetch_file, resolved  # noqa: PLC0415 - the hub's library takes 0.2 s to import
+
     file = resolved(HubFile(repository_of(name), revision or DEFAULT_BRANCH, CONFIG_NAME))
     config = read_config(fetch_file(file).parent)
     if config is None:
@@ -170,6 +166,8 @@ def _require_same_shape(folder: Path, config: Mapping[str, Any], family: ModelFa
 
 
 def _on_hub(spec: ModelSpec, revision: str | None, tokenizer: Path | None) -> LocatedModel:
+    from kestrel.models.hub import fetch_file, fetch_weights, note_commit  # noqa: PLC0415 - as above
+
     if spec.source is None:
         raise CheckpointError(f"{spec.name} cannot be fetched. {spec.source_note}")
     weights = fetch_weights(_at_commit(spec.name, spec.source.weights, revision))
@@ -180,6 +178,8 @@ def _on_hub(spec: ModelSpec, revision: str | None, tokenizer: Path | None) -> Lo
 
 
 def _in_repository(name: str, revision: str | None, tokenizer: Path | None) -> LocatedModel:
+    from kestrel.models.hub import fetch_folder, note_commit  # noqa: PLC0415 - as above
+
     config_file = find_repository(name, revision).config_file
     folder = fetch_folder(config_file, with_tokenizer=tokenizer is None)
     note_commit(folder / CONFIG_NAME, revision or DEFAULT_BRANCH)
@@ -188,6 +188,8 @@ def _in_repository(name: str, revision: str | None, tokenizer: Path | None) -> L
 
 def _at_commit(name: str, published: HubFile, revision: str | None) -> HubFile:
     if revision is not None:
+        from kestrel.models.hub import resolved  # noqa: PLC0415 - as above
+
         return resolved(replace(published, revision=revision))
     if published.revision is None:
         raise ConfigError(

@@ -15,6 +15,7 @@ from kestrel import families, known_models
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
 from kestrel.models.checkpoint_files import TensorInfo, write_safetensors
+from kestrel.models import hub
 from kestrel.models.hub import HubFile
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.spec import LoadedMoondream
@@ -229,8 +230,8 @@ def test_a_named_model_is_fetched_with_its_tokenizer(
         asked.append(file)
         return folder / file.name
 
-    monkeypatch.setattr(families, "fetch_weights", fetch)
-    monkeypatch.setattr(families, "fetch_file", fetch)
+    monkeypatch.setattr(hub, "fetch_weights", fetch)
+    monkeypatch.setattr(hub, "fetch_file", fetch)
     located = families.resolve(RuntimeConfig(model="moondream2"))
     source = known_models.find_model("moondream2").source
     assert source is not None

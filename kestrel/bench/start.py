@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kestrel.bench.charts import draw_chart
 from kestrel.bench.results import append_row, command_parser, environment, machine_load
 from kestrel.bench.workloads import Material, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
@@ -32,13 +31,13 @@ FIGURES = ("process_s", "create_s", "first_answer_s", "start_s")
 """Until our own code runs (imports among it), loading, asking; and everything together, as the parent saw it."""
 
 
-async def first_answer(config: RuntimeConfig, began_s: float) -> dict[str, float]:
+async def first_answer(config: RuntimeConfig, began_s: float, picture: bytes) -> dict[str, float]:
     """`began_s` is when the process was started, by the clock of all processes."""
     running_s = time.time()
-    picture = draw_chart(0)
     async with await InferenceEngine.create(config) as engine:
         created_s = time.time()
-        ask = find_workload("chart9").ask(Material([picture], TOKENS, engine.profile.stop_ids), 0)
+        workload = find_workload("chart9" if engine.profile.has_vision else "ids128")
+        ask = workload.ask(Material([picture], TOKENS, engine.profile.stop_ids, engine.vocab_size), 0)
         await engine.run(ask.skill, **ask.fields)
         answered_s = time.time()
     times = (running_s - began_s, created_s - running_s, answered_s - created_s, answered_s - began_s)
@@ -46,9 +45,12 @@ async def first_answer(config: RuntimeConfig, began_s: float) -> dict[str, float
 
 
 def start_apart(weights: Path, device: str) -> dict[str, float]:
-    """In a process that has done nothing else."""
+    """In a process that has done nothing else. The picture to ask about comes from here."""
+    from kestrel.bench.charts import draw_chart  # noqa: PLC0415 - what is measured does not draw
+
     command = [sys.executable, "-m", "kestrel.bench.start", "--weights", str(weights), "--device", device]
-    told = subprocess.run([*command, "--began", repr(time.time())], check=True, stdout=subprocess.PIPE, text=True)
+    picture = draw_chart(0)
+    told = subprocess.run([*command, "--began", repr(time.time())], check=True, stdout=subprocess.PIPE, input=picture)
     return json.loads(told.stdout)
 
 
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--rounds must be at least 1")
     if args.began is not None:
         config = RuntimeConfig(model_path=args.weights, device=args.device)
-        print(json.dumps(asyncio.run(first_answer(config, args.began))))
+        print(json.dumps(asyncio.run(first_answer(config, args.began, sys.stdin.buffer.read()))))
         return
     if args.random is not None:
         write_weights(args.random, args.folder)

@@ -25,7 +25,7 @@ from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.constraints import ResponseFormat
 from kestrel.engine.intake import (
-    DELAYS_AT_WORK,
+    DELAYS_IN_PREFILL,
     DELAYS_WAITING,
     PICTURES_AHEAD,
     PictureGate,
@@ -138,7 +138,9 @@ class InferenceEngine(SkillCalls):
         """Of requests that are to be read, while a GPU may be waiting for the worker."""
         if self._ready.runtime.limits.paces_pictures or not self._worker.is_preparing:
             return 0
-        return DELAYS_AT_WORK if self._scheduler.has_steps_in_flight else DELAYS_WAITING
+        if not self._scheduler.has_steps_in_flight:
+            return DELAYS_WAITING
+        return DELAYS_IN_PREFILL if self._scheduler.is_in_long_prefill else 0
 
     # ------------------------------------------------------------------ what is loaded and how it is doing
 

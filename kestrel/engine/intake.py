@@ -125,9 +125,10 @@ class QueueRoom:
 # while the first ones are answered.
 
 
-READ_AT_ONCE = 4
-DELAY_S, DELAYS_AT_WORK, DELAYS_WAITING = 0.0005, 3, 20
-"""Of a round that waits for the worker, while the GPU is at work and while it waits too."""
+READ_AT_ONCE = 8
+DELAY_S, DELAYS_IN_PREFILL, DELAYS_WAITING = 0.0005, 3, 4
+"""Of a round that waits for the worker, while the GPU is at a long prefill and while it waits too. Beside short steps
+no round waits: the next of them may need those that are to be read."""
 PICTURES_AHEAD = 48
 """Requests with pictures beside as many as can run at the same time."""
 

@@ -8,7 +8,9 @@ pages for what memory is left, graphs.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -144,6 +146,21 @@ def captured_steps(
         return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool, adapters))
 
     return make
+
+
+def start_ahead(device: torch.device) -> None:
+    """What a start would wait for later, in a thread beside the loading of weights. Python's lock is free during both."""
+    if device.type == "cuda":
+        threading.Thread(target=_touch, args=(device,), name="kestrel-start", daemon=True).start()
+
+
+def _touch(device: torch.device) -> None:
+    """Makes the GPU's context, and the hash of Triton's own files that its first kernel needs (0.4 s)."""
+    with suppress(Exception):  # whatever it is, the start comes upon it again
+        torch.empty(1, device=device)
+        from triton.runtime.cache import triton_key  # noqa: PLC0415 - as below
+
+        triton_key()
 
 
 # ---------------------------------------------------------------------- operations and number formats

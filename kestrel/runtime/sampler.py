@@ -68,6 +68,8 @@ def _weighed(table: RowTable, logits_BV: Tensor, row_indices: list[int]) -> Tens
 
 def note_emitted(table: RowTable, kinds: int, rows_B: Tensor, sampled: Sampled) -> None:
     """For the penalties of the next step."""
+    if not kinds:
+        return  # a comparison for nothing is a kernel in every step
     table.wishes.count(kinds, rows_B, sampled.integers_B5[:, 0], sampled.integers_B5[:, 1] == TEXT)
 
 

@@ -23,6 +23,9 @@ from kestrel.scheduler.queues import WaitingQueue
 from kestrel.scheduler.sequence import Sequence, SlotPool, Stage
 from kestrel.scheduler.steps import Committer, LaunchedStep, Pipeline, PlannedStep, StepPlanner, reserve_next_token
 
+LONG_PREFILL = 2048
+"""Positions of a step that keeps a GPU at work for longer than it takes to read a few requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterTraffic:
@@ -70,6 +73,9 @@ class GenerationScheduler(Generic[StepT]):
     def has_steps_in_flight(self) -> bool:
         """Other threads may ask this too."""
         return len(self._pipeline) > 0
+
+    is_in_long_prefill = False
+    """Whether the newest step has `LONG_PREFILL` positions or more. Other threads may ask this too."""
 
     is_collecting = False
     """Whether it waits for the device now. Other threads may ask this too."""
@@ -196,6 +202,7 @@ class GenerationScheduler(Generic[StepT]):
         for sequence in (*planned.sliced, *(work.sequence for work in planned.work.values())):
             if sequence.first_step_s is None:
                 sequence.first_step_s = now
+        self.is_in_long_prefill = sum(chunk.num_positions for chunk in planned.plan.prefill) >= LONG_PREFILL
         step = self._runtime.launch(planned.plan)
         self._pipeline.push(LaunchedStep(step, planned.work))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kestrel.adapters import AdapterId
-from kestrel.adapters.sources import DownloadLimits, HostedSource
+from kestrel.adapters.sources.downloads import DownloadLimits
+from kestrel.adapters.sources.remote import HostedSource
 from kestrel.adapters.sources.source import AdapterSource
 from kestrel.errors import (
     KestrelError,

@@ -13,7 +13,8 @@ import torch
 
 from kestrel.adapters import Adapter, AdapterLibrary, AdapterShape, load_adapter, save_adapter
 from kestrel.adapters import library as library_module
-from kestrel.adapters.sources import FolderSource, SourceChain, UrlTemplateSource
+from kestrel.adapters.sources import FolderSource, SourceChain
+from kestrel.adapters.sources.remote import UrlTemplateSource
 from kestrel.errors import AdapterGone, AdapterNotFound, AdapterSourceError, AdapterUnusable, RequestError
 from tests.adapters.adapter_files import HOSTED, MD2, MD3, VARIANT, variant_tensors
 from tests.adapters.adapter_hosts import answer, host

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kestrel.adapters import AdapterId
-from kestrel.adapters.sources import DownloadLimits, UrlTemplateSource, remote
+from kestrel.adapters.sources import remote
+from kestrel.adapters.sources.downloads import DownloadLimits
+from kestrel.adapters.sources.remote import UrlTemplateSource
 from kestrel.adapters.sources.disk_cache import AdapterDiskCache, CacheFolder, NoRoom, PartialFile
 from kestrel.errors import AdapterSourceBusy, AdapterSourceError
 from tests.adapters.adapter_hosts import Host, answer, host, slow

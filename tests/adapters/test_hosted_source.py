@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kestrel.adapters import AdapterId
-from kestrel.adapters.sources import HostedSource, remote
+from kestrel.adapters.sources import remote
+from kestrel.adapters.sources.remote import HostedSource
 from kestrel.errors import (
     AdapterGone,
     AdapterNotFound,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kestrel.adapters import AdapterId
-from kestrel.adapters.sources import UrlTemplateSource
+from kestrel.adapters.sources.remote import UrlTemplateSource
 from kestrel.errors import (
     AdapterNotFound,
     ConfigError,

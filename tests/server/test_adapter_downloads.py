@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from kestrel.adapters import AdapterId
-from kestrel.adapters.sources import UrlTemplateSource
+from kestrel.adapters.sources.remote import UrlTemplateSource
 from kestrel.server.config import ServerConfig
 from tests.adapters.adapter_hosts import Host, answer, host, slow
 from tests.engine.conftest import GOLDENS

@@ -7,9 +7,7 @@ from kestrel.adapters.sources.configured import (
     given_key,
     has_adapter_source,
 )
-from kestrel.adapters.sources.downloads import DownloadLimits
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.adapters.sources.remote import HostedSource, UrlTemplateSource
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, AdapterSource
 
 __all__ = [
@@ -17,11 +15,8 @@ __all__ = [
     "AdapterCopy",
     "AdapterListing",
     "AdapterSource",
-    "DownloadLimits",
     "FolderSource",
-    "HostedSource",
     "SourceChain",
-    "UrlTemplateSource",
     "configured_sources",
     "given_key",
     "has_adapter_source",

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from kestrel.adapters.adapter import AdapterId
 from kestrel.adapters.sources.disk_cache import CacheFolder, default_cache_folder
 from kestrel.adapters.sources.folder import FolderSource
-from kestrel.adapters.sources.remote import HostedSource, UrlTemplateSource
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, AdapterSource
 from kestrel.config import RuntimeConfig
 from kestrel.errors import AdapterGone, AdapterNotFound
@@ -90,6 +89,9 @@ def configured_sources(config: RuntimeConfig, api_key: str | None = None) -> Sou
     sources: list[AdapterSource] = []
     if config.adapter_folder is not None:
         sources.append(FolderSource(config.adapter_folder))
+    if config.adapter_url_template is not None or api_key:
+        # Here and not above: a web client takes 0.1 s to import, and few engines download adapters.
+        from kestrel.adapters.sources.remote import HostedSource, UrlTemplateSource  # noqa: PLC0415
     if config.adapter_url_template is not None:
         sources.append(UrlTemplateSource(config.adapter_url_template, cache_folder, max_cache_bytes=max_bytes))
     if api_key:

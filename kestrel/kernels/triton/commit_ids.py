@@ -27,6 +27,7 @@ from kestrel.kernels.row_tables import (
     RowState,
 )
 from kestrel.kernels.sampling import INF_KEY, LAST_ID, NEGATIVE_INF_KEY
+from kestrel.kernels.triton.launch import dependent, wait_for_inputs
 
 LOWEST = tl.constexpr(-(2**63))
 LAST = tl.constexpr(LAST_ID)
@@ -80,8 +81,9 @@ def _commit(
     stop_ids_ptr, coords_ptr, sizes_ptr, integers_ptr, values_ptr, vocab, coord_id, size_id, set_stride,
     SETS: tl.constexpr, CANDIDATES: tl.constexpr, RANKS: tl.constexpr, ENDS: tl.constexpr, EDGES: tl.constexpr,
     EDGE_WIDTH: tl.constexpr, STOPS: tl.constexpr, STOP_WIDTH: tl.constexpr,
-    HAS_ENDINGS: tl.constexpr, HAS_COORDS: tl.constexpr, HAS_SIZES: tl.constexpr,
+    HAS_ENDINGS: tl.constexpr, HAS_COORDS: tl.constexpr, HAS_SIZES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     entry = tl.program_id(0)
     row = tl.load(rows_ptr + entry)
     state, spent, generated = tl.load(state_ptr + row), tl.load(spent_ptr + row), tl.load(generated_ptr + row)
@@ -164,5 +166,6 @@ def commit_ids(
         ENDS=grammar.end_ids_NF.shape[1], EDGES=edges, EDGE_WIDTH=triton.next_power_of_2(edges),
         STOPS=stops, STOP_WIDTH=triton.next_power_of_2(stops), HAS_ENDINGS=endings is not None,
         HAS_COORDS=region.coords_B2 is not None, HAS_SIZES=region.sizes_B3 is not None, num_warps=1,
+        **dependent(),
     )  # fmt: skip
     return integers_B5, values_B3

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, Gate
 from kestrel.kernels.triton.device_functions import gated, widened
 from kestrel.kernels.triton.fp8 import rows_to_fp8
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 
 # ---------------------------------------------------------------------- blocks of pairs
 # Pairs of token and expert put in blocks of one expert each, on the device.
@@ -53,9 +53,10 @@ def _fill(ptr, start, end, value, AT_A_TIME: tl.constexpr):
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _group(
     ids_ptr, pairs_ptr, expert_ptr, num_pairs, num_blocks, num_experts,
-    ROWS: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr, PLACES: tl.constexpr,
+    ROWS: tl.constexpr, BINS: tl.constexpr, AT_A_TIME: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: counts everybody's pairs to find its first block, then places its own."""
+    wait_for_inputs(DEPENDENT)
     expert = tl.program_id(0)
     lane = tl.arange(0, AT_A_TIME)
     bins = tl.arange(0, BINS)
@@ -92,6 +93,7 @@ def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks
             ids_TK, pairs_R, expert_G, num_pairs, num_blocks, num_experts,
             ROWS=rows_per_block, BINS=triton.next_power_of_2(num_experts + 1),
             AT_A_TIME=min(PAIRS_AT_A_TIME, max(32, triton.next_power_of_2(num_pairs))), PLACES=PLACES_AT_A_TIME,
+            **dependent(),
         )  # fmt: skip
     return Blocks(pairs_R, expert_G, rows_per_block)
 
@@ -265,8 +267,9 @@ def _gate_blocks(
     num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
     if expert < 0:
@@ -315,7 +318,9 @@ def _project_blocks(
     num_inner, num_out,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_HIDDEN_SCALE: tl.constexpr, HAS_DELTA: tl.constexpr, WIDENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     group = tl.program_id(0)
     expert = tl.load(expert_ptr + group).to(tl.int64)
     if expert < 0:
@@ -348,7 +353,10 @@ def _project_blocks(
 
 
 @triton.jit
-def _add_experts(out_ptr, weights_ptr, y_ptr, num_out, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _add_experts(
+    out_ptr, weights_ptr, y_ptr, num_out, TOP_K: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -445,7 +453,9 @@ def _summed(out_QD: Tensor, weights_TK: Tensor) -> Tensor:
     num_out = out_QD.shape[1]
     y_TD = torch.empty(num_tokens, num_out, dtype=out_QD.dtype, device=out_QD.device)
     block = min(1024, triton.next_power_of_2(num_out))
-    _add_experts[(num_tokens, triton.cdiv(num_out, block))](out_QD, weights_TK, y_TD, num_out, TOP_K=top_k, BLOCK=block)
+    _add_experts[(num_tokens, triton.cdiv(num_out, block))](
+        out_QD, weights_TK, y_TD, num_out, TOP_K=top_k, BLOCK=block, **dependent()
+    )
     return y_TD
 
 
@@ -473,7 +483,7 @@ def _gated(
         EVEN=num_in % block == 0 and num_inner % outputs == 0,
         HAS_SCALE=scale_EF is not None, HAS_X_SCALE=x.scale is not None, HAS_DELTA=added is not None,
         WIDENS=_widens(x), GATE=gate,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, **dependent(),
     )  # fmt: skip
     return hidden_RI
 
@@ -501,7 +511,7 @@ def _projected(
         EVEN=num_inner % block == 0 and num_out % outputs == 0,
         HAS_SCALE=scale_ED is not None, HAS_HIDDEN_SCALE=hidden.scale is not None, HAS_DELTA=added is not None,
         WIDENS=_widens(hidden),
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages, **dependent(),
     )  # fmt: skip
     return out_QD
 

@@ -87,8 +87,9 @@ class Tuning:
 def _gate(
     x_ptr, ids_ptr, fc1_ptr, scale_ptr, hidden_ptr, num_in, num_inner, x_stride,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     i = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -120,7 +121,9 @@ def _gate(
 def _mix(
     hidden_ptr, ids_ptr, weights_ptr, fc2_ptr, scale_ptr, y_ptr, num_inner, num_out, y_stride,
     TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(1)
     f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros((OUTPUTS, BLOCK), dtype=tl.float32)
@@ -176,7 +179,7 @@ def moe_small(
         num_in, num_inner, x_TD.stride(0),
         TOP_K=top_k, OUTPUTS=chosen.gate_outputs, BLOCK=block,
         EVEN=num_in % block == 0 and num_inner % chosen.gate_outputs == 0, HAS_SCALE=fc1_scale_EF is not None,
-        GATE=gate, num_warps=chosen.num_warps,
+        GATE=gate, num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip
     block = min(chosen.max_block, triton.next_power_of_2(num_inner))
     _mix[(triton.cdiv(num_out, chosen.mix_outputs), num_tokens)](
@@ -184,7 +187,7 @@ def moe_small(
         num_inner, num_out, num_out,
         TOP_K=top_k, OUTPUTS=chosen.mix_outputs, BLOCK=block,
         EVEN=num_inner % block == 0 and num_out % chosen.mix_outputs == 0, HAS_SCALE=fc2_scale_ED is not None,
-        num_warps=chosen.num_warps,
+        num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip
     return y_TD
 

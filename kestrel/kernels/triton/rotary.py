@@ -81,7 +81,9 @@ def _finish(total, tokens, outs, inside, alpha_ptr, positions_ptr, tau_ptr, num_
 def _by_sums(
     qkv_ptr, w_ptr, alpha_ptr, positions_ptr, tau_ptr, num_tokens, num_heads, qkv_stride,
     FEATURES: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
     qkv_place = qkv_ptr + token.to(tl.int64) * qkv_stride
@@ -105,7 +107,9 @@ def _by_sums(
 def _by_dots(
     qkv_ptr, w_ptr, sums_ptr, num_tokens, num_out, num_features, qkv_stride, features_per_program,
     BLOCK_TOKENS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     outs = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     first = tl.program_id(1) * features_per_program
@@ -129,8 +133,9 @@ def _by_dots(
 @triton.jit(do_not_specialize=["num_tokens", "num_splits"])
 def _add_splits(
     sums_ptr, alpha_ptr, positions_ptr, tau_ptr, num_tokens, num_heads, num_splits,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_OUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
     outs = tl.arange(0, BLOCK_OUT)[None, :]
     inside = (tokens < num_tokens) & (outs < 2 * num_heads)
@@ -175,6 +180,7 @@ def _launch_sums(
         qkv_TF, w_2HF, alpha_H, positions_T, tau_2TH, num_tokens, num_out // 2, qkv_TF.stride(0),
         FEATURES=num_features, BLOCK_OUT=chosen.block_out, BLOCK_IN=block_in,
         EVEN=num_features % block_in == 0 and num_out % chosen.block_out == 0, num_warps=chosen.num_warps,
+        **dependent(),
     )  # fmt: skip
 
 
@@ -190,11 +196,11 @@ def _launch_dots(
         qkv_TF, w_2HF, sums_STO, num_tokens, num_out, num_features, qkv_TF.stride(0), per_program,
         BLOCK_TOKENS=chosen.block_tokens, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
         EVEN=num_features % chosen.block_in == 0 and num_out % chosen.block_out == 0,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     _add_splits[(triton.cdiv(num_tokens, ADDED_TOKENS),)](
         sums_STO, alpha_H, positions_T, tau_2TH, num_tokens, num_out // 2, splits,
-        BLOCK_TOKENS=ADDED_TOKENS, BLOCK_OUT=triton.next_power_of_2(num_out), num_warps=2,
+        BLOCK_TOKENS=ADDED_TOKENS, BLOCK_OUT=triton.next_power_of_2(num_out), num_warps=2, **dependent(),
     )  # fmt: skip
 
 

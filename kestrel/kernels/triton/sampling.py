@@ -23,7 +23,7 @@ from kestrel.kernels.row_tables import (
     ScoreWishes,
 )
 from kestrel.kernels.sampling import LAST_ID, NAN_KEY, NEGATIVE_INF_KEY, SCORE_UNIT
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 
 # ---------------------------------------------------------------------- the most likely id
 # The most likely id of each row, vocabulary split between programs: each leaves the best rank of its block of ids.
@@ -68,7 +68,9 @@ def _best_of_block(
     ends_from_ptr, stops_from_ptr, stop_ids_ptr, ranks_ptr, num_entries, vocab, row_stride, id_stride,
     ALLOWED: tl.constexpr, SUPPRESSED: tl.constexpr, ENDS: tl.constexpr, STOPS: tl.constexpr,
     VOCAB_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HAS_ENDINGS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
     block, entry = tl.program_id(0), tl.program_id(1)
     logits_ptr += entry.to(tl.int64) * row_stride
     ids = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -129,7 +131,7 @@ def best_ids(
         ALLOWED=grammar.allowed_NA.shape[1], SUPPRESSED=grammar.suppressed_NS.shape[1],
         ENDS=grammar.end_ids_NF.shape[1], STOPS=own.stop_ids_RS.shape[1],
         VOCAB_BLOCKS=vocab_blocks, BLOCKS=blocks, BLOCK=chosen.block_ids, HAS_ENDINGS=endings is not None,
-        num_warps=chosen.num_warps,
+        num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip
     return ranks
 
