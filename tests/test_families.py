@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from kestrel import families, known_models
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError
-from kestrel.models.checkpoint_files import TensorInfo, write_safetensors
 from kestrel.models import hub
+from kestrel.models.checkpoint_files import TensorInfo, write_safetensors
 from kestrel.models.hub import HubFile
 from kestrel.moondream.config import MoondreamConfig
 from kestrel.moondream.spec import LoadedMoondream

@@ -45,6 +45,12 @@ Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 TripleOp: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
 InPlaceOp: TypeAlias = Callable[..., None]
+Work: TypeAlias = Callable[[], Tensor]
+
+
+def side_by_side(first: Work, second: Work) -> tuple[Tensor, Tensor]:
+    """What two parts of a step give, neither of which needs the other. A bundle may run them at the same time."""
+    return first(), second()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,7 @@ class Ops:
     attend_chunks: Op
     attend_crops: Op
     route_top_k: PairOp
+    side_by_side: Callable[[Work, Work], tuple[Tensor, Tensor]]
     moe_mlp: Op
     moe_mlp_fp8: Op
     moe_mlp_adapted: Op
@@ -116,6 +123,7 @@ PLAIN = Ops(
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,
     route_top_k=route_top_k,
+    side_by_side=side_by_side,
     moe_mlp=moe_mlp,
     moe_mlp_fp8=moe_mlp_fp8,
     moe_mlp_adapted=moe_mlp_adapted,

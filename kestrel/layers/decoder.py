@@ -79,13 +79,20 @@ class ParallelBlock(nn.Module):
         to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
-            a_TD = self.attn(y, self.layer, step, wanted_N)
-            if wanted_N is not None:
-                x_TD, y = x_TD[wanted_N], y[wanted_N]
-            return x_TD, (a_TD, self.mlp(y))
+            return self._forward_halves(x_TD, y, step, wanted_N)
         assert not isinstance(y, Fp8Rows)
         run = self._adapted_dense if is_dense else self._adapted_moe
         return _wanted(wanted_N, x_TD, run(y, step, adapt))
+
+    def _forward_halves(
+        self, x_TD: Tensor, y: Tensor | Fp8Rows, step: Step, wanted_N: Tensor | None
+    ) -> tuple[Tensor, Pending]:
+        if wanted_N is None and x_TD.shape[0] <= self.ops.max_small_rows:
+            return x_TD, self.ops.side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y))
+        a_TD = self.attn(y, self.layer, step, wanted_N)
+        if wanted_N is not None:
+            x_TD, y = x_TD[wanted_N], y[wanted_N]
+        return x_TD, (a_TD, self.mlp(y))
 
     def _forward_joined(
         self, x_TD: Tensor, pending: Pending, step: Step, wide: Linear, back: Linear

@@ -149,7 +149,7 @@ def captured_steps(
 
 
 def start_ahead(device: torch.device) -> None:
-    """What a start would wait for later, in a thread beside the loading of weights. Python's lock is free during both."""
+    """What a start would wait for later, in a thread beside the loading of weights: both leave Python's lock alone."""
     if device.type == "cuda":
         threading.Thread(target=_touch, args=(device,), name="kestrel-start", daemon=True).start()
 

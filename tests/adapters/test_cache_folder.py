@@ -11,9 +11,9 @@ import pytest
 
 from kestrel.adapters import AdapterId
 from kestrel.adapters.sources import remote
+from kestrel.adapters.sources.disk_cache import AdapterDiskCache, CacheFolder, NoRoom, PartialFile
 from kestrel.adapters.sources.downloads import DownloadLimits
 from kestrel.adapters.sources.remote import UrlTemplateSource
-from kestrel.adapters.sources.disk_cache import AdapterDiskCache, CacheFolder, NoRoom, PartialFile
 from kestrel.errors import AdapterSourceBusy, AdapterSourceError
 from tests.adapters.adapter_hosts import Host, answer, host, slow
 from tests.adapters.hosted_service import CONTENT, failure

@@ -8,9 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kestrel.adapters.sources.downloads import DownloadLimits
+from kestrel.adapters.sources.downloads import Downloader, DownloadLimits
 from kestrel.adapters.sources.remote import HostedSource
-from kestrel.adapters.sources.downloads import Downloader
 from kestrel.errors import (
     AdapterGone,
     AdapterNotFound,

@@ -110,6 +110,29 @@ def _is_supported(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= FIRST_CAPABILITY
 
 
+# ---------------------------------------------------------------------- two chains of kernels at the same time
+# With few rows a kernel mostly waits: for the one before it, and for memory. In a captured step two chains share that.
+# The memory of the second chain is its own stream's, and is used again behind the next fork at the earliest.
+
+
+def side_by_side(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    if not (_has_gpu() and torch.cuda.is_current_stream_capturing()):
+        return first(), second()
+    stream = torch.cuda.current_stream()
+    side = _side_stream(stream.device_index)
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        of_second = second()
+    of_first = first()
+    stream.wait_stream(side)
+    return of_first, of_second
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device_index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device_index, priority=-1)
+
+
 # ---------------------------------------------------------------------- kernels for Hopper alone
 # They are written in Gluon, a young language: a compiler of another version may fail in any way. So each is tried
 # before it is used, and where it fails the portable one does the work.

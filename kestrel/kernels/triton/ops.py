@@ -8,7 +8,7 @@ from kestrel.kernels.cublaslt import add_fp8_linear, add_linear, fp8_linear, gel
 from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, side_by_side
 from kestrel.kernels.triton.linear import MAX_ROWS, gated_linear, silu_gate, silu_gate_to_fp8, small_linear
 from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
@@ -53,6 +53,7 @@ def triton_ops(
         attend_chunks=partial(attend_chunks, table=table),
         attend_crops=attend_crops,
         route_top_k=route_top_k,
+        side_by_side=side_by_side,
         moe_mlp=partial(moe_mlp, table=table),
         moe_mlp_fp8=partial(moe_grouped_fp8, table=table),
         moe_mlp_adapted=partial(moe_grouped, table=table),

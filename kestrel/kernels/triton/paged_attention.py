@@ -49,8 +49,10 @@ class RowsTuning:
         """Found on an H200. Numbers of one byte take more work to unpack than to read. A group of heads has its keys in
         one program, and few splits are added up sooner than many."""
         if group > 1:
+            if num_rows == 1:
+                return cls(block_keys=16, num_warps=4, target_programs=264)
             if num_rows <= FEW_ROWS:
-                return cls(block_keys=16 if num_rows == 1 else 32, num_warps=4, target_programs=132)
+                return cls(block_keys=32, num_warps=4, target_programs=132)
             if num_rows >= MANY_ROWS and head_dim > 64:
                 return cls(block_keys=32, num_warps=4, num_stages=4, target_programs=264)
             return cls(block_keys=64, num_warps=4, target_programs=264)
