@@ -15,9 +15,8 @@ def _steps(ops: Ops, x_TD: Tensor, weights: Tensor) -> Tensor:
     """Layers of two halves, one long and one short, each summed into the stream as a block does."""
     for first, second in zip(weights[::2], weights[1::2], strict=True):
         y_TD = torch.tanh(x_TD)
-        a_TD, b_TD = ops.side_by_side(
-            lambda y=y_TD, w=first: torch.relu((y @ w) @ w) @ w, lambda y=y_TD, w=second: y @ w
-        )
+        halves = (lambda y=y_TD, w=first: torch.relu((y @ w) @ w) @ w), (lambda y=y_TD, w=second: y @ w)
+        a_TD, b_TD = ops.side_by_side(*halves)
         x_TD = x_TD + a_TD - 2 * b_TD
     return x_TD
 
