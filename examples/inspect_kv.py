@@ -87,9 +87,9 @@ class Inspector:
     def norms(self, prefix: CachedPrefix, layer: int) -> list[torch.Tensor]:
         """The norms of K and V by position, each the mean over heads: [num_positions]."""
         positions, size = torch.arange(prefix.num_positions), self.runtime.kv_cache.page_size
-        slots = torch.tensor(prefix.pages)[positions // size] * size + positions % size
+        pages = torch.tensor(prefix.pages)[positions // size]
         return [
-            cache[slots.to(cache.device)].float().norm(dim=2).mean(dim=1)
+            cache[pages.to(cache.device), (positions % size).to(cache.device)].float().norm(dim=2).mean(dim=1)
             for cache in self.runtime.kv_cache.layer(layer)
         ]
 

@@ -1,7 +1,8 @@
 """Attention over keys and values that lie in pages.
 
-Contract. `k_cache`, `v_cache`: [num_slots, kv_heads, head_dim], a slot per position, pages one after another. A row's
-positions 0..n-1 live in the slots given for it. q: [.., heads, head_dim]; heads is a multiple of kv_heads.
+Contract. `k_cache`, `v_cache`: [num_pages, page_size, kv_heads, head_dim], in either order of `as_pages`. A slot per
+position: page · page_size + offset. A row's positions 0..n-1 live in the slots given for it. q: [.., heads, head_dim];
+heads is a multiple of kv_heads.
 out = softmax(q·kᵀ / sqrt(head_dim) + mask) · v, mask per query: position ≤ own position, or everything given when the
 queries are one bidirectional block.
 
@@ -15,6 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def as_pages(memory_PSHD: Tensor) -> Tensor:
+    """This memory as a cache [.., num_pages, page_size, kv_heads, head_dim] in the order that suits its device.
+
+    On a GPU a page lies head by head, since programs of the kernels read one head each; on a CPU position by position,
+    since torch gathers whole positions.
+    """
+    if memory_PSHD.device.type == "cpu":
+        return memory_PSHD
+    page_size, kv_heads, head_dim = memory_PSHD.shape[-3:]
+    return memory_PSHD.view(*memory_PSHD.shape[:-3], kv_heads, page_size, head_dim).transpose(-3, -2)
+
+
 def write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -26,7 +39,11 @@ def write_kv(
 ) -> None:
     """Put new keys and values into their slots; float8 limited to what the type can hold."""
     for cache, x_THD, scale in ((k_cache, k_THD, k_scale), (v_cache, v_THD, v_scale)):
-        _as_bytes(cache).index_copy_(0, slots_T, _as_bytes(_for_cache(x_THD, cache.dtype, scale)))
+        numbers, new = _as_bytes(cache), _as_bytes(_for_cache(x_THD, cache.dtype, scale))
+        if cache.is_contiguous():
+            numbers.flatten(0, 1).index_copy_(0, slots_T, new)
+        else:
+            numbers[slots_T // cache.shape[1], slots_T % cache.shape[1]] = new
 
 
 def _for_cache(x_THD: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -92,7 +109,6 @@ def attend_rows(
     v_cache: Tensor,
     pages_BP: Tensor,
     num_keys_B: Tensor,
-    page_size: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out_BHD: Tensor | None = None,
@@ -104,6 +120,7 @@ def attend_rows(
     """
     assert q_BHD.ndim == 3
     assert pages_BP.shape[0] == num_keys_B.shape[0] == q_BHD.shape[0]
+    page_size = k_cache.shape[1]
     keys_1K = torch.arange(pages_BP.shape[1] * page_size, device=q_BHD.device)[None]
     mask_BK = keys_1K < num_keys_B[:, None]
     pages_BK = pages_BP.repeat_interleave(page_size, dim=1)
@@ -117,7 +134,7 @@ def attend_rows(
         k_BKHD.transpose(1, 2),
         v_BKHD.masked_fill(~mask_BK[:, :, None, None], 0.0).transpose(1, 2),
         attn_mask=mask_BK[:, None, None],
-        enable_gqa=q_BHD.shape[1] != k_cache.shape[1],
+        enable_gqa=q_BHD.shape[1] != k_cache.shape[2],
     )
     seen_BHD = torch.where(num_keys_B[:, None, None] > 0, out_BH1D[:, :, 0], 0.0)
     return seen_BHD if out_BHD is None else out_BHD.copy_(seen_BHD)
@@ -125,8 +142,12 @@ def attend_rows(
 
 def widened(cache: Tensor, slots_BK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """What lies in the slots, as numbers of `dtype`; a scale is for a cache of another dtype."""
-    # Whole rows at a time: an index of tensors copies number by number on a CPU.
-    taken = _as_bytes(cache).index_select(0, slots_BK.flatten()).unflatten(0, slots_BK.shape)
+    numbers = _as_bytes(cache)
+    if cache.is_contiguous():
+        # Whole rows at a time: an index of tensors copies number by number on a CPU.
+        taken = numbers.flatten(0, 1).index_select(0, slots_BK.flatten()).view(*slots_BK.shape, *cache.shape[2:])
+    else:
+        taken = numbers[slots_BK // cache.shape[1], slots_BK % cache.shape[1]]
     if cache.dtype == dtype:
         return taken
     return (taken.view(cache.dtype).to(torch.float32) * scale).to(dtype)
@@ -148,8 +169,8 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 # Contract. Chunk c owns the queries first[c] .. first[c] + count[c] - 1 of q_THD; query i of them stands at position
 # start[c] + i of its row. It sees the positions 0 .. start[c] + i, or, where `bidirectional` is 1 (a picture), all of 0
 # .. start[c] + count[c] - 1. Position p lies in slot pages[c, p // page_size] · page_size + p % page_size of k_cache
-# and v_cache, [num_slots, kv_heads, head_dim]; the chunk's own keys and values have been stored. What a chunk's pages
-# hold past its last position does not matter and may be no page at all.
+# and v_cache; the chunk's own keys and values have been stored. What a chunk's pages hold past its last position does
+# not matter and may be no page at all.
 #
 #     out = softmax(q·kᵀ / sqrt(head_dim) + mask) · v
 #
@@ -167,7 +188,6 @@ def attend_chunks(
     count_C: Tensor,
     start_C: Tensor,
     bidirectional_C: Tensor,
-    page_size: int,
     max_count: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -179,7 +199,7 @@ def attend_chunks(
     out_THD = torch.zeros_like(q_THD) if out_THD is None else out_THD
     if pages_CP.shape[0] == 0 or max_count == 0:
         return out_THD
-    slots_CK, stored_CK = _slots(pages_CP, start_C + count_C, page_size)
+    slots_CK, stored_CK = _slots(pages_CP, start_C + count_C, k_cache.shape[1])
     k_CKHD, v_CKHD = (
         widened(cache, slots_CK, scale, q_THD.dtype).masked_fill(~stored_CK[:, :, None, None], 0.0)
         for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
@@ -192,7 +212,7 @@ def attend_chunks(
         k_CKHD.transpose(1, 2),
         v_CKHD.transpose(1, 2),
         attn_mask=_visible(queries_Q, start_C, bidirectional_C, stored_CK)[:, None],
-        enable_gqa=q_THD.shape[1] != k_cache.shape[1],
+        enable_gqa=q_THD.shape[1] != k_cache.shape[2],
     )
     result = _with_one_more(out_THD)
     result[rows_CQ] = out_CHQD.transpose(1, 2)
@@ -245,7 +265,7 @@ def attend_shared(
     """[N, Q, heads, head_dim]. All queries see all shared keys; `own_mask_NQK` is true where one sees a key of its row.
     G heads of keys, each for R heads of queries."""
     n, q, h, d = q_NQHD.shape
-    g = k_cache.shape[1]
+    g = k_cache.shape[2]
     assert own_mask_NQK.shape == (n, q, own_slots_NK.shape[1])
     k_SGd, v_SGd = (widened(c, shared_slots_S, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
     k_NKGd, v_NKGd = (widened(c, own_slots_NK, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
@@ -285,7 +305,7 @@ def attend_joined(
 ) -> Tensor:
     """[N, Q, heads, head_dim]. `bias_ML` is 0 where a query sees a key and -inf elsewhere."""
     n, q, h, d = q_NQHD.shape
-    g = k_cache.shape[1]
+    g = k_cache.shape[2]
     assert bias_ML.shape == (n * q, len(slots_L))
     k_LGd, v_LGd = (widened(c, slots_L, s, torch.float32) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
     queries_MGRd = (q_NQHD.float() * d**-0.5).view(n * q, g, h // g, d)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kestrel.kernels.ops import Ops
 from kestrel.kernels.paged_attention import (
+    as_pages,
     attend_joined,
     attend_padded,
     attend_segment,
@@ -37,7 +38,7 @@ from kestrel.tokens import ImageSpan
 
 
 class PagedKVCache:
-    """Per layer [(num_pages + 1) · page_size, kv_heads, head_dim]; slot of a position = page · page_size + offset.
+    """Per layer [num_pages + 1, page_size, kv_heads, head_dim]; slot of a position = page · page_size + offset.
 
     The page after the last belongs to nobody: positions that only fill up a batch write there.
     """
@@ -56,16 +57,17 @@ class PagedKVCache:
         self.num_pages = num_pages
         self._scales = scales or [(1.0, 1.0)] * shape.num_layers
         self.page_size = page_size
-        size = (shape.num_layers, (num_pages + 1) * page_size, shape.num_kv_heads, shape.head_dim)
-        self._k = _zeros(size, dtype, device)
-        self._v = _zeros(size, dtype, device)
+        size = (shape.num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
+        self._k = as_pages(_zeros(size, dtype, device))
+        self._v = as_pages(_zeros(size, dtype, device))
+        self._layers = list(zip(self._k, self._v, strict=True))
 
     @property
     def spare_page(self) -> int:
         return self.num_pages
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._k[index], self._v[index]
+        return self._layers[index]
 
     def scales(self, index: int) -> tuple[float, float]:
         """Stored keys and values times these are the keys and values of the layer."""
@@ -78,8 +80,7 @@ class PagedKVCache:
         for numbers in (self._k, self._v):
             # float8 as bytes, which can be indexed on every device.
             cache = numbers.view(torch.uint8) if numbers.dtype.itemsize == 1 else numbers
-            by_page = cache.view(cache.shape[0], self.num_pages + 1, self.page_size, *cache.shape[2:])
-            by_page[:, pages[:, 1]] = by_page[:, pages[:, 0]]
+            cache[:, pages[:, 1]] = cache[:, pages[:, 0]]
 
 
 def bytes_per_page(shape: DecoderShape, page_size: int, dtype: torch.dtype) -> int:
@@ -373,9 +374,8 @@ class RowAttention:
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         self.ops.attend_rows(
-            q_THD, *self.kv.layer(layer), self.pages_BP, self.num_keys_B, self.kv.page_size, *self.kv.scales(layer),
-            out_BHD=out_THD,
-        )  # fmt: skip
+            q_THD, *self.kv.layer(layer), self.pages_BP, self.num_keys_B, *self.kv.scales(layer), out_BHD=out_THD
+        )
 
 
 class ChunkNumbers(NamedTuple):
@@ -450,7 +450,7 @@ class ChunkAttention:
         for chunks in self.chunks:
             self.ops.attend_chunks(
                 q_THD, *self.kv.layer(layer), chunks.pages_CP, chunks.first_C, chunks.count_C, chunks.start_C,
-                chunks.sees_all_C, self.kv.page_size, chunks.max_count, *self.kv.scales(layer), out_THD=out_THD,
+                chunks.sees_all_C, chunks.max_count, *self.kv.scales(layer), out_THD=out_THD,
             )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from kestrel.kernels.triton.paged_attention import (
     attend_chunks_on_hopper,
     fastest_attend_chunks,
 )
+from tests.kernels.page_orders import position_major
 from tests.kernels.test_triton_chunk_attention import PICTURE, TEXT, Chunks, chunks_of
 
 BF16 = torch.bfloat16
@@ -69,7 +70,7 @@ def test_it_is_no_further_from_the_truth_than_the_plain_version(case: str, overl
 
     given, owned = drawn(case), drawn(case).owned()
     truth = exact(given)[owned]
-    tuning = hopper.HopperTuning.of(given.q.shape[2], given.q.shape[1] // given.k_cache.shape[1])
+    tuning = hopper.HopperTuning.of(given.q.shape[2], given.q.shape[1] // given.k_cache.shape[2])
     got = hopper.attend_chunks(*given.arguments(), tuning=replace(tuning, overlaps=overlaps))[owned]
     assert distance(got, truth) <= 1.05 * distance(plain(*given.arguments())[owned], truth)
 
@@ -106,6 +107,17 @@ def test_queries_and_results_may_be_columns_of_a_wider_tensor_and_nothing_else_i
     assert torch.equal(out[owned], attend_chunks_on_hopper(*given.arguments())[owned])
     before[owned, width : 2 * width] = wide[owned, width : 2 * width]
     assert torch.equal(wide, before)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("case", ["groups of four, 128", "pages of three boxes"])
+def test_pages_may_lie_position_by_position(case: str) -> None:
+    given, owned = drawn(case), drawn(case).owned()
+    other = replace(given, k_cache=position_major(given.k_cache), v_cache=position_major(given.v_cache))
+    assert torch.equal(
+        attend_chunks_on_hopper(*other.arguments())[owned], attend_chunks_on_hopper(*given.arguments())[owned]
+    )
 
 
 @pytest.mark.gpu
@@ -155,7 +167,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from kestrel.kernels.triton import hopper_chunk_attention as hopper
 
-boxes = [("64, 1, 64", 3), ("1, 16, 1, 64", 4), ("1, 16, 1, 64", 4)]
+boxes = [("64, 1, 64", 3), ("1, 1, 16, 64", 4), ("1, 1, 16, 64", 4)]
 described = [f"tensordesc<bf16[{box}],{hopper.gl.NVMMASharedLayout(128, 16, rank=rank)!r}>" for box, rank in boxes]
 kernel = hopper._attend_chunks
 for head_dim, group in ((64, 4), (128, 4), (128, 1)):

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kestrel.kernels.paged_attention import attend_joined, attend_padded, attend_shared, join_keys, write_kv
+from tests.kernels.page_orders import Order, orders
 
 SLOTS, HEAD_DIM = 400, 16
+PAGES = (25, 16)
 FP8 = torch.float8_e4m3fn
 Attend = Callable[..., Tensor]
 
@@ -37,7 +39,7 @@ def test_it_equals_attention_over_all_keys_of_each_row(
     heads: int, kv_heads: int, rows: int, queries: int, shared: int, own: int, attend: Attend
 ) -> None:
     q_NQHD = drawn(rows, queries, heads, HEAD_DIM, seed=0)
-    k_cache, v_cache = drawn(SLOTS, kv_heads, HEAD_DIM, seed=1), drawn(SLOTS, kv_heads, HEAD_DIM, seed=2)
+    k_cache, v_cache = drawn(*PAGES, kv_heads, HEAD_DIM, seed=1), drawn(*PAGES, kv_heads, HEAD_DIM, seed=2)
     dice = torch.Generator().manual_seed(3)
     shared_S, own_NK = torch.randperm(SLOTS, generator=dice)[:shared], torch.randint(SLOTS, (rows, own), generator=dice)
     mask_NQK = torch.rand(rows, queries, own, generator=dice) < 0.5
@@ -51,7 +53,7 @@ def test_it_equals_attention_over_all_keys_of_each_row(
 @BOTH
 def test_bfloat16_is_rounded_once_at_the_end(attend: Attend) -> None:
     q_NQHD, own_NK = drawn(4, 1, 2, HEAD_DIM, seed=0).bfloat16() * 4, torch.arange(SLOTS)[-20:].view(4, 5)
-    k_cache, v_cache = drawn(SLOTS, 2, HEAD_DIM, seed=1).bfloat16(), drawn(SLOTS, 2, HEAD_DIM, seed=2).bfloat16()
+    k_cache, v_cache = drawn(*PAGES, 2, HEAD_DIM, seed=1).bfloat16(), drawn(*PAGES, 2, HEAD_DIM, seed=2).bfloat16()
     rest = (torch.arange(100), own_NK, torch.ones(4, 1, 5, dtype=torch.bool))
     found = attend(q_NQHD, k_cache, v_cache, *rest)
     wide = attend(q_NQHD.float(), k_cache.float(), v_cache.float(), *rest)
@@ -60,9 +62,10 @@ def test_bfloat16_is_rounded_once_at_the_end(attend: Attend) -> None:
 
 
 @BOTH
+@orders
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_narrow_caches_are_read_with_their_scales(dtype: torch.dtype, attend: Attend) -> None:
-    k_cache, v_cache = torch.zeros(SLOTS, 2, HEAD_DIM, dtype=dtype), torch.zeros(SLOTS, 2, HEAD_DIM, dtype=dtype)
+def test_narrow_caches_are_written_and_read_with_their_scales(dtype: torch.dtype, order: Order, attend: Attend) -> None:
+    k_cache, v_cache = order(torch.zeros(2, *PAGES, 2, HEAD_DIM, dtype=dtype))
     scales = (0.5, 0.25) if dtype == FP8 else (1.0, 1.0)
     every = torch.arange(SLOTS)
     write_kv(k_cache, v_cache, every, drawn(SLOTS, 2, HEAD_DIM, seed=1), drawn(SLOTS, 2, HEAD_DIM, seed=2), *scales)

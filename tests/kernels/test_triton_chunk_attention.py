@@ -16,6 +16,7 @@ from torch import Tensor
 from kestrel.kernels.paged_attention import attend_chunks as plain
 from kestrel.kernels.triton.paged_attention import ChunksTuning, attend_chunks
 from tests.exhaustive import sweep
+from tests.kernels.page_orders import Order, head_major, orders
 
 BLOCKS = {"more keys": ChunksTuning(16, 32), "more queries": ChunksTuning(32, 16), "chosen": None}
 PICTURE, TEXT = 1, 0
@@ -48,12 +49,11 @@ class Chunks:
     count: Tensor
     start: Tensor
     bidirectional: Tensor
-    page_size: int
     max_count: int
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
         where = self.first, self.count, self.start, self.bidirectional
-        return self.q, self.k_cache, self.v_cache, self.pages, *where, self.page_size, self.max_count
+        return self.q, self.k_cache, self.v_cache, self.pages, *where, self.max_count
 
     def owned(self) -> list[int]:
         """The queries of all chunks."""
@@ -61,23 +61,24 @@ class Chunks:
         return [query for first, count in spans for query in range(first, first + count)]
 
     def slots(self, chunk: int, num_keys: int) -> Tensor:
-        p = torch.arange(num_keys, device=self.pages.device)
-        return self.pages[chunk, p // self.page_size] * self.page_size + p % self.page_size
+        p, page_size = torch.arange(num_keys, device=self.pages.device), self.k_cache.shape[1]
+        return self.pages[chunk, p // page_size] * page_size + p % page_size
 
 
-def chunks(case: str, device: str, dtype: torch.dtype = torch.float32) -> Chunks:
-    return chunks_of(*CASES[case], device=device, dtype=dtype)
+def chunks(case: str, device: str, dtype: torch.dtype = torch.float32, order: Order = head_major) -> Chunks:
+    return chunks_of(*CASES[case], device=device, dtype=dtype, order=order)
 
 
 def chunks_of(
-    heads: int, kv_heads: int, head_dim: int, page_size: int, spans: list[Span], device: str, dtype: torch.dtype
-) -> Chunks:
+    heads: int, kv_heads: int, head_dim: int, page_size: int, spans: list[Span],
+    device: str, dtype: torch.dtype, order: Order = head_major,
+) -> Chunks:  # fmt: skip
     """Pages in disorder, then entries that name no page; slots that no chunk has keys in are full of NaN."""
     draw = Draw(device, dtype)
     width = 2 + max(((start + count) // page_size for start, count, _ in spans), default=0)
-    order = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(1))
-    pages = (1 + order).view(len(spans), width).to(device)
-    num_slots = (1 + pages.numel()) * page_size
+    disorder = torch.randperm(len(spans) * width, generator=torch.Generator().manual_seed(1))
+    pages = (1 + disorder).view(len(spans), width).to(device)
+    cache_size = (1 + pages.numel(), page_size, kv_heads, head_dim)
     first, behind = [], GAP
     for _, count, _ in spans:
         first.append(behind)
@@ -86,37 +87,39 @@ def chunks_of(
         torch.tensor([span[i] for span in spans], dtype=torch.int64, device=device) for i in range(3)
     )
     made = Chunks(
-        draw(behind, heads, head_dim), draw(num_slots, kv_heads, head_dim), draw(num_slots, kv_heads, head_dim),
+        draw(behind, heads, head_dim), draw(*cache_size), draw(*cache_size),
         pages, torch.tensor(first, dtype=torch.int64, device=device), count, start, bidirectional,
-        page_size, max((span[1] for span in spans), default=0),
+        max((span[1] for span in spans), default=0),
     )  # fmt: skip
-    foreign = torch.ones(num_slots, dtype=torch.bool, device=device)
+    foreign = torch.ones(cache_size[0] * page_size, dtype=torch.bool, device=device)
     for chunk, (begin, length, _) in enumerate(spans):
         foreign[made.slots(chunk, begin + length)] = False
         pages[chunk, -(-(begin + length) // page_size) :] = NOT_A_PAGE
-    made.k_cache[foreign] = float("nan")
-    made.v_cache[foreign] = float("nan")
-    return made
+    for cache in (made.k_cache, made.v_cache):
+        cache.flatten(0, 1)[foreign] = float("nan")
+    return replace(made, k_cache=order(made.k_cache), v_cache=order(made.v_cache))
 
 
 def by_hand(given: Chunks) -> Tensor:
     """A loop over chunks, queries and heads in double precision; the queries of chunks only, chunk after chunk."""
     out = torch.zeros_like(given.q, dtype=torch.float64)
-    group = given.q.shape[1] // given.k_cache.shape[1]
+    group = given.q.shape[1] // given.k_cache.shape[2]
+    k_slots, v_slots = given.k_cache.double().flatten(0, 1), given.v_cache.double().flatten(0, 1)
     for c, (first, count, start) in enumerate(
         zip(given.first.tolist(), given.count.tolist(), given.start.tolist(), strict=True)
     ):
         for i in range(count):
             slots = given.slots(c, start + count if given.bidirectional[c] else start + i + 1)
             for h in range(given.q.shape[1]):
-                k, v = given.k_cache[slots, h // group].double(), given.v_cache[slots, h // group].double()
+                k, v = k_slots[slots, h // group], v_slots[slots, h // group]
                 out[first + i, h] = (k @ given.q[first + i, h].double() / given.q.shape[2] ** 0.5).softmax(0) @ v
     return out[given.owned()]
 
 
+@orders
 @pytest.mark.parametrize("case", CASES)
-def test_the_plain_version_does_what_its_contract_says(case: str) -> None:
-    given = chunks(case, "cpu")
+def test_the_plain_version_does_what_its_contract_says(case: str, order: Order) -> None:
+    given = chunks(case, "cpu", order=order)
     got = plain(*given.arguments())[given.owned()]
     torch.testing.assert_close(got.double(), by_hand(given), rtol=1e-5, atol=1e-5)
 
@@ -128,9 +131,10 @@ PAIRS = [("odd sizes, an empty chunk", "more keys"), ("groups of two", "more que
 
 
 @devices
+@orders
 @sweep(("case", "blocks"), WAYS, always=[way for way in WAYS if way[1] == "chosen" or way in PAIRS])
-def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: str, device: str) -> None:
-    given = chunks(case, device)
+def test_chunks_attend_to_their_own_keys_and_to_nothing_else(case: str, blocks: str, order: Order, device: str) -> None:
+    given = chunks(case, device, order=order)
     got = attend_chunks(*given.arguments(), tuning=BLOCKS[blocks])[given.owned()]
     torch.testing.assert_close(got.double(), by_hand(given), rtol=2e-6, atol=2e-6)
 

@@ -12,8 +12,10 @@ from kestrel.kernels.norms import rms_norm
 from kestrel.kernels.rotary import apply_rope, rope_tables
 from kestrel.kernels.rotary import rotate_and_store as plain
 from kestrel.kernels.triton.rotary import RotateTuning, rotate_and_store
+from tests.kernels.page_orders import Order, head_major, orders
 
-NUM_SLOTS = 50
+NUM_PAGES, PAGE_SIZE = 10, 5
+NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 CASES = {
     "Moondream's heads": (3, 32, 32, 64, 32),
     "one token": (1, 4, 4, 64, 32),
@@ -35,28 +37,36 @@ def given(case: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[G
     return (qkv, heads, kv_heads, cos, sin, positions, slots), (tau[0], tau[1])
 
 
-def caches(case: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def caches(
+    case: str, device: str, dtype: torch.dtype = torch.float32, order: Order = head_major
+) -> tuple[Tensor, Tensor]:
     _, _, kv_heads, head_dim, _ = CASES[case]
-    size = (NUM_SLOTS, kv_heads, head_dim)
-    return torch.full(size, 7.0, device=device).to(dtype), torch.full(size, 9.0, device=device).to(dtype)
+    size = (NUM_PAGES, PAGE_SIZE, kv_heads, head_dim)
+    k, v = (order(torch.full(size, number, device=device).to(dtype)) for number in (7.0, 9.0))
+    return k, v
 
 
 @devices
+@orders
 @pytest.mark.parametrize("has_tau", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_queries_keys_and_values_end_where_the_plain_version_puts_them(case: str, has_tau: bool, device: str) -> None:
+def test_queries_keys_and_values_end_where_the_plain_version_puts_them(
+    case: str, has_tau: bool, order: Order, device: str
+) -> None:
     arguments, tau = given(case, device)
-    got_caches, plain_caches = caches(case, device), caches(case, device)
+    got_caches, plain_caches = caches(case, device, order=order), caches(case, device, order=order)
     got = rotate_and_store(*arguments, *got_caches, tau=tau if has_tau else None)
     expected = plain(*arguments, *plain_caches, tau=tau if has_tau else None)
     assert got.is_contiguous()
     torch.testing.assert_close((got, *got_caches), (expected, *plain_caches), rtol=1e-6, atol=1e-6)
 
 
-def test_the_plain_version_is_rotation_and_a_copy_by_slot() -> None:
+@orders
+def test_the_plain_version_is_rotation_and_a_copy_by_slot(order: Order) -> None:
     (qkv, heads, kv_heads, cos, sin, positions, slots), _ = given("grouped, odd counts, odd head", "cpu")
-    k_cache, v_cache = caches("grouped, odd counts, odd head", "cpu")
-    q = plain(qkv, heads, kv_heads, cos, sin, positions, slots, k_cache, v_cache)
+    pages = caches("grouped, odd counts, odd head", "cpu", order=order)
+    q = plain(qkv, heads, kv_heads, cos, sin, positions, slots, *pages)
+    k_cache, v_cache = (cache.flatten(0, 1) for cache in pages)
     by_head = qkv.view(len(qkv), -1, 40)
     assert torch.equal(q, apply_rope(by_head[:, :6], cos[positions], sin[positions]))
     assert torch.equal(k_cache[slots], apply_rope(by_head[:, 6:9], cos[positions], sin[positions]))
@@ -110,8 +120,8 @@ def test_queries_and_keys_get_norms_of_their_own_before_they_are_rotated(rotates
     if rotates:
         q, k = (apply_rope(x, *(table[positions] for table in tables)) for x in (q, k))
     assert torch.equal(expected[0], q)
-    assert torch.equal(expected[1][slots], k)
-    assert torch.equal(expected[2][slots], by_head[:, 9:])
+    assert torch.equal(expected[1].flatten(0, 1)[slots], k)
+    assert torch.equal(expected[2].flatten(0, 1)[slots], by_head[:, 9:])
 
 
 @pytest.mark.gpu

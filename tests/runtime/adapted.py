@@ -119,13 +119,13 @@ class ValuesAlone:
     def __init__(self, num_rows: int, device: str = "cpu", family: str = "md2", *, by_kernels: bool = True) -> None:
         self._slots_T = torch.arange(num_rows, device=device)
         text = coarse(family).config.text
-        self._cache_shape = (2, num_rows, text.n_kv_heads, text.head_dim)
+        self._cache_shape = (2, 1, num_rows, text.n_kv_heads, text.head_dim)
         self._by_kernels = by_kernels
 
     def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
         if self._by_kernels:
-            k_cache, v_THD = heads.qkv_TF.new_zeros(self._cache_shape).unbind(0)
-            q_THD = heads.stored(self._slots_T, (k_cache, v_THD), (1.0, 1.0))
+            k_cache, v_cache = heads.qkv_TF.new_zeros(self._cache_shape).unbind(0)
+            q_THD, v_THD = heads.stored(self._slots_T, (k_cache, v_cache), (1.0, 1.0)), v_cache[0]
         else:
             q_THD, _, v_THD = heads.rotated()
         values_TD = v_THD.repeat_interleave(q_THD.shape[1] // v_THD.shape[1], dim=1).flatten(1)

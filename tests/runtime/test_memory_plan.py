@@ -7,6 +7,7 @@ import torch
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
+from kestrel.kernels.paged_attention import as_pages
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
 from kestrel.runtime.attention import PagedKVCache, bytes_per_page
@@ -33,9 +34,17 @@ def test_a_page_holds_keys_and_values_of_every_layer() -> None:
     assert bytes_per_page(SHAPE, 16, torch.float32) == 2 * 2 * 16 * 4 * 8 * 4
     cache = PagedKVCache(SHAPE, 10, 16, torch.bfloat16, CPU)
     k, v = cache.layer(1)
-    assert k.shape == v.shape == (160 + 16, 4, 8), "ten pages and the spare one"
+    assert k.shape == v.shape == (10 + 1, 16, 4, 8), "ten pages and the spare one"
     assert k.dtype == torch.bfloat16
     assert not k.any()
+
+
+def test_a_page_lies_head_by_head_on_a_gpu_and_position_by_position_on_a_cpu() -> None:
+    pages_PSHD = torch.empty(3, 16, 4, 8)
+    assert as_pages(pages_PSHD).stride() == (16 * 4 * 8, 4 * 8, 8, 1)
+    elsewhere = as_pages(pages_PSHD.to("meta"))
+    assert elsewhere.shape == pages_PSHD.shape
+    assert elsewhere.stride() == (16 * 4 * 8, 8, 16 * 8, 1)
 
 
 def test_configured_pages_are_taken_as_they_are() -> None:

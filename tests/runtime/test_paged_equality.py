@@ -13,6 +13,7 @@ from kestrel.runtime.contract import POSITIONS_PER_CROP
 from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken, Token
 from tests.exhaustive import sweep
+from tests.kernels.page_orders import head_major
 from tests.moondream.coarse import POSITIONS, coarse
 from tests.moondream.goldens import FAMILIES, Golden, golden, pixels
 from tests.moondream.grammars import objects_grammar, reasoning_grammar, text_grammar
@@ -86,6 +87,16 @@ def test_alone_and_after_a_prefix_hit(family: str) -> None:
         assert update.metrics is not None
         has_picture = bool(case.images)
         assert (update.metrics.cached_tokens >= 730) == (has_picture and case is not cases[0])
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_pages_may_lie_head_by_head(by_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on a GPU, through all operations of the plain bundle."""
+    monkeypatch.setattr("kestrel.runtime.attention.as_pages", head_major)
+    g = coarse("md2")
+    cases = all_skills(g, "a", "small")
+    engine = paged(g.model, page_size=4, is_fused=by_kernels, in_fixed_sizes=by_kernels)
+    assert engine.run(*cases[:1]) | engine.run(*cases[1:]) == dense(g, cases)
 
 
 @pytest.mark.parametrize(("family", "steps_in_flight"), [("md2", 0), ("md3", 1)])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kestrel.bench.kernels.case import FP8_BYTES, HALF_BYTES, PAGE_SIZE, Case, Maker, Sizes, op_case
+from kestrel.bench.kernels.case import FP8_BYTES, HALF_BYTES, PAGE_SIZE, Case, Maker, Sizes, TextDims, op_case
 from kestrel.bench.kernels.tunings import (
     chunk_tunings,
     decode_tunings,
@@ -28,6 +28,7 @@ from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_slots
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.paged_attention import as_pages
 from kestrel.kernels.rotary import rope_tables
 from kestrel.kernels.triton.launch import HOPPER
 from kestrel.kernels.triton.low_rank import usual_rows_per_tile
@@ -81,13 +82,19 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
         yield _gated_case(rows, text.ff_dim, text.dim)
 
 
+def _caches(maker: Maker, text: TextDims, num_pages: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Of keys and of values, in the order that engines have on the device."""
+    k, v = as_pages(maker.numbers(2, num_pages, PAGE_SIZE, text.n_kv_heads, text.head_dim, dtype=dtype))
+    return k, v
+
+
 def _rotate_case(sizes: Sizes, tokens: int, has_tau: bool) -> Case:
     text = sizes.text
 
     def make(maker: Maker) -> tuple[Any, ...]:
         tables = rope_tables(text.max_context, text.rotary_dim, text.rope_theta, maker.device)
         slots = maker.order(2 * tokens)[:tokens]
-        caches = (maker.numbers(2 * tokens, text.n_kv_heads, text.head_dim) for _ in range(2))
+        caches = _caches(maker, text, -(-2 * tokens // PAGE_SIZE))
         qkv, positions = maker.numbers(tokens, text.qkv_dim), maker.integers(text.max_context, tokens)
         factors = [maker.numbers(tokens, heads, dtype=torch.float32) for heads in (text.n_heads, text.n_kv_heads)]
         tau = tuple(factors) if has_tau else None
@@ -127,11 +134,9 @@ def _decode_case(sizes: Sizes, rows: int, cache_dtype: torch.dtype | None) -> Ca
 
     def make(maker: Maker) -> tuple[Any, ...]:
         table = maker.order(rows * pages).view(rows, pages)
-        caches = (
-            maker.numbers(rows * pages * PAGE_SIZE, text.n_kv_heads, text.head_dim, dtype=cache_dtype) for _ in range(2)
-        )
+        caches = _caches(maker, text, rows * pages, cache_dtype)
         num_keys = torch.full((rows,), sizes.num_keys, device=maker.device)
-        return maker.numbers(rows, text.n_heads, text.head_dim), *caches, table, num_keys, PAGE_SIZE
+        return maker.numbers(rows, text.n_heads, text.head_dim), *caches, table, num_keys
 
     width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
     kv_numbers = 2 * rows * sizes.num_keys * text.n_kv_heads * text.head_dim
@@ -170,10 +175,7 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
 
     def make(maker: Maker) -> tuple[Any, ...]:
         table = maker.order(prompts * pages).view(prompts, pages).repeat_interleave(len(chunks), dim=0)
-        caches = (
-            maker.numbers(prompts * pages * PAGE_SIZE, text.n_kv_heads, text.head_dim, dtype=cache_dtype)
-            for _ in range(2)
-        )
+        caches = _caches(maker, text, prompts * pages, cache_dtype)
         count, start, bidirectional = (
             torch.tensor(numbers * prompts, device=maker.device)
             for numbers in (
@@ -183,7 +185,7 @@ def _chunks_case(sizes: Sizes, prompts: int, chunks: list[_Chunk], cache_dtype: 
             )
         )
         where = count.cumsum(0) - count, count, start, bidirectional
-        return maker.numbers(num_queries, text.n_heads, text.head_dim), *caches, table, *where, PAGE_SIZE, max_count
+        return maker.numbers(num_queries, text.n_heads, text.head_dim), *caches, table, *where, max_count
 
     width = HALF_BYTES if cache_dtype is None else cache_dtype.itemsize
     kv_numbers = 2 * prompts * num_keys * text.n_kv_heads * text.head_dim

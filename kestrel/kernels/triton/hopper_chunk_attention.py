@@ -105,10 +105,10 @@ def _tile(chunks, level, number, GROUPS: gl.constexpr, SAME_QUERIES: gl.constexp
 @gluon.jit
 def _load_block(cache, tiles, pages, first, stage, arrived, kv_head, HALVES: gl.constexpr, PAGE_SIZE: gl.constexpr):
     mbarrier.expect(arrived, KEYS * HALVES * WIDTH * 2)
-    boxes = reinterpret(tiles.index(stage), gl.bfloat16, [HALVES * BOXES, 1, BOX, 1, WIDTH], cache.layout)
+    boxes = reinterpret(tiles.index(stage), gl.bfloat16, [HALVES * BOXES, 1, 1, BOX, WIDTH], cache.layout)
     for half in gl.static_range(HALVES):
         for i in gl.static_range(BOXES):
-            where = [pages[i], (first + i * BOX) % PAGE_SIZE, kv_head, half * WIDTH]
+            where = [pages[i], kv_head, (first + i * BOX) % PAGE_SIZE, half * WIDTH]
             load_async(cache, where, arrived, boxes.index(half * BOXES + i))
 
 
@@ -390,7 +390,6 @@ def attend_chunks(
     count_C: Tensor,
     start_C: Tensor,
     bidirectional_C: Tensor,
-    page_size: int,
     max_count: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -399,7 +398,7 @@ def attend_chunks(
 ) -> Tensor:
     """Heads of 64 or 128 numbers in bfloat16; pages of whole boxes."""
     _, num_heads, head_dim = q_THD.shape
-    num_kv_heads, num_chunks = k_cache.shape[1], pages_CP.shape[0]
+    (_, page_size, num_kv_heads, _), num_chunks = k_cache.shape, pages_CP.shape[0]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format) if out_THD is None else out_THD
     assert out_THD.stride()[1:] == q_THD.stride()[1:] == (head_dim, 1)
     assert pages_CP.stride(1) == 1
@@ -409,10 +408,10 @@ def attend_chunks(
     num_tiles = tiles_per_head * num_chunks * (num_heads // chosen.groups if chosen.same_queries else num_heads)
     num_programs = min(num_tiles, torch.cuda.get_device_properties(q_THD.device).multi_processor_count)
     registers, loader_registers, average = REGISTERS[chosen.groups]
-    by_page = (-1, page_size, num_kv_heads, head_dim)
     _attend_chunks[(num_programs,)](
         _rows_of(q_THD, [QUERIES.value, 1, WIDTH.value]),
-        *(_rows_of(cache.view(by_page), [1, BOX.value, 1, WIDTH.value]) for cache in (k_cache, v_cache)),
+        # Pages, heads, positions, numbers: as they lie on a GPU, though loads work by strides.
+        *(_rows_of(cache.transpose(1, 2), [1, 1, BOX.value, WIDTH.value]) for cache in (k_cache, v_cache)),
         out_THD, pages_CP, first_C, count_C, start_C, bidirectional_C,
         pages_CP.stride(0), num_chunks, num_heads, tiles_per_head, out_THD.stride(0),
         k_scale * math.log2(math.e) / math.sqrt(head_dim), v_scale,

@@ -15,9 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.ops import Op
+from kestrel.kernels.paged_attention import as_pages
 from kestrel.kernels.paged_attention import attend_chunks as plain_attend_chunks
 from kestrel.kernels.triton.device_functions import widened
 from kestrel.kernels.triton.launch import HOPPER, NO_TABLE, TuningTable, dependent, fault_of, wait_for_inputs
+
+
+def page_layout(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+    """What kernels are compiled for. Positions and heads of a page lie in any order, a head's numbers side by side."""
+    assert k_cache.shape == v_cache.shape
+    assert k_cache.stride() == v_cache.stride()
+    page, position, head, dim = k_cache.stride()
+    assert dim == 1
+    return {"PAGE_SIZE": k_cache.shape[1], "PAGE_STRIDE": page, "POSITION_STRIDE": position, "HEAD_STRIDE": head}
+
 
 # ---------------------------------------------------------------------- one query a row
 # Decode attention over pages, keys split between programs: each split leaves its share, a second kernel adds them up.
@@ -66,15 +77,19 @@ class RowsTuning:
 
 
 @triton.jit
-def tile_slots(pages_ptr, keys, end, PAGE_SIZE: tl.constexpr):
+def _tile_places(
+    pages_ptr, keys, end, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr
+):  # fmt: skip
+    """Where the keys of a tile lie in their head."""
     page = tl.load(pages_ptr + keys // PAGE_SIZE, mask=keys < end, other=0).to(tl.int64)
-    return page * PAGE_SIZE + keys % PAGE_SIZE
+    return page * PAGE_STRIDE + keys % PAGE_SIZE * POSITION_STRIDE
 
 
 @triton.jit
 def _single_head(
-    q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale, slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """(largest score, sum of weights, weighted values [DIMS]) of one query; scores to the base 2."""
     d = tl.arange(0, DIMS)
@@ -82,13 +97,13 @@ def _single_head(
     top = tl.full((BLOCK_KEYS,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((BLOCK_KEYS,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_KEYS, DIMS), dtype=tl.float32)
-    slots = tile_slots(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE)
+    places = _tile_places(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
-        place = slots[:, None] * slot_stride + d[None, :]
+        place = places[:, None] + d[None, :]
         inside = (keys < end)[:, None] & (d < HEAD_DIM)[None, :]
         # The next tile's pages are read along with this tile's keys: one wait per tile instead of two.
-        slots = tile_slots(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE)
+        places = _tile_places(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
         k = tl.load(k_ptr + place, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
         score = tl.where(keys < end, tl.sum(k * q[None, :], axis=1), float("-inf"))
@@ -104,9 +119,9 @@ def _single_head(
 
 @triton.jit
 def _head_group(
-    q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale, slot_stride,
-    GROUP: tl.constexpr, PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """(largest scores [PADDED], sums of weights [PADDED], weighted values [PADDED, DIMS]) of a group of queries."""
     d, g = tl.arange(0, DIMS), tl.arange(0, PADDED)
@@ -115,13 +130,13 @@ def _head_group(
     top = tl.full((PADDED,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((PADDED,), dtype=tl.float32)
     mixed = tl.zeros((PADDED, DIMS), dtype=tl.float32)
-    slots = tile_slots(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE)
+    places = _tile_places(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
-        place = slots[:, None] * slot_stride + d[None, :]
+        place = places[:, None] + d[None, :]
         inside = (keys < end)[:, None] & (d < HEAD_DIM)[None, :]
         # As above: the next tile's pages along with this tile's keys.
-        slots = tile_slots(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE)
+        places = _tile_places(pages_ptr, keys + BLOCK_KEYS, end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
         k = widened(tl.load(k_ptr + place, mask=inside, other=0.0), q.dtype)
         v = widened(tl.load(v_ptr + place, mask=inside, other=0.0), q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
@@ -137,10 +152,10 @@ def _head_group(
 @triton.jit
 def _attend_split(
     q_ptr, k_ptr, v_ptr, pages_ptr, num_keys_ptr, out_ptr, part_ptr, part_top_ptr, part_weight_ptr,
-    score_scale, v_scale, q_stride, out_stride, pages_stride, slot_stride,
+    score_scale, v_scale, q_stride, out_stride, pages_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -150,22 +165,22 @@ def _attend_split(
     end = tl.minimum(start + per_split, num_keys)
     first_head = kv_head * GROUP
     q_ptr += row.to(tl.int64) * q_stride + first_head * HEAD_DIM
-    k_ptr += kv_head * HEAD_DIM
-    v_ptr += kv_head * HEAD_DIM
+    k_ptr += kv_head * HEAD_STRIDE
+    v_ptr += kv_head * HEAD_STRIDE
     pages_ptr += row.to(tl.int64) * pages_stride
     d = tl.arange(0, DIMS)
     if GROUP == 1:
         top, weight, mixed = _single_head(
-            q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale, slot_stride,
-            HEAD_DIM, DIMS, BLOCK_KEYS, PAGE_SIZE,
+            q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+            HEAD_DIM, DIMS, BLOCK_KEYS, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE,
         )  # fmt: skip
         heads = first_head
         offsets, mask = d, d < HEAD_DIM
         head_mask = heads >= 0
     else:
         top, weight, mixed = _head_group(
-            q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale, slot_stride,
-            GROUP, PADDED, HEAD_DIM, DIMS, BLOCK_KEYS, PAGE_SIZE,
+            q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+            GROUP, PADDED, HEAD_DIM, DIMS, BLOCK_KEYS, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE,
         )  # fmt: skip
         g = tl.arange(0, PADDED)
         heads, head_mask = first_head + g, g < GROUP
@@ -209,7 +224,6 @@ def attend_rows(
     v_cache: Tensor,
     pages_BP: Tensor,
     num_keys_B: Tensor,
-    page_size: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out_BHD: Tensor | None = None,
@@ -218,12 +232,9 @@ def attend_rows(
 ) -> Tensor:
     """One query per row over the row's first `num_keys` positions. Rows of q and of `out_BHD` may lie apart."""
     num_rows, num_heads, head_dim = q_BHD.shape
-    num_kv_heads = k_cache.shape[1]
+    _, page_size, num_kv_heads, _ = k_cache.shape
     assert num_heads % num_kv_heads == 0
-    assert k_cache.shape == v_cache.shape
-    assert k_cache.shape[2] == head_dim
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
+    assert k_cache.shape[3] == head_dim
     assert pages_BP.stride(1) == 1
     out_BHD = torch.empty_like(q_BHD, memory_format=torch.contiguous_format) if out_BHD is None else out_BHD
     for tensor in (q_BHD, out_BHD):
@@ -240,10 +251,10 @@ def attend_rows(
     _attend_split[(num_kv_heads, num_rows, num_splits)](
         q_BHD, k_cache, v_cache, pages_BP, num_keys_B, out_BHD, mixed, top, weight,
         k_scale * math.log2(math.e) / math.sqrt(head_dim), v_scale,
-        q_BHD.stride(0), out_BHD.stride(0), pages_BP.stride(0), k_cache.stride(0),
+        q_BHD.stride(0), out_BHD.stride(0), pages_BP.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), SPLITS=num_splits,
-        HEAD_DIM=head_dim, DIMS=max(16, padded_dims), BLOCK_KEYS=chosen.block_keys, PAGE_SIZE=page_size,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
+        HEAD_DIM=head_dim, DIMS=max(16, padded_dims), BLOCK_KEYS=chosen.block_keys,
+        **page_layout(k_cache, v_cache), num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     if num_splits > 1:
         _add_splits[(num_heads, num_rows)](
@@ -304,14 +315,15 @@ def _cache_tile(ptr, place, keys, end, d, dtype, HEAD_DIM: tl.constexpr, DIMS: t
 
 @triton.jit
 def _attend_block(
-    q, k_ptr, v_ptr, pages_ptr, slots, top, weight, mixed, first, seen_Q, end, score_scale, slot_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    q, k_ptr, v_ptr, pages_ptr, places, top, weight, mixed, first, seen_Q, end, score_scale,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys added to running softmaxes; scores to the base 2. Also returns the slots of the next block."""
+    """One block of keys added to running softmaxes; scores to the base 2. Also returns the places of the next block."""
     keys, d = first + tl.arange(0, BLOCK_K), tl.arange(0, DIMS)
-    place = slots[:, None] * slot_stride + d[None, :]
+    place = places[:, None] + d[None, :]
     # The next block's pages are read along with this block's keys: one wait per block instead of two.
-    slots = tile_slots(pages_ptr, keys + BLOCK_K, end, PAGE_SIZE)
+    places = _tile_places(pages_ptr, keys + BLOCK_K, end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
     k = _cache_tile(k_ptr, place, keys, end, d, q.dtype, HEAD_DIM, DIMS, MASKED)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -322,7 +334,7 @@ def _attend_block(
     weight = weight * kept + tl.sum(p, axis=1)
     v = _cache_tile(v_ptr, place, keys, end, d, q.dtype, HEAD_DIM, DIMS, MASKED)
     mixed = tl.dot(p.to(q.dtype), v, mixed * kept[:, None], input_precision="ieee")
-    return slots, new_top, weight, mixed
+    return places, new_top, weight, mixed
 
 
 @triton.jit(
@@ -331,9 +343,10 @@ def _attend_block(
 )
 def _attend_chunks(
     q_ptr, k_ptr, v_ptr, pages_ptr, first_ptr, count_ptr, start_ptr, bidirectional_ptr, out_ptr,
-    score_scale, v_scale, q_stride, out_stride, pages_stride, slot_stride,
+    score_scale, v_scale, q_stride, out_stride, pages_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     head, chunk = tl.program_id(1), tl.program_id(2)
@@ -353,22 +366,22 @@ def _attend_chunks(
     rows = tl.load(first_ptr + chunk).to(tl.int64) + queries
     inside = (queries < count)[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + rows[:, None] * q_stride + head * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    k_ptr += head // GROUP * HEAD_DIM
-    v_ptr += head // GROUP * HEAD_DIM
+    k_ptr += head // GROUP * HEAD_STRIDE
+    v_ptr += head // GROUP * HEAD_STRIDE
     pages_ptr += chunk.to(tl.int64) * pages_stride
     top = tl.full((BLOCK_Q,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((BLOCK_Q,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_Q, DIMS), dtype=tl.float32)
-    slots = tile_slots(pages_ptr, tl.arange(0, BLOCK_K), end, PAGE_SIZE)
+    places = _tile_places(pages_ptr, tl.arange(0, BLOCK_K), end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
     for first in range(0, full, BLOCK_K):
-        slots, top, weight, mixed = _attend_block(
-            q, k_ptr, v_ptr, pages_ptr, slots, top, weight, mixed, first, seen_Q, end, score_scale, slot_stride,
-            HEAD_DIM, DIMS, BLOCK_K, PAGE_SIZE, False,
+        places, top, weight, mixed = _attend_block(
+            q, k_ptr, v_ptr, pages_ptr, places, top, weight, mixed, first, seen_Q, end, score_scale,
+            HEAD_DIM, DIMS, BLOCK_K, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE, False,
         )  # fmt: skip
     for first in range(full, end, BLOCK_K):
-        slots, top, weight, mixed = _attend_block(
-            q, k_ptr, v_ptr, pages_ptr, slots, top, weight, mixed, first, seen_Q, end, score_scale, slot_stride,
-            HEAD_DIM, DIMS, BLOCK_K, PAGE_SIZE, True,
+        places, top, weight, mixed = _attend_block(
+            q, k_ptr, v_ptr, pages_ptr, places, top, weight, mixed, first, seen_Q, end, score_scale,
+            HEAD_DIM, DIMS, BLOCK_K, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE, True,
         )  # fmt: skip
     out = (mixed * (v_scale / weight)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * out_stride + head * HEAD_DIM + d[None, :], out, mask=inside)
@@ -383,7 +396,6 @@ def attend_chunks(
     count_C: Tensor,
     start_C: Tensor,
     bidirectional_C: Tensor,
-    page_size: int,
     max_count: int,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -393,12 +405,9 @@ def attend_chunks(
 ) -> Tensor:
     """Queries of several chunks over their own pages. Rows of q and of `out_THD` may lie apart."""
     _, num_heads, head_dim = q_THD.shape
-    num_kv_heads, num_chunks = k_cache.shape[1], pages_CP.shape[0]
+    num_kv_heads, num_chunks = k_cache.shape[2], pages_CP.shape[0]
     assert num_heads % num_kv_heads == 0
-    assert k_cache.shape == v_cache.shape
-    assert k_cache.shape[2] == head_dim
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
+    assert k_cache.shape[3] == head_dim
     assert pages_CP.stride(1) == 1
     for per_chunk in (first_C, count_C, start_C, bidirectional_C):
         assert per_chunk.shape == (num_chunks,)
@@ -415,10 +424,10 @@ def attend_chunks(
     _attend_chunks[(triton.cdiv(max_count, chosen.block_queries), num_heads, num_chunks)](
         q_THD, k_cache, v_cache, pages_CP, first_C, count_C, start_C, bidirectional_C, out_THD,
         k_scale * math.log2(math.e) / math.sqrt(head_dim), v_scale,
-        q_THD.stride(0), out_THD.stride(0), pages_CP.stride(0), k_cache.stride(0),
+        q_THD.stride(0), out_THD.stride(0), pages_CP.stride(0),
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_Q=chosen.block_queries, BLOCK_K=chosen.block_keys, PAGE_SIZE=page_size,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
+        BLOCK_Q=chosen.block_queries, BLOCK_K=chosen.block_keys,
+        **page_layout(k_cache, v_cache), num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     return out_THD
 
@@ -445,8 +454,7 @@ def attend_chunks_on_hopper(
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
     """As `attend_chunks`; by the Hopper kernel if it takes these sizes."""
-    page_size, max_count = where[5:7]
-    if not _suits_hopper(q_THD, k_cache, page_size, max_count):
+    if not _suits_hopper(q_THD, k_cache, max_count=where[5]):
         return attend_chunks(q_THD, k_cache, v_cache, *where, out_THD=out_THD, table=table)
     # Here and not above: other GPUs, and Triton before 3.6, have no use for the module.
     from kestrel.kernels.triton import hopper_chunk_attention as hopper  # noqa: PLC0415
@@ -454,14 +462,14 @@ def attend_chunks_on_hopper(
     return hopper.attend_chunks(q_THD, k_cache, v_cache, *where, out_THD=out_THD)
 
 
-def _suits_hopper(q_THD: Tensor, k_cache: Tensor, page_size: int, max_count: int) -> bool:
+def _suits_hopper(q_THD: Tensor, k_cache: Tensor, max_count: int) -> bool:
     """Long chunks, heads of one or two loads, addresses that a load can start from, and pages of whole loads."""
-    _, num_heads, head_dim = q_THD.shape
+    (_, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q_THD.shape, k_cache.shape
     if not q_THD.dtype == k_cache.dtype == torch.bfloat16:
         return False
     if max_count <= LONG.get(head_dim, max_count) or page_size % 16 or q_THD.stride(0) % 8 or q_THD.data_ptr() % 16:
         return False
-    return _is_right_on_hopper(num_heads // k_cache.shape[1], head_dim, q_THD.device)
+    return _is_right_on_hopper(num_heads // num_kv_heads, head_dim, q_THD.device)
 
 
 @lru_cache(maxsize=64)
@@ -469,11 +477,11 @@ def _is_right_on_hopper(group: int, head_dim: int, device: torch.device) -> bool
     """Tried once for heads of a kind, by the first step of a process, which is not a captured one."""
     from kestrel.kernels.triton import hopper_chunk_attention as hopper  # noqa: PLC0415
 
-    page_size, (start, count) = 16, torch.tensor([[0, 77], [200, 130]], device=device)
+    start, count = torch.tensor([[0, 77], [200, 130]], device=device)
     pages = torch.randperm(2 * 16, device=device).view(2, 16)
     q_THD = torch.randn(count.sum(), 2 * group, head_dim, device=device, dtype=torch.bfloat16)
-    k_cache, v_cache = torch.randn(2, 2 * 16 * page_size, 2, head_dim, device=device, dtype=torch.bfloat16)
-    where = pages, count.cumsum(0) - count, count, start, torch.zeros_like(count), page_size, 200
+    k_cache, v_cache = as_pages(torch.randn(2, 2 * 16, 16, 2, head_dim, device=device, dtype=torch.bfloat16))
+    where = pages, count.cumsum(0) - count, count, start, torch.zeros_like(count), 200
     fault = fault_of(
         lambda: hopper.attend_chunks(q_THD, k_cache, v_cache, *where),
         lambda: plain_attend_chunks(q_THD.float(), k_cache.float(), v_cache.float(), *where),

@@ -14,6 +14,7 @@ from torch import Tensor
 from kestrel.kernels.fp8 import LARGEST_FP8
 from kestrel.kernels.triton.device_functions import gelu_erf, tanh
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
+from kestrel.kernels.triton.paged_attention import page_layout
 
 # ---------------------------------------------------------------------- tau
 # Tau factors in one launch for a few tokens and in two for many.
@@ -249,6 +250,7 @@ def _rotate_and_store(
     k_cache_ptr, v_cache_ptr, qkv_stride, inverse_k_scale, inverse_v_scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HAS_TAU: tl.constexpr, HAS_NORMS: tl.constexpr, BLOCK_HEADS: tl.constexpr, DIMS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -285,11 +287,11 @@ def _rotate_and_store(
         x = (x.to(tl.float32) * cos + other.to(tl.float32) * signed).to(x.dtype)
     tl.store(q_ptr + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + d, x, mask=inside & is_query)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    k_place = slot * (KV_HEADS * HEAD_DIM) + (head - HEADS) * HEAD_DIM + d
+    k_place = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * POSITION_STRIDE + (head - HEADS) * HEAD_STRIDE + d
     k = _for_cache(x, inverse_k_scale, LARGEST, k_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_place, k, mask=inside & (head >= HEADS) & (head < HEADS + KV_HEADS))
     v = _for_cache(x, inverse_v_scale, LARGEST, v_cache_ptr.dtype.element_ty)
-    tl.store(v_cache_ptr + k_place - KV_HEADS * HEAD_DIM, v, mask=inside & is_value)
+    tl.store(v_cache_ptr + k_place - KV_HEADS * HEAD_STRIDE, v, mask=inside & is_value)
 
 
 def rotate_and_store(
@@ -314,10 +316,10 @@ def rotate_and_store(
     num_all_heads = n_heads + 2 * n_kv_heads
     head_dim = width // num_all_heads
     assert width == num_all_heads * head_dim
-    assert k_cache.shape == v_cache.shape == (k_cache.shape[0], n_kv_heads, head_dim)
+    assert k_cache.shape == v_cache.shape == (*k_cache.shape[:2], n_kv_heads, head_dim)
     assert cos_table is None or (sin_table is not None and cos_table.shape == sin_table.shape)
     assert qkv_TF.stride(1) == 1
-    for tensor in (k_cache, v_cache, cos_table, sin_table, positions_T, slots_T, *(tau or ())):
+    for tensor in (cos_table, sin_table, positions_T, slots_T, *(tau or ())):
         assert tensor is None or tensor.is_contiguous()
     q_THD = torch.empty(num_tokens, n_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
     if num_tokens == 0:
@@ -334,6 +336,6 @@ def rotate_and_store(
         HEADS=n_heads, KV_HEADS=n_kv_heads, HEAD_DIM=head_dim, HALF=0 if cos_table is None else cos_table.shape[1],
         HAS_TAU=tau is not None, HAS_NORMS=norms is not None, BLOCK_HEADS=chosen.heads_per_program,
         DIMS=triton.next_power_of_2(head_dim),
-        LARGEST=LARGEST_FP8, num_warps=chosen.num_warps, **dependent(),
+        LARGEST=LARGEST_FP8, **page_layout(k_cache, v_cache), num_warps=chosen.num_warps, **dependent(),
     )  # fmt: skip
     return q_THD
