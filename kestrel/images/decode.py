@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -47,6 +47,7 @@ class OpenedImage:
     """Decoded already by the caller."""
     max_crops: int | None = None
     """Most local crops that a model makes of it, where that was asked for."""
+    num_file_bytes: int = 0
 
     @property
     def is_large(self) -> bool:
@@ -117,7 +118,7 @@ def decode_opened(
 
     if recent is None or opened.digest is None or opened.given is not None:
         return decode()
-    return recent.get(crops_digest(opened.digest, max_crops), decode)
+    return recent.get(crops_digest(opened.digest, max_crops), decode, opened.num_file_bytes)
 
 
 def _opened(
@@ -139,6 +140,8 @@ def known_images(sources: Sequence[Any], limits: ImageLimits, recent: RecentPict
     files = [source for source in sources if isinstance(source, bytes) and len(source) <= limits.max_bytes]
     if len(files) < len(sources) or sum(map(len, files)) > FEW_BYTES:
         return None
+    if not all(recent.may_have(file) for file in files):  # to hash a new one takes longer than all the rest
+        return None
     found: list[Picture] = []
     for file in files:
         picture = recent.find(crops_digest(_digest(file, limits), limits.max_crops))
@@ -158,7 +161,8 @@ def _find_or_open_file(data: bytes, limits: ImageLimits, recent: RecentPictures 
     if found is not None:
         return found
     file = EncodedPicture(data, limits)
-    return _opened(file, limits, file.format.bytes_per_pixel, file.load, digest)
+    opened = _opened(file, limits, file.format.bytes_per_pixel, file.load, digest)
+    return replace(opened, num_file_bytes=len(data))
 
 
 def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:
@@ -237,20 +241,30 @@ class RecentPictures:
         self._lock = threading.Lock()
         self._pictures: OrderedDict[str, Future[Picture]] = OrderedDict()
         self._num_bytes = 0
+        self._file_bytes: dict[str, int] = {}
+        self._num_of_length: Counter[int] = Counter()
 
-    def get(self, digest: str, decode: Callable[[], Picture]) -> Picture:
+    def may_have(self, file: bytes) -> bool:
+        """False for a file of a length that no file here has: it need not be hashed to know that it is new."""
+        with self._lock:
+            return self._num_of_length[len(file)] > 0
+
+    def get(self, digest: str, decode: Callable[[], Picture], num_file_bytes: int = 0) -> Picture:
         """The picture with this digest; `decode` makes it. A failure is everyone's who waited, and is not kept."""
         own: Future[Picture] = Future()
         with self._lock:
             found = self._pictures.setdefault(digest, own)
             self._pictures.move_to_end(digest)
+            if found is own:
+                self._file_bytes[digest] = num_file_bytes
+                self._num_of_length[num_file_bytes] += 1
         if found is not own:
             return found.result()
         try:
             picture = decode()
         except BaseException as error:
             with self._lock:
-                del self._pictures[digest]
+                self._drop(digest)
             own.set_exception(error)
             raise
         with self._lock:
@@ -270,10 +284,17 @@ class RecentPictures:
     def _make_room(self, digest: str, num_bytes: int) -> None:
         """For a picture whose future is still open, so that nobody drives it out before it counts."""
         if num_bytes > self._max_bytes:
-            del self._pictures[digest]
+            self._drop(digest)
             return
         self._num_bytes += num_bytes
         for other in [other for other, future in self._pictures.items() if future.done()]:
             if self._num_bytes <= self._max_bytes:
                 return
-            self._num_bytes -= self._pictures.pop(other).result().num_bytes
+            self._num_bytes -= self._drop(other).result().num_bytes
+
+    def _drop(self, digest: str) -> Future[Picture]:
+        length = self._file_bytes.pop(digest)
+        self._num_of_length[length] -= 1
+        if not self._num_of_length[length]:
+            del self._num_of_length[length]
+        return self._pictures.pop(digest)

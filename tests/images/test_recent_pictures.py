@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from kestrel.errors import RequestError
+from kestrel.images import decode
 from kestrel.images.decode import FEW_BYTES, ImageLimits, RecentPictures, decode_image, known_images
 from kestrel.images.picture import RgbImage
 
 from .pictures import ROOMY, encode, pattern
 
 PICTURE = encode(pattern(40, 50, 2), "PNG")
+OTHER = encode(pattern(50, 40, 3), "PNG")
 BYTES = 40 * 50 * 3
 
 
@@ -124,3 +126,23 @@ def test_a_picture_that_is_found_was_used() -> None:
     recent.get("c", lambda: rgb(3))
     assert recent.find("a") == rgb(1)
     assert recent.find("b") is None
+
+
+def test_a_file_of_another_length_is_not_hashed_and_one_of_a_known_length_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent, hashed = RecentPictures(10 * BYTES), []
+    decode_image(PICTURE, ROOMY, recent)
+    monkeypatch.setattr(decode, "_digest", lambda data, _: hashed.append(data) or "another")
+    longer, other = PICTURE + b"x", b"x" + PICTURE[1:]
+    assert known_images([longer], ROOMY, recent) is known_images([other], ROOMY, recent) is None
+    assert hashed == [other]
+
+
+def test_lengths_of_files_that_are_gone_are_forgotten() -> None:
+    recent = RecentPictures(BYTES)
+    decode_image(PICTURE, ROOMY, recent)
+    assert recent.may_have(PICTURE)
+    decode_image(OTHER, ROOMY, recent)
+    assert not recent.may_have(PICTURE)
+    with pytest.raises(RequestError):
+        decode_image(b"no picture", ROOMY, recent)
+    assert not recent.may_have(b"no picture")

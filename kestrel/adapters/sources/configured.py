@@ -89,12 +89,14 @@ def configured_sources(config: RuntimeConfig, api_key: str | None = None) -> Sou
     sources: list[AdapterSource] = []
     if config.adapter_folder is not None:
         sources.append(FolderSource(config.adapter_folder))
-    if config.adapter_url_template is not None or api_key:
-        # Here and not above: a web client takes 0.1 s to import, and few engines download adapters.
-        from kestrel.adapters.sources.remote import HostedSource, UrlTemplateSource  # noqa: PLC0415
     if config.adapter_url_template is not None:
+        # Here and not above: a web client takes 0.1 s to import, and few engines download adapters.
+        from kestrel.adapters.sources.remote import UrlTemplateSource  # noqa: PLC0415
+
         sources.append(UrlTemplateSource(config.adapter_url_template, cache_folder, max_cache_bytes=max_bytes))
     if api_key:
+        from kestrel.adapters.sources.remote import HostedSource  # noqa: PLC0415 - as above
+
         sources.append(HostedSource(api_key, cache_folder, max_cache_bytes=max_bytes))
     chain = SourceChain(sources)
     if chain.downloads:
