@@ -135,10 +135,10 @@ class ServerConfig:
     )
     max_image_fetches: int = setting(16, "Pictures that are fetched from image URLs at the same time.")
     max_stored_responses: int = setting(
-        1024, "Responses of /v1/responses kept in memory for the clients that asked for them; 0: none."
+        1024, "Responses of /v1/responses kept in memory for the clients that asked for them; 0 for none."
     )
     max_stored_response_bytes: int = setting(
-        256 * 2**20, "Bytes that they may take, each with its conversation; the oldest are let go."
+        256 * 2**20, "Memory for these responses and their conversations, in bytes; the oldest are dropped."
     )
     isolate_prefix_cache: bool = setting(
         False, "Share cached pictures and prompts only between requests of the same key.", group="Batches and KV cache"
