@@ -24,7 +24,7 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 
 import typer
 
-from kestrel.cli.verb_help import HelpAllOption, VerbCommand, rare_flags, titles
+from kestrel.cli.verb_help import HelpAllOption, VerbCommand, VerbGroup, rare_flags, titles
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
 from kestrel.server.config import ServerConfig
@@ -147,7 +147,7 @@ def verb_group(text: str) -> typer.Typer:
         if context.invoked_subcommand is None:
             typer.echo(context.get_help())
 
-    group = typer.Typer(help=text, add_completion=False, rich_markup_mode=None)
+    group = typer.Typer(cls=VerbGroup, help=text, add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(show_help)
     return group
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kestrel.cli.console import note, stderr_console, write
-from kestrel.engine import EngineResult, StreamChunk
-from kestrel.engine.streams import PLACE_SIDES
-from kestrel.request import RequestMetrics
+
+if TYPE_CHECKING:
+    from kestrel.engine import EngineResult, StreamChunk
+    from kestrel.request import RequestMetrics
 
 
 class Printer(Protocol):
@@ -206,6 +207,8 @@ def write_json_line(value: Mapping[str, Any]) -> None:
 
 
 def numbers_line(place: Mapping[str, Any]) -> str:
+    from kestrel.engine.streams import PLACE_SIDES  # noqa: PLC0415
+
     return "  ".join(f"{name}={place[name]:.4f}" for name in (*PLACE_SIDES, "score") if name in place)
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 from kestrel.config import RuntimeConfig, required, setting
 from kestrel.errors import ConfigError, shown
-from kestrel.train.adapter.dataset import check_skills
 
 DEFAULT_EPOCHS = 10.0
 FOLDER_SUFFIX = ".training"
 MATRICES = ("qkv", "proj", "fc1", "fc2")
 """Those of a Moondream's blocks, which this training knows."""
+SKILLS = ("query", "caption", "point", "detect", "segment")
+TRAIN, VAL = "train.jsonl", "val.jsonl"
+COCO_TRAIN, COCO_VAL = "annotations.json", "val_annotations.json"
 STATE, CURVES, PICTURE, HELD_OUT = "state.pt", "curves.csv", "curves.png", "held_out.txt"
 
 
@@ -116,10 +118,23 @@ class AdapterRun:
             raise ConfigError("overwrite", "is given together with resume; give one of them")
         if self.output.suffix != ".safetensors":
             raise ConfigError("output", f"{self.output} must end in .safetensors")
-        check_skills(self.skill_names)
+        for skill in self.skill_names:
+            if skill not in SKILLS:
+                raise ConfigError("skill", f"there is no {skill!r} to train; use {', '.join(SKILLS)}")
         _check_targets(self.targets)
         if self.runtime_config().dtype_name == "float16":
             raise ConfigError("dtype", "float16 is too narrow for gradients; use bfloat16 or float32")
+
+    def check_files(self) -> None:
+        """What can be refused before the data is read and a model is loaded."""
+        data_files(self.data)
+        if not self.output.absolute().parent.is_dir():
+            raise ConfigError("output", f"{self.output.parent} is not a folder; create it first")
+        taken = next((path for path in (self.output, self.folder / STATE) if path.exists()), None)
+        if taken is not None and not self.resume and not self.overwrite:
+            raise ConfigError(
+                "output", f"{taken} exists; give --resume to go on, --overwrite to start anew, or another name"
+            )
 
     @property
     def skill_names(self) -> tuple[str, ...]:
@@ -195,6 +210,18 @@ _FIXED = (
     "rank", "alpha", "targets", "epochs", "steps", "batch_size", "length", "lr", "final_lr", "warmup_steps",
     "weight_decay", "clip_norm", "val_every", "patience", "seed",
 )  # fmt: skip
+
+
+def data_files(folder: Path) -> tuple[Path, Path | None]:
+    """What to learn from, and what to judge by where there is such a file."""
+    if not folder.is_dir():
+        raise ConfigError("data", f"{folder} is not a folder; name the folder that holds {TRAIN} or {COCO_TRAIN}")
+    lines, coco = folder / TRAIN, folder / COCO_TRAIN
+    if lines.is_file() == coco.is_file():
+        has = f"both {TRAIN} and {COCO_TRAIN}" if lines.is_file() else f"neither {TRAIN} nor {COCO_TRAIN}"
+        raise ConfigError("data", f"{folder} has {has}; give exactly one of them")
+    train, val = (lines, folder / VAL) if lines.is_file() else (coco, folder / COCO_VAL)
+    return train, val if val.is_file() else None
 
 
 def _listed(text: str) -> list[str]:
