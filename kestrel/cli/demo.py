@@ -30,6 +30,10 @@ NEXT_COMMANDS = (
     f"kestrel query {SCENE} 'How many yellow crosses are there?'",
     f"kestrel query {SCENE} 'What is this?' --model moondream2",
 )
+EXPLAINED = (
+    "All requests were sent at once. The first about the picture reads it, which the others wait for and reuse "
+    "(cached); first token is how long each waited."
+)
 PICTURE_COLUMNS = 64
 FINE_COLOURS = ("256", "truecolor")
 """Terminals that can show the picture; sixteen colours are too few."""
@@ -92,6 +96,7 @@ async def _tour(save: Path) -> None:
         results = await asyncio.gather(*(_ask(engine, step, picture) for step in STEPS))
     done_s = time.monotonic()
     console.print(_table(results))
+    console.print(EXPLAINED, style="dim")
     console.print(f"loaded in {loaded_s - began_s:.1f} s, answered {len(STEPS)} requests in {done_s - loaded_s:.1f} s")
     _save_all(picture, results, save)
     console.print(f"what was found is drawn in {save.resolve()}", soft_wrap=True)

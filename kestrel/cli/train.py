@@ -221,8 +221,8 @@ class AdapterReport(_Report):
         self._steps = beginning.steps
         left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
         write(
-            f"{beginning.num_pictures} pictures, {beginning.num_train_tasks} tasks to learn from, "
-            f"{beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
+            f"{_counted(beginning.num_pictures, 'picture')}, {_counted(beginning.num_train_tasks, 'task')} to learn "
+            f"from, {beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
             f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
         )
         if objects := beginning.num_objects:
@@ -230,8 +230,8 @@ class AdapterReport(_Report):
             more = f", {len(objects) - len(shown)} more names" if len(objects) > len(shown) else ""
             write(f"{sum(objects.values())} places to learn: {', '.join(shown)}{more}\n")
         write(
-            f"saved every {beginning.steps_between_saves} steps and at Ctrl-C: the same command with --resume goes on "
-            "from there, also after a crash\n"
+            f"saved every {_counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
+            "--resume goes on from there, also after a crash\n"
         )
 
     def picture(self, done: int, total: int) -> None:
@@ -267,6 +267,10 @@ def _adapter_line(line: StepLine) -> str:
         f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
         f"tokens right {line.token_accuracy:.4f}{val}"
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _figures(figures: Mapping[str, float | None], separator: str) -> str:

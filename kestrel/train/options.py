@@ -37,7 +37,11 @@ class TinyRun:
     ema_decay: float = setting(0.999, "How slowly the averaged weights follow; they are saved.")
     orthogonal: bool = setting(True, "Orthogonal steps for the matrices inside blocks, instead of AdamW.")
     max_seconds: float = setting(
-        math.inf, "End after this time if the steps are not done by then.", show_default=False, group="Run"
+        math.inf,
+        "End after so many seconds of training, even if steps are left. Loading is not counted.",
+        show_default=False,
+        group="Run",
+        common=True,
     )
     seed: int = setting(0, "Of a fresh model's weights and tokenizer.")
     workers: int = setting(4, "Processes that make batches; 0 makes them between the steps.")

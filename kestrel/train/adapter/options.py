@@ -42,7 +42,7 @@ class AdapterRun:
     )
     model: str | None = setting(
         None,
-        "Base model: a registered name. Default: the embedded one.",
+        "Base model: a name of `kestrel models`. Default: kestrel-tiny, the embedded one.",
         metavar="NAME",
         group="Base model",
         common=True,
@@ -60,8 +60,8 @@ class AdapterRun:
         group="Learning",
         common=True,
     )
-    steps: int | None = setting(None, "Batches to train on, instead of passes over the data.")
-    batch_size: int = setting(4, "Pictures in a batch, each with its tasks.")
+    steps: int | None = setting(None, "Batches to train on, instead of passes over the data.", common=True)
+    batch_size: int = setting(4, "Pictures in a batch, each with its tasks.", common=True)
     length: int = setting(256, "Positions for tasks behind a picture; more tasks make more rows.")
     lr: float | None = setting(
         None,
@@ -84,7 +84,14 @@ class AdapterRun:
         16, "Held-out pictures in which objects are located at each look, for F1 and AP50; 0 for none."
     )
     patience: int = setting(5, "Looks without a better validation loss before training ends early; 0 never does.")
-    max_seconds: float = setting(math.inf, "Stop after this time; --resume goes on.", show_default=False, group="Run")
+    max_seconds: float = setting(
+        math.inf,
+        "Stop after so many seconds of steps and validation, and save; --resume goes on. What comes before the first "
+        "step (loading, and a look at each picture) is not counted.",
+        show_default=False,
+        group="Run",
+        common=True,
+    )
     resume: bool = setting(
         False, "Go on where a run with the same options stopped.", flags=("--resume",), show_default=False, common=True
     )
