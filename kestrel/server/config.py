@@ -82,8 +82,9 @@ class ServerConfig:
     max_body_bytes: int = setting(32 * 2**20, "Largest request body in bytes.")
     max_body_values: int = setting(
         2**19,
-        "Most numbers in a large body; a text counts as 4, a key as 14, a list as 12, an object as 8, an escape in "
-        "a text as a half, and so do 4 bytes besides long stretches of text without a quotation mark.",
+        "Most values in a large body, weighted by what they cost to read: a number counts 1, a text 4, an object 8, "
+        "a list 12, a key 14. An escape in a text counts a half, and so does every fourth byte outside of long plain "
+        "texts.",
     )
     max_logprobs: int = setting(
         2**20,
