@@ -105,7 +105,7 @@ def batch(
             counts = job.counts
     note(f"{counts.answered} of {counts.total} lines are answered, in {output}")
     if counts.failed:
-        note(f"{counts.failed} failed, and say why; run the same command to ask them again")
+        note(f"{counts.failed} failed; the output says why. Run the same command to ask them again")
         raise typer.Exit(FAILED)
 
 

@@ -255,7 +255,7 @@ def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
 
 def _refuse_folder(name: str, path: str) -> None:
     if os.path.isdir(os.path.expanduser(path)):
-        remedy = f"give one picture, or all of them to `kestrel label {path} --output DIR`"
+        remedy = f"give one picture, or all of them to `kestrel label {path} --objects NAME --output DIR`"
         raise RequestError(name, f"{shown(path)} is a folder; {remedy}")
 
 

@@ -76,6 +76,8 @@ class TextPrinter:
             if thoughts:
                 note(thoughts)
             write((result.text if self._continues else result.text.strip()) + "\n")
+        if not result.text.strip():
+            note("the model wrote nothing")
 
     def _end_thoughts(self) -> None:
         if self._has_thoughts:
@@ -210,6 +212,14 @@ def numbers_line(place: Mapping[str, Any]) -> str:
     from kestrel.engine.streams import PLACE_SIDES  # noqa: PLC0415
 
     return "  ".join(f"{name}={place[name]:.4f}" for name in (*PLACE_SIDES, "score") if name in place)
+
+
+def note_missing(asked: Any, result: EngineResult) -> None:
+    """Names without an instance, beside others that have some: with none at all the printer has said so."""
+    found = {place["label"] for kind in ("points", "objects", "segments") for place in result.output.get(kind, ())}
+    missing = [name for name in asked if name not in found] if isinstance(asked, list) and found else []
+    if missing:
+        note(f"not found: {', '.join(missing)}")
 
 
 def note_limit(result: EngineResult, flag: str) -> None:

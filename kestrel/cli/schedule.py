@@ -188,7 +188,7 @@ def _cells(outcome: Outcome) -> list[str]:
         str(metrics.cached_tokens),
         str(metrics.output_tokens),
         f"{metrics.ttft_ms:.0f} ms",
-        f"{metrics.decode_tokens_per_s:.1f}",
+        f"{metrics.decode_tokens_per_s:.1f}" if metrics.output_tokens > 1 else "–",
     ]
 
 
