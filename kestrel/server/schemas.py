@@ -64,6 +64,11 @@ MANY = 8
 """Fields of an object that are still named in one cell."""
 
 
+def closed(schema: Schema) -> Schema:
+    """Of an object that refuses properties beside its own."""
+    return {**schema, "additionalProperties": False}
+
+
 BEYOND_COUNTING = 2**31 - 1
 """Bounds from here on are those of a machine's numbers, and no reader needs them."""
 
