@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from kestrel.tokens import CoordToken, SizeToken
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, load_or_build_atlas
+from kestrel.train.scenes.atlas import load_or_build_atlas
 from kestrel.train.scenes.catalogue import is_emoji, kind_index
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import FIRST_HELD_OUT_SEED, SceneDifficulty, sample_batch, scene_at
@@ -127,9 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--train", type=int, default=200, help="pictures to learn from")
     parser.add_argument("--test", type=int, default=250, help="held-out pictures")
-    parser.add_argument("--atlas", type=Path, default=DEFAULT_ATLAS_PATH, help="built there when missing")
+    parser.add_argument("--atlas", type=Path, help="sprites, built when missing; default: atlas.npz in the folder")
     args = parser.parse_args(argv)
-    atlas, place = load_or_build_atlas(args.atlas), kind_index(REPLACED)
+    atlas, place = load_or_build_atlas(args.atlas or args.folder / "atlas.npz"), kind_index(REPLACED)
     atlas = replace(atlas, sprites=(*atlas.sprites[:place], windmill(), *atlas.sprites[place + 1 :]))
     textures, world = upload_atlas(atlas), task_world(path_book(atlas))
     world = replace(world, plurals={n: p for n, p in world.plurals.items() if n != REPLACED} | {NAME: PLURAL})

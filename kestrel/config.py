@@ -37,7 +37,7 @@ class RuntimeConfig:
     model: str | None = setting(
         None,
         "A name of `kestrel models`, or a repository of the hub as org/name; fetched from the hub unless --model-path "
-        "is given.",
+        "is given. Default: kestrel-tiny, which comes with the package and knows drawn scenes only.",
         group="Model",
         common=True,
     )
@@ -123,9 +123,9 @@ class RuntimeConfig:
     )
     streaming_prefill_tokens: int | None = setting(
         None,
-        "Prompt positions one step may hold while an answer is streamed; pictures are then encoded in slices, so "
-        "that tokens come evenly, and on a CPU at all times. 0: whole pictures, and no other pace than "
-        "max_prefill_tokens. Default: 768 on a GPU, 256 on a CPU.",
+        "Prompt positions one step may hold while an answer is streamed. Pictures are then encoded in slices, so "
+        "that tokens come evenly; on a CPU they always are. 0 encodes pictures whole and leaves max_prefill_tokens "
+        "as the only limit. Default: 768 on a GPU, 256 on a CPU.",
     )
     vision_batch_crops: int | None = setting(
         None,

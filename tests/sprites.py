@@ -13,8 +13,8 @@ import PIL
 import pytest
 import torch
 
+from kestrel.train.options import DEFAULT_ATLAS_PATH
 from kestrel.train.scenes.atlas import (
-    DEFAULT_ATLAS_PATH,
     EMOJI_FONT_FILE,
     FONT_FOLDERS,
     TEXT_FONT_FILES,

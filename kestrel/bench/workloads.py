@@ -12,21 +12,17 @@ Every request yields a known number of tokens: ends are barred.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 from kestrel.errors import ConfigError, shown
-from kestrel.models.tokenizer import BLANK
-from kestrel.request import RequestMetrics
 
 if TYPE_CHECKING:
     from kestrel.engine import InferenceEngine
+    from kestrel.request import RequestMetrics
 
 SUITE_NAMES = ("h200", "tiny", "text")
 """Names of whole tables of cases."""
@@ -80,6 +76,8 @@ def find_workload(name: str) -> Workload:
 
 def question_pieces() -> list[str]:
     """The question's words as vocabularies write them, for tokenizers that shall know each as one token."""
+    from kestrel.models.tokenizer import BLANK  # noqa: PLC0415 - help reads this file
+
     first, *rest = QUESTION.removesuffix("?").split()
     return [first, *(BLANK + word for word in rest)]
 
@@ -121,6 +119,8 @@ def _objects(material: Material, picture: bytes, skill: str, tokens_per_object: 
 
 def _ids(num_ids: int, material: Material, index: int) -> Ask:
     """Ids below the first quarter are left out: control ids and bytes are among them."""
+    import numpy as np  # noqa: PLC0415
+
     low = material.vocab_size // 4
     ids = np.random.default_rng(index).integers(low, material.vocab_size, num_ids).tolist()
     return Ask("complete", {"prompt": ids, "settings": material.text_settings}, material.tokens)
@@ -172,11 +172,15 @@ class Load:
 
 def percentiles(name: str, values: Sequence[float], shares: Sequence[int]) -> dict[str, float]:
     """Zero where there is nothing to measure, such as gaps between the tokens of one-token answers."""
+    import numpy as np  # noqa: PLC0415
+
     return {f"{name}_p{share}_ms": float(np.percentile(values, share)) if values else 0.0 for share in shares}
 
 
 async def flood(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
     """All requests at once."""
+    import asyncio  # noqa: PLC0415
+
     began_s = time.perf_counter()
     answered = await asyncio.gather(*(answer(engine, ask) for ask in asks))
     return Load(answered, time.perf_counter() - began_s)
@@ -184,6 +188,8 @@ async def flood(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
 
 async def closed(engine: InferenceEngine, asks: Sequence[Ask]) -> Load:
     """As many clients as the engine has rows, each with one request in flight."""
+    import asyncio  # noqa: PLC0415
+
     pending = iter(asks)
     answered: list[Answered] = []
 

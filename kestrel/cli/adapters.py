@@ -10,27 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from kestrel.adapters import Adapter
-from kestrel.adapters.sources import AdapterListing
-from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters
-from kestrel.adapters.sources.folder import FolderSource
 from kestrel.cli.config_flags import add_verb, name_givers, verb_group
 from kestrel.cli.console import note, printable, run_to_end, stdout_console, write
 from kestrel.cli.options import JsonOption, check_parent_folder
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CheckpointError, ConfigError, KestrelError
-from kestrel.known_models import find_model, known_models, names_repository
-from kestrel.models.locate import LocatedModel
-from kestrel.models.published import ModelSpec
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kestrel.adapters import Adapter
     from kestrel.adapters.formats import AdapterFile
     from kestrel.adapters.inspection import AdapterSummary
+    from kestrel.adapters.sources import AdapterListing
     from kestrel.families import Repository
+    from kestrel.models.locate import LocatedModel
+    from kestrel.models.published import ModelSpec
 
 ModelOption = Annotated[
     str | None,
@@ -65,6 +61,9 @@ def list_adapters(
     as_json: JsonOption = False,
 ) -> None:
     """List the adapters of a folder and those that were downloaded, by the ids that requests name."""
+    from kestrel.adapters.sources.disk_cache import default_cache_folder, downloaded_adapters  # noqa: PLC0415
+    from kestrel.adapters.sources.folder import FolderSource  # noqa: PLC0415
+
     config = RuntimeConfig(adapter_dir=adapter_dir, adapter_cache_dir=adapter_cache_dir)
     listings = []
     if config.adapter_folder is not None:
@@ -94,6 +93,7 @@ def inspect(
 
     Every model of `kestrel models` is tried, or the one that --model or --model-path names.
     """
+    _require_there("FILE", file)
     from kestrel.adapters.inspection import summarise  # noqa: PLC0415 - help needs no torch
 
     content = _read(file)
@@ -120,6 +120,7 @@ def convert(
 
     Without --model and --model-path every known model is tried.
     """
+    _require_there("IN", source)
     _check_target(target, overwrite)
     from kestrel.adapters.loading import save_adapter  # noqa: PLC0415
 
@@ -130,6 +131,11 @@ def convert(
         raise ConfigError("OUT", f"{target} cannot be written ({error.strerror})") from error
     base = f" of {adapter.base_model}" if adapter.base_model else "; its base model is not named, give --model"
     note(f"{target}: rank {adapter.rank}, {len(adapter.targets)} matrices{base}")
+
+
+def _require_there(name: str, path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(f"{name}: there is no {path}; check the path of the adapter")
 
 
 def _read(path: Path) -> AdapterFile:
@@ -144,6 +150,7 @@ def _read(path: Path) -> AdapterFile:
 def _bases(model: str | None, model_path: Path | None) -> tuple[_Base, ...]:
     """The models to hold an adapter against."""
     from kestrel.families import find_repository, resolve  # noqa: PLC0415
+    from kestrel.known_models import find_model, known_models, names_repository  # noqa: PLC0415
 
     if model_path is not None:
         return (resolve(RuntimeConfig(model=model, model_path=model_path)),)
@@ -202,6 +209,10 @@ _MAX_SHOWN = 5
 
 
 def _listing_table(listings: Sequence[AdapterListing]) -> Table:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("id", style="bold")
     table.add_column("size", justify="right", no_wrap=True)
@@ -227,6 +238,9 @@ def _listing_as_json(listing: AdapterListing) -> dict[str, Any]:
 
 
 def _summary_table(path: Path, summary: AdapterSummary, fits: Mapping[str, str | None]) -> Table:
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()

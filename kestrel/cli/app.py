@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kestrel.cli.config_flags import add_verb
 from kestrel.cli.console import FAILED, INTERRUPTED, OK, Interrupted, note, report, write
+from kestrel.cli.verb_help import VerbGroup
 
 VERBS = {
     "query": "Answer a question, about a picture or without one.",
@@ -70,6 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 @cache
 def _program() -> TyperGroup:
     app = typer.Typer(
+        cls=VerbGroup,
         help="Kestrel runs vision-language and text models: answers, captions, points, boxes, outlines, conversations.",
         epilog="Start with `kestrel demo`, then `kestrel models`.",
         add_completion=False,

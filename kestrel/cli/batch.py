@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import FAILED, Interrupted, note, one_line, printable, run_to_end, stderr_console
@@ -87,12 +86,14 @@ def batch(
     Lines have OpenAI's batch form (custom_id, method, url, body), or {"prompt": …}. Answers are kept in
     OUT.jsonl.journal as they come: whatever ends a run, the same command goes on with it.
     """
-    # Here and not above: help needs no web framework.
+    _check(options, config)
+    check_parent_folder("--output", output)
+    if not source.exists():
+        raise ConfigError("IN.jsonl", f"there is no {source}; give a file with a request or prompt on each line")
+    # Here and not above: help, and a path without a file, need no web framework.
     from kestrel.labelling.batch import BatchJob, require_endpoint  # noqa: PLC0415
     from kestrel.labelling.batch_lines import CHAT, BatchInput, PromptOptions  # noqa: PLC0415
 
-    _check(options, config)
-    check_parent_folder("--output", output)
     if options.endpoint is not None:
         require_endpoint(options.endpoint)
     url = CHAT if options.prompt_url is None else options.prompt_url
@@ -104,7 +105,7 @@ def batch(
             counts = job.counts
     note(f"{counts.answered} of {counts.total} lines are answered, in {output}")
     if counts.failed:
-        note(f"{counts.failed} failed, and say why; run the same command to ask them again")
+        note(f"{counts.failed} failed; the output says why. Run the same command to ask them again")
         raise typer.Exit(FAILED)
 
 
@@ -166,6 +167,14 @@ class LineBar:
     """Answered lines on stderr, only on a terminal, wiped at the end."""
 
     def __init__(self, counts: Counts) -> None:
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         console = stderr_console()
         columns = (
             TextColumn("answering"),

@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from kestrel.bench.results import append_row, environment
-from kestrel.bench.workloads import MODES, SUITE_NAMES, WORKLOADS
+from kestrel.bench.workloads import SUITE_NAMES, WORKLOADS
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
@@ -27,6 +24,8 @@ from kestrel.errors import ConfigError, KestrelError
 from kestrel.known_models import random_names
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kestrel.bench.engine import Case, RandomAdapters, Row
 
 
@@ -41,7 +40,7 @@ def make_group() -> typer.Typer:
 # ---------------------------------------------------------------------- kestrel bench engine
 
 
-DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), tuple(MODES), (3, 30)
+DEFAULT_WORKLOADS, DEFAULT_MODES, DEFAULT_TOKENS = ("chart9",), ("flood", "closed"), (3, 30)
 DEFAULT_TIME_LIMIT_S = 1500.0
 DEFAULT_ADAPTER_RANK = 16
 
@@ -74,7 +73,7 @@ class EngineRun:
     )
     modes: tuple[str, ...] = flag(
         "flood: all requests at once; closed: a client per row, one request in flight each; streams: the same with "
-        "answers read as they come. Default: the first two.",
+        "answers read as they come. Default: flood and closed.",
         (),
         metavar="NAME,...",
         common=True,
@@ -85,7 +84,7 @@ class EngineRun:
     tokens: tuple[str, ...] = flag("Tokens of every answer. Default: 3,30.", (), metavar="N,...", common=True)
     requests: int | None = flag("Default: 64, 128, 256, 384 from batch sizes 1, 4, 16, 64 on.", metavar="N")
     adapters: int = flag(
-        "Random adapters that requests take in turn; 0: none. Raises --max-adapters to it.", 0, metavar="N"
+        "Random adapters that requests take in turn; 0 for none. Raises --max-adapters to it.", 0, metavar="N"
     )
     adapter_rank: int | None = flag("Their rank. Default: 16. Raises --max-adapter-rank to it.", metavar="R")
     suite: str | None = flag(f"Everything of a table, in order: {', '.join(SUITE_NAMES)}.", metavar="NAME", common=True)
@@ -196,6 +195,8 @@ def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
 
 
 def _row_sink(output: Path | None, as_json: bool) -> Callable[[Row], None]:
+    from kestrel.bench.results import append_row  # noqa: PLC0415
+
     def take(row: Row) -> None:
         append_row(output, row)
         write((json.dumps(row) if as_json else _line_of(row)) + "\n")
@@ -307,10 +308,10 @@ def _time(ops: list[str] | None, output: Path | None) -> None:
     _require_gpu()
     # Here and not above: Triton is optional, and what imports it decides between GPU and interpreter.
     from kestrel.bench.kernels.measure import time_kernels  # noqa: PLC0415
+    from kestrel.bench.results import append_row, environment  # noqa: PLC0415
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("op", "size", "plain µs", "Triton µs", "speed-up", "TB/s", "TFLOP/s", "of bandwidth", "of compute"):
-        table.add_column(name, justify="left" if name in ("op", "size") else "right")
+    figures = "plain µs", "Triton µs", "speed-up", "TB/s", "TFLOP/s", "of bandwidth", "of compute"
+    table = _table(("op", "size"), figures)
     measured_on = environment()
     for timed in time_kernels(ops):
         row = timed.columns()
@@ -326,6 +327,7 @@ def _time(ops: list[str] | None, output: Path | None) -> None:
 def _sweep(ops: list[str] | None, output: Path | None) -> None:
     _require_gpu()
     from kestrel.bench.kernels.measure import sweep_kernels  # noqa: PLC0415 - as above
+    from kestrel.bench.results import append_row, environment  # noqa: PLC0415
 
     measured_on = environment()
     for swept in sweep_kernels(ops):
@@ -345,9 +347,7 @@ def _check(ops: list[str] | None) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     from kestrel.bench.kernels.measure import check_kernels  # noqa: PLC0415 - as above
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("op", "size", "distance", ""):
-        table.add_column(name)
+    table = _table(("op", "size", "distance", ""))
     far = []
     for checked in check_kernels(ops, torch.device("cuda" if has_gpu else "cpu")):
         table.add_row(
@@ -357,3 +357,13 @@ def _check(ops: list[str] | None) -> None:
     stdout_console().print(table)
     if far:
         raise KestrelError(f"kernels are far from their plain versions: {', '.join(far)}")
+
+
+def _table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in (*names, *figures):
+        table.add_column(name, justify="right" if name in figures else "left")
+    return table

@@ -22,13 +22,11 @@ from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.cli.options import TextOutputOptions, TextSettings, check_settings, read_picture
 from kestrel.cli.printing import TextPrinter, note_limit, note_metrics
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, EngineStream
 from kestrel.errors import CapacityError, RequestCancelled, RequestError
-from kestrel.skills.base import ModelProfile
-from kestrel.skills.builtin import reads_no_pictures
 
 if TYPE_CHECKING:
-    from kestrel.engine import InferenceEngine
+    from kestrel.engine import EngineResult, EngineStream, InferenceEngine
+    from kestrel.skills.base import ModelProfile
 
 HELP = {
     "/clear": "forget the conversation",
@@ -82,8 +80,15 @@ async def _converse(
 def _require_chat(profile: ModelProfile, image: str | None) -> None:
     """Refuse at the start what every message would be refused for."""
     require_skill(profile, "chat")
-    if image is not None and not profile.has_vision:
-        raise reads_no_pictures("--image", profile)
+    if image is not None:
+        _require_eyes("--image", profile)
+
+
+def _require_eyes(given: str, profile: ModelProfile) -> None:
+    from kestrel.skills.builtin import reads_no_pictures  # noqa: PLC0415
+
+    if not profile.has_vision:
+        raise reads_no_pictures(given, profile)
 
 
 # ---------------------------------------------------------------------- what has been said
@@ -128,8 +133,7 @@ async def _obey(line: str, conversation: Conversation, engine: InferenceEngine) 
             note(conversation.system or "no system message; /system TEXT sets one")
         case "/image":
             try:
-                if not engine.profile.has_vision:
-                    raise reads_no_pictures("/image", engine.profile)
+                _require_eyes("/image", engine.profile)
                 conversation.picture = await read_picture(rest, engine.config)
             except RequestError as error:
                 print_error(str(error))

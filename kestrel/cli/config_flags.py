@@ -24,7 +24,7 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 
 import typer
 
-from kestrel.cli.verb_help import HelpAllOption, VerbCommand, rare_flags, titles
+from kestrel.cli.verb_help import HelpAllOption, VerbCommand, VerbGroup, rare_flags, titles
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
 from kestrel.server.config import ServerConfig
@@ -81,11 +81,20 @@ def name_givers(error: KestrelError, groups: Iterable[type], context: typer.Cont
     text = others.sub(lambda found: _giver(known[found[1]], context, with_field=False), text)
     if head in known:
         text = f"{_giver(known[head], context, with_field=True)}: {text}"
-    else:
-        own = next((one for one in context.command.params if one.name == head), None)
-        if own is not None and own.param_type_name == "option":
-            text = f"{_as_typed(own.opts, context)}{text.removeprefix(head)}"
+    elif text.startswith(f"{head}:"):
+        text = f"{_own_name(head, context)}{text.removeprefix(head)}"
     error.args = (text,)
+
+
+def _own_name(head: str, context: typer.Context) -> str:
+    """Of a verb's own parameter: its flag, or the word that its usage has for it where it was given without one."""
+    params = context.command.params
+    flag = next((one for one in params if one.name == head and one.param_type_name == "option"), None)
+    source = None if flag is None else context.get_parameter_source(head)
+    words = [re.findall(r"\w+", one.metavar or "") for one in params if one.param_type_name == "argument"]
+    if (source is None or source.name == "DEFAULT") and any(head.upper() in each for each in words):
+        return head.upper()
+    return head if flag is None else _as_typed(flag.opts, context)
 
 
 def _giver(field: Field[Any], context: typer.Context, *, with_field: bool) -> str:
@@ -138,7 +147,7 @@ def verb_group(text: str) -> typer.Typer:
         if context.invoked_subcommand is None:
             typer.echo(context.get_help())
 
-    group = typer.Typer(help=text, add_completion=False, rich_markup_mode=None)
+    group = typer.Typer(cls=VerbGroup, help=text, add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(show_help)
     return group
 

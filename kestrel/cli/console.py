@@ -5,18 +5,15 @@ Results go to stdout, everything else to stderr.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Coroutine
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from kestrel.cli.config_flags import variable_of
 from kestrel.errors import (
@@ -30,15 +27,26 @@ from kestrel.errors import (
     RequestError,
 )
 
+if TYPE_CHECKING:
+    import asyncio
+
+    from rich.console import Console
+
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def stdout_console() -> Console:
-    return Console(file=sys.stdout, highlight=False)
+    return _console(sys.stdout)
 
 
 def stderr_console() -> Console:
-    return Console(file=sys.stderr, highlight=False)
+    return _console(sys.stderr)
+
+
+def _console(file: TextIO) -> Console:
+    from rich.console import Console  # noqa: PLC0415 - help needs none of it
+
+    return Console(file=file, highlight=False, emoji=False)
 
 
 def printable(text: str) -> str:
@@ -94,7 +102,7 @@ def report(error: Exception) -> int:
     """Say what went wrong in one line on stderr; return the exit code."""
     debugging = os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     if debugging:
-        stderr_console().print(Text("".join(traceback.format_exception(error))), soft_wrap=True)
+        stderr_console().print("".join(traceback.format_exception(error)), markup=False, soft_wrap=True)
     print_error(_message(error))
     if _is_unexpected(error) and not debugging:
         stderr_console().print(f"Set {DEBUG_VARIABLE}=1 for the traceback.", style="dim", highlight=False)
@@ -102,6 +110,8 @@ def report(error: Exception) -> int:
 
 
 def print_error(message: str) -> None:
+    from rich.text import Text  # noqa: PLC0415
+
     stderr_console().print(Text.assemble(("error:", "bold red"), " ", one_line(message)), soft_wrap=True)
 
 
@@ -164,6 +174,8 @@ class _Interrupts:
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     async def guard(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        import asyncio  # noqa: PLC0415
+
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         if self.seen:
             work.close()
@@ -173,6 +185,8 @@ class _Interrupts:
 
 def run_to_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """The result of `work`. Raises Interrupted after Ctrl-C."""
+    import asyncio  # noqa: PLC0415 - help and most refusals need none of it
+
     interrupts = _Interrupts()
     before = signal.signal(signal.SIGINT, interrupts)
     try:

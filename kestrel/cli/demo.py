@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,21 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from PIL import Image
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from kestrel.cli.console import run_to_end, stdout_console
-from kestrel.cli.drawing import draw_result, save_picture
 from kestrel.cli.loading import note_default_model, open_engine
 from kestrel.cli.options import check_saved_path
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult
-from kestrel.images.decode import ImageLimits, decode_image
 
 if TYPE_CHECKING:
-    from kestrel.engine import InferenceEngine
+    from PIL.Image import Image
+    from rich.table import Table
+    from rich.text import Text
+
+    from kestrel.engine import EngineResult, InferenceEngine
 
 SCENE = Path(__file__).with_name("demo_scene.png")
 SCENE_SEED, SCENE_SIZE = 2 * 10**12 + 4669, (420, 560)
@@ -33,6 +29,10 @@ SAVED = Path("kestrel-demo.png")
 NEXT_COMMANDS = (
     f"kestrel query {SCENE} 'How many yellow crosses are there?'",
     f"kestrel query {SCENE} 'What is this?' --model moondream2",
+)
+EXPLAINED = (
+    "All requests were sent at once. The first about the picture reads it, which the others wait for and reuse "
+    "(cached); first token is how long each waited."
 )
 PICTURE_COLUMNS = 64
 FINE_COLOURS = ("256", "truecolor")
@@ -79,9 +79,13 @@ def demo(
 
 
 async def _tour(save: Path) -> None:
+    import asyncio  # noqa: PLC0415 - help needs none of these
+
+    from PIL.Image import open as open_picture  # noqa: PLC0415
+
     console = stdout_console()
     began_s = time.monotonic()
-    picture = Image.open(SCENE).convert("RGB")
+    picture = open_picture(SCENE).convert("RGB")
     if console.is_terminal and console.color_system in FINE_COLOURS:
         console.print(half_blocks(picture, PICTURE_COLUMNS))
     # A page pool for a handful of short sequences; the planned one would be far larger than the model.
@@ -92,6 +96,7 @@ async def _tour(save: Path) -> None:
         results = await asyncio.gather(*(_ask(engine, step, picture) for step in STEPS))
     done_s = time.monotonic()
     console.print(_table(results))
+    console.print(EXPLAINED, style="dim")
     console.print(f"loaded in {loaded_s - began_s:.1f} s, answered {len(STEPS)} requests in {done_s - loaded_s:.1f} s")
     _save_all(picture, results, save)
     console.print(f"what was found is drawn in {save.resolve()}", soft_wrap=True)
@@ -100,12 +105,16 @@ async def _tour(save: Path) -> None:
         console.print(f"  {command}", soft_wrap=True, markup=False)
 
 
-async def _ask(engine: InferenceEngine, step: Step, picture: Image.Image) -> EngineResult:
+async def _ask(engine: InferenceEngine, step: Step, picture: Image) -> EngineResult:
     image = picture if step.with_picture else None
     return await engine.run(step.skill, image=image, temperature=0.0, **step.fields)
 
 
 def _table(results: list[EngineResult]) -> Table:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("request", max_width=28)
     table.add_column("answer")
@@ -135,7 +144,10 @@ def _corners(box: Mapping[str, float]) -> str:
     return f"({box['x_min']:.2f}, {box['y_min']:.2f}) to ({box['x_max']:.2f}, {box['y_max']:.2f})"
 
 
-def _save_all(picture: Image.Image, results: list[EngineResult], path: Path) -> None:
+def _save_all(picture: Image, results: list[EngineResult], path: Path) -> None:
+    from kestrel.cli.drawing import draw_result, save_picture  # noqa: PLC0415
+    from kestrel.images.decode import ImageLimits, decode_image  # noqa: PLC0415
+
     limits = ImageLimits(max_pixels=picture.width * picture.height, max_bytes=1)
     for step, result in zip(STEPS, results, strict=True):
         if "object" in step.fields:
@@ -143,10 +155,13 @@ def _save_all(picture: Image.Image, results: list[EngineResult], path: Path) -> 
     save_picture(picture, path)
 
 
-def half_blocks(picture: Image.Image, columns: int) -> Text:
+def half_blocks(picture: Image, columns: int) -> Text:
     """The picture in characters of two pixels each: the upper one in front, the lower one behind."""
+    from PIL.Image import Resampling  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     rows = round(columns * picture.height / picture.width / 2) * 2
-    small = picture.convert("RGB").resize((columns, rows), Image.Resampling.BOX)
+    small = picture.convert("RGB").resize((columns, rows), Resampling.BOX)
     text = Text()
     for y in range(0, rows, 2):
         for x in range(columns):
@@ -156,7 +171,7 @@ def half_blocks(picture: Image.Image, columns: int) -> Text:
     return text
 
 
-def _pixel(picture: Image.Image, x: int, y: int) -> tuple[int, ...]:
+def _pixel(picture: Image, x: int, y: int) -> tuple[int, ...]:
     value = picture.getpixel((x, y))
     assert isinstance(value, tuple)
     return value

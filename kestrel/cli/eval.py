@@ -6,36 +6,24 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import note_default_model, open_engine, require_skill
-from kestrel.cli.options import check_parent_folder, flag, parse_size, split_names
+from kestrel.cli.options import check_parent_folder, flag, open_sprites, parse_size, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.evals.adapter import (
-    Judged,
-    LocatePlan,
-    LocateQuestion,
-    annotations_in,
-    judge,
-    only_listed,
-    open_pictures,
-    read_questions,
-)
-from kestrel.evals.adapter import as_json as locate_json
-from kestrel.evals.adapter_page import as_tables as as_locate_tables
-from kestrel.evals.adapter_page import render
-from kestrel.evals.questions import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan
-from kestrel.evals.report import as_json, as_tables
-from kestrel.evals.run import Evaluation, open_atlas, run_eval
-from kestrel.images.encoded import ImageLimits
-from kestrel.train.adapter.samples import PictureFolder
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas
+from kestrel.evals.plans import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan, LocatePlan
+from kestrel.train.options import DEFAULT_ATLAS_PATH
+
+if TYPE_CHECKING:
+    from kestrel.evals.adapter import Judged, LocateQuestion
+    from kestrel.evals.run import Evaluation
+    from kestrel.train.adapter.samples import PictureFolder
+    from kestrel.train.scenes.atlas import SpriteAtlas
 
 
 @with_flags
@@ -89,7 +77,10 @@ def eval(
     if concurrency > config.max_queue_size:
         raise ConfigError("concurrency", f"{concurrency} exceeds --max-queue-size {config.max_queue_size}; raise that")
     _check_file("--json", json_file)
-    evaluation, run_on = run_to_end(_evaluate(plan, open_atlas(atlas), config))
+    # Here and not above: help and refusals need none of these.
+    from kestrel.evals.report import as_json, as_tables  # noqa: PLC0415
+
+    evaluation, run_on = run_to_end(_evaluate(plan, open_sprites(atlas), config))
     stdout_console().print(as_tables(evaluation))
     _note_oddities(evaluation)
     if json_file is not None:
@@ -177,7 +168,15 @@ def adapter(
     AP and AP50 are COCO's; precision, recall and F1 count boxes that overlap a true one by half, or points inside of
     it, at the score threshold with the best F1. Answers are greedy. The tables go to stdout.
     """
-    plan, path = options.plan(config), annotations_in(data)
+    plan = options.plan(config)
+    if not data.exists():
+        raise ConfigError("data", f"there is no {data}; name annotations, or a folder that holds them")
+    # As above.
+    from kestrel.evals.adapter import annotations_in, as_json, only_listed, open_pictures, read_questions  # noqa: PLC0415
+    from kestrel.evals.adapter_page import as_tables, render  # noqa: PLC0415
+    from kestrel.images.encoded import ImageLimits  # noqa: PLC0415
+
+    path = annotations_in(data)
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
     pictures = open_pictures(path, options.images, limits)
     questions = read_questions(path, pictures, plan)
@@ -185,12 +184,12 @@ def adapter(
         questions = only_listed(questions, options.only, pictures)
     adapters = (options.adapter, None) if options.baseline else (options.adapter,)
     sides = run_to_end(_judge_all(questions, pictures, plan, adapters, config))
-    stdout_console().print(as_locate_tables(sides, plan))
+    stdout_console().print(as_tables(sides, plan))
     for side in sides:
         if side.errors:
             note(f"{side.name}: {len(side.errors)} requests failed; the first: {side.errors[0]}")
     if options.json_file is not None:
-        _write_json(locate_json(sides, plan, path, _run_on(config)), options.json_file)
+        _write_json(as_json(sides, plan, path, _run_on(config)), options.json_file)
     if options.page is not None:
         options.page.write_text(render(sides, plan, pictures), encoding="utf-8")
         note(f"wrote the worst pictures to {options.page}")
@@ -203,6 +202,8 @@ async def _judge_all(
     adapters: Sequence[str | None],
     config: RuntimeConfig,
 ) -> list[Judged]:
+    from kestrel.evals.adapter import judge  # noqa: PLC0415
+
     async with open_engine(config) as engine:
         require_skill(engine.profile, plan.skill)
         with QuestionBar() as bar:
@@ -218,6 +219,8 @@ def _write_json(figures: Mapping[str, Any], path: Path) -> None:
 
 
 async def _evaluate(plan: EvalPlan, atlas: SpriteAtlas, config: RuntimeConfig) -> tuple[Evaluation, dict[str, Any]]:
+    from kestrel.evals.run import run_eval  # noqa: PLC0415
+
     async with open_engine(config) as engine:
         with QuestionBar() as bar:
             evaluation = await run_eval(engine, plan, atlas, bar)
@@ -242,10 +245,18 @@ class QuestionBar:
     """A bar of answered questions on stderr, only on a terminal, wiped at the end."""
 
     def __init__(self) -> None:
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         console = stderr_console()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task: TaskID = self._bar.add_task("drawing scenes", total=None)
+        self._task = self._bar.add_task("drawing scenes", total=None)
 
     def __call__(self, num_answered: int, num_questions: int) -> None:
         self._bar.update(self._task, description="asking", completed=num_answered, total=num_questions)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from kestrel import default_model
 from kestrel.cli.console import note, stderr_console
 from kestrel.config import RuntimeConfig, environment_names, runtime_config_from
 from kestrel.errors import ConfigError
-from kestrel.skills.base import ModelProfile
-from kestrel.skills.builtin import not_supported, supported_skills
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kestrel.engine import InferenceEngine
+    from kestrel.skills.base import ModelProfile
 
 
 def refuse_local_settings(config: RuntimeConfig) -> None:
@@ -46,6 +43,8 @@ def note_default_model(config: RuntimeConfig) -> None:
 
 def require_skill(profile: ModelProfile, skill: str) -> None:
     """The skill itself would refuse too, and name `embed`, which is no verb."""
+    from kestrel.skills.builtin import not_supported, supported_skills  # noqa: PLC0415
+
     if skill not in supported_skills(profile):
         raise not_supported(profile, skill, hidden=("embed",))
 
@@ -56,12 +55,14 @@ async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
     from kestrel.known_models import check_source  # noqa: PLC0415
 
     check_source(config)
+    from asyncio import CancelledError  # noqa: PLC0415
+
     from kestrel.engine import InferenceEngine  # noqa: PLC0415 - it imports torch
 
     with LoadingBars(stderr_console()) as bars:
         try:
             engine = await InferenceEngine.create(config, progress=bars)
-        except asyncio.CancelledError:
+        except CancelledError:
             bars.abandon()
             raise
     async with engine:
@@ -76,6 +77,14 @@ class LoadingBars:
     """A `Progress` callable that draws one bar per label, only on a terminal, and wipes them at the end."""
 
     def __init__(self, console: Console) -> None:
+        from rich.progress import (  # noqa: PLC0415
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -87,7 +96,7 @@ class LoadingBars:
         )
         self._started = False
         self._abandoned = threading.Event()
-        self._tasks: dict[str, TaskID] = {}
+        self._tasks: dict[str, Any] = {}
 
     def __call__(self, label: str, done_bytes: int, total_bytes: int) -> None:
         """Called on the loading thread. The display starts with the first call: downloads draw bars of their own."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from kestrel import default_model
 from kestrel.cli.console import note, stdout_console, write
 from kestrel.cli.options import JsonOption
 from kestrel.known_models import known_models, short_names
 from kestrel.models.published import DEFAULT_BRANCH
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -54,6 +53,10 @@ def _listed() -> Iterator[dict[str, Any]]:
 
 
 def _table(listed: list[dict[str, Any]]) -> Table:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 
+from kestrel.cli.console import note
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
@@ -19,6 +20,7 @@ from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
 if TYPE_CHECKING:
     from kestrel.images.picture import RgbImage
     from kestrel.skills.builtin import SpatialRef
+    from kestrel.train.scenes.atlas import SpriteAtlas
 
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -167,6 +169,17 @@ def check_parent_folder(flag: str, path: Path) -> None:
         raise ConfigError(flag, f"{path.parent} is not a folder; create it first")
 
 
+def open_sprites(path: Path) -> SpriteAtlas:
+    """Says so when it leaves a file behind that nobody asked for."""
+    from kestrel.evals.run import open_atlas  # noqa: PLC0415
+
+    is_new = not path.exists()
+    atlas = open_atlas(path)
+    if is_new:
+        note(f"drew the sprites of scenes into {path}, for later runs too; --atlas names another place")
+    return atlas
+
+
 def split_names(texts: Sequence[str]) -> list[str]:
     """Of a repeatable option with values separated by commas."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
@@ -174,10 +187,12 @@ def split_names(texts: Sequence[str]) -> list[str]:
 
 def object_or_objects(text: str) -> str | list[str]:
     """A name, or those between commas; a backslash before a comma makes it part of a name."""
+    parts = [part.replace("\\,", ",").strip() for part in re.split(r"(?<!\\),", text)]
+    if len(parts) == 1:
+        return parts[0]
     from kestrel.engine.joint_calls import object_names  # noqa: PLC0415
 
-    parts = [part.replace("\\,", ",").strip() for part in re.split(r"(?<!\\),", text)]
-    return parts[0] if len(parts) == 1 else list(object_names(parts))
+    return list(object_names(parts))
 
 
 def parse_size(flag: str, text: str) -> tuple[int, int]:
@@ -240,7 +255,7 @@ def refuse_path_as_question(name: str, text: str, remedy: str) -> None:
 
 def _refuse_folder(name: str, path: str) -> None:
     if os.path.isdir(os.path.expanduser(path)):
-        remedy = f"give one picture, or all of them to `kestrel label {path} --output DIR`"
+        remedy = f"give one picture, or all of them to `kestrel label {path} --objects NAME --output DIR`"
         raise RequestError(name, f"{shown(path)} is a folder; {remedy}")
 
 

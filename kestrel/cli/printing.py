@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kestrel.cli.console import note, stderr_console, write
-from kestrel.engine import EngineResult, StreamChunk
-from kestrel.engine.streams import PLACE_SIDES
-from kestrel.request import RequestMetrics
+
+if TYPE_CHECKING:
+    from kestrel.engine import EngineResult, StreamChunk
+    from kestrel.request import RequestMetrics
 
 
 class Printer(Protocol):
@@ -75,6 +76,8 @@ class TextPrinter:
             if thoughts:
                 note(thoughts)
             write((result.text if self._continues else result.text.strip()) + "\n")
+        if not result.text.strip():
+            note("the model wrote nothing")
 
     def _end_thoughts(self) -> None:
         if self._has_thoughts:
@@ -206,7 +209,17 @@ def write_json_line(value: Mapping[str, Any]) -> None:
 
 
 def numbers_line(place: Mapping[str, Any]) -> str:
+    from kestrel.engine.streams import PLACE_SIDES  # noqa: PLC0415
+
     return "  ".join(f"{name}={place[name]:.4f}" for name in (*PLACE_SIDES, "score") if name in place)
+
+
+def note_missing(asked: Any, result: EngineResult) -> None:
+    """Names without an instance, beside others that have some: with none at all the printer has said so."""
+    found = {place["label"] for kind in ("points", "objects", "segments") for place in result.output.get(kind, ())}
+    missing = [name for name in asked if name not in found] if isinstance(asked, list) and found else []
+    if missing:
+        note(f"not found: {', '.join(missing)}")
 
 
 def note_limit(result: EngineResult, flag: str) -> None:

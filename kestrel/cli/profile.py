@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from kestrel.cli.bench import PictureCacheOption, RandomOption, check_random
 from kestrel.cli.config_flags import with_flags
@@ -19,6 +17,8 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kestrel.bench.profile import Profile
 
 
@@ -72,6 +72,9 @@ def profile(
 
 
 def _table(profile: Profile) -> Table:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
     from kestrel.bench.profile import DECODE, GAPS  # noqa: PLC0415
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from rich import box
-from rich.table import Table
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import exit_code_of, one_line, print_error, run_to_end, stderr_console, stdout_console, write
@@ -26,11 +24,10 @@ from kestrel.cli.options import (
 )
 from kestrel.cli.printing import chunk_as_json, result_as_json, write_json_line
 from kestrel.config import RuntimeConfig
-from kestrel.engine import EngineResult, EngineStream, StreamChunk
 from kestrel.errors import KestrelError, RequestError
 
 if TYPE_CHECKING:
-    from kestrel.engine import InferenceEngine
+    from kestrel.engine import EngineResult, EngineStream, InferenceEngine, StreamChunk
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ async def _schedule(
         began_s = time.monotonic()
         outcomes = await asyncio.gather(*(_ask(engine, batch, index) for index in range(len(prompts))))
         took_s = time.monotonic() - began_s
-        if any(isinstance(outcome, EngineResult) for outcome in outcomes):
+        if not all(isinstance(outcome, KestrelError) for outcome in outcomes):
             note_default_model(config)
         _write_answers(prompts, outcomes, output, engine.model_name)
     _print_summary(prompts, outcomes, took_s)
@@ -112,7 +109,7 @@ async def _ask(engine: InferenceEngine, batch: Batch, index: int) -> EngineResul
 # ---------------------------------------------------------------------- what is printed
 
 
-Outcome: TypeAlias = EngineResult | KestrelError
+Outcome: TypeAlias = "EngineResult | KestrelError"
 
 LINE_LENGTH = 72
 LANE_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -164,6 +161,9 @@ def _write_numbered(number: int, line: str) -> None:
 
 
 def _print_summary(prompts: Sequence[str], outcomes: Sequence[Outcome], took_s: float) -> None:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("#", justify="right")
     table.add_column("prompt", overflow="ellipsis", no_wrap=True, max_width=32)
@@ -173,7 +173,7 @@ def _print_summary(prompts: Sequence[str], outcomes: Sequence[Outcome], took_s: 
         table.add_row(str(number), " ".join(prompt.split()), *_cells(outcome))
     console = stderr_console()
     console.print(table, markup=False)
-    results = [outcome for outcome in outcomes if isinstance(outcome, EngineResult)]
+    results = [outcome for outcome in outcomes if not isinstance(outcome, KestrelError)]
     tokens = sum(result.metrics.output_tokens for result in results)
     rate = tokens / took_s if took_s > 0 else 0.0
     console.print(f"{len(results)} answers, {tokens} tokens in {took_s:.2f} s: {rate:.1f} tokens/s in total")
@@ -188,7 +188,7 @@ def _cells(outcome: Outcome) -> list[str]:
         str(metrics.cached_tokens),
         str(metrics.output_tokens),
         f"{metrics.ttft_ms:.0f} ms",
-        f"{metrics.decode_tokens_per_s:.1f}",
+        f"{metrics.decode_tokens_per_s:.1f}" if metrics.output_tokens > 1 else "–",
     ]
 
 

@@ -208,7 +208,7 @@ async def _answer(call: _SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
     # Here and not above: help and refusals need none of this.
     from kestrel.cli.loading import note_default_model, open_engine, require_skill  # noqa: PLC0415
-    from kestrel.cli.printing import note_limit, note_metrics, printer_for  # noqa: PLC0415
+    from kestrel.cli.printing import note_limit, note_metrics, note_missing, printer_for  # noqa: PLC0415
 
     async with open_engine(call.config) as engine:
         require_skill(engine.profile, call.skill)
@@ -228,6 +228,7 @@ async def _answer(call: _SkillCall) -> None:
                 printer.chunk(chunk)
         result = await stream.result()
         printer.result(result)
+    note_missing(call.fields.get("object"), result)
     _save(call, picture, result)
     note_limit(result, f"--{call.settings.bound.replace('_', '-')}")
     note_metrics(result.metrics)

@@ -11,19 +11,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from kestrel import default_model
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
-from kestrel.cli.options import parse_size, split_names
+from kestrel.cli.options import open_sprites, parse_size, split_names
 from kestrel.errors import ConfigError
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.options import TinyRun
-from kestrel.train.tasks.mix import COURSES, named_courses
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kestrel.train.adapter.loop import StepLine
     from kestrel.train.adapter.run import Beginning
     from kestrel.train.loop import StepReport
@@ -51,8 +50,8 @@ def tiny(
         typer.Option(
             "--courses",
             metavar="NAME=SHARE,...",
-            help=f"What is shown and asked; each batch takes one by chance. Repeatable. Known: {', '.join(COURSES)}. "
-            "Default: everything=1.",
+            help="What is shown and asked; each batch takes one by chance. Repeatable. Known: beginning, everything, "
+            "reading. Default: everything=1.",
         ),
     ] = None,
     *,
@@ -68,9 +67,11 @@ def tiny(
     if sizes is not None:
         options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in split_names(sizes)))
     if courses is not None:
-        options = replace(options, courses=named_courses(parse_shares(split_names(courses))))
+        options = replace(options, courses=tuple(parse_shares(split_names(courses)).items()))
     from kestrel.train.run import run  # noqa: PLC0415 - help and refusals need no torch
 
+    if not options.atlas.exists():
+        open_sprites(options.atlas)
     with TrainingReport(options, stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run(options, report, should_stop)
         was_interrupted = should_stop()
@@ -91,6 +92,7 @@ def adapter(*, options: AdapterRun) -> None:
     The best adapter by validation loss is written; curves (CSV and PNG), the names of the held-out pictures and the
     state for --resume go to NAME.training. Ctrl-C ends a run early and saves it.
     """
+    options.check_files()
     # As above.
     from kestrel.evals.held_out import held_out_examiner  # noqa: PLC0415
     from kestrel.train.adapter.run import run_adapter  # noqa: PLC0415
@@ -152,10 +154,14 @@ ReportT = TypeVar("ReportT", bound="_Report")
 class _Report:
     """A bar on a terminal; elsewhere a report is a line."""
 
-    def __init__(self, console: Console, *columns: ProgressColumn, total: float | None, **fields: Any) -> None:
+    def __init__(self, console: Console, before: str, *behind: str, total: float | None, **fields: Any) -> None:
+        """With texts before and behind the bar."""
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
+
+        columns = (TextColumn(before), BarColumn(bar_width=24), *map(TextColumn, behind))
         self._is_terminal = console.is_terminal
         self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
-        self._task: TaskID = self._bar.add_task("training", total=total, **fields)
+        self._task = self._bar.add_task("training", total=total, **fields)
 
     def __enter__(self: ReportT) -> ReportT:
         self._bar.start()
@@ -169,16 +175,9 @@ class TrainingReport(_Report):
     """Called with every report of the loop. A run that is bounded by time and by steps is as far as the further one."""
 
     def __init__(self, options: TinyRun, console: Console) -> None:
-        columns = (
-            TextColumn("step {task.fields[step]}"),
-            BarColumn(bar_width=24),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} scenes/s"),
-            TextColumn("{task.fields[seconds]} s"),
-            TextColumn("lr {task.fields[lr]}"),
-        )
+        figures = "loss {task.fields[loss]}", "{task.fields[rate]} scenes/s", "{task.fields[seconds]} s"
         waiting = {"step": f"0/{options.steps}", "loss": "-", "rate": "-", "seconds": "0", "lr": "-"}
-        super().__init__(console, *columns, total=1.0, **waiting)
+        super().__init__(console, "step {task.fields[step]}", *figures, "lr {task.fields[lr]}", total=1.0, **waiting)
         self._options = options
 
     def __call__(self, line: StepReport) -> None:
@@ -212,8 +211,8 @@ class AdapterReport(_Report):
     """`kestrel.train.adapter.run.RunReport` on a console."""
 
     def __init__(self, console: Console) -> None:
-        columns = TextColumn("{task.fields[stage]}"), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}")
-        super().__init__(console, *columns, total=None, stage="reading data", figures="")
+        texts = "{task.fields[stage]}", "{task.fields[figures]}"
+        super().__init__(console, *texts, total=None, stage="reading data", figures="")
         self._steps = 1
         self._best: float | None = None
         self._held_out = ""
@@ -222,8 +221,8 @@ class AdapterReport(_Report):
         self._steps = beginning.steps
         left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
         write(
-            f"{beginning.num_pictures} pictures, {beginning.num_train_tasks} tasks to learn from, "
-            f"{beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
+            f"{_counted(beginning.num_pictures, 'picture')}, {_counted(beginning.num_train_tasks, 'task')} to learn "
+            f"from, {beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
             f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
         )
         if objects := beginning.num_objects:
@@ -231,8 +230,8 @@ class AdapterReport(_Report):
             more = f", {len(objects) - len(shown)} more names" if len(objects) > len(shown) else ""
             write(f"{sum(objects.values())} places to learn: {', '.join(shown)}{more}\n")
         write(
-            f"saved every {beginning.steps_between_saves} steps and at Ctrl-C: the same command with --resume goes on "
-            "from there, also after a crash\n"
+            f"saved every {_counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
+            "--resume goes on from there, also after a crash\n"
         )
 
     def picture(self, done: int, total: int) -> None:
@@ -268,6 +267,10 @@ def _adapter_line(line: StepLine) -> str:
         f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
         f"tokens right {line.token_accuracy:.4f}{val}"
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _figures(figures: Mapping[str, float | None], separator: str) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kestrel.cli.console import note, stderr_console, write
 from kestrel.cli.options import check_parent_folder, split_names
@@ -96,6 +95,14 @@ def _tune_gpu(ops: list[str] | None, output: Path | None, time_limit_s: float | 
 
 
 def run_tuning(run: TuningRun, table: GrowingTable) -> None:
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     if table.made_anew is not None:
         note(f"the table is made anew: {table.made_anew}")
     console = stderr_console()

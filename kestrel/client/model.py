@@ -19,13 +19,13 @@ import html
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kestrel.client.backend import Backend, EngineBackend, ServerBackend
-from kestrel.errors import ConfigError, RequestError
+from kestrel.errors import ConfigError, EngineStopped, RequestError, did_you_mean
 from kestrel.known_models import registered_models
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ def _config(
     try:
         return RuntimeConfig(**changed)
     except TypeError:
-        unknown = next(name for name in changed if name not in RuntimeConfig.__dataclass_fields__)
-        raise ConfigError(unknown, "is no option; docs/configuration.md lists them") from None
+        known = RuntimeConfig.__dataclass_fields__
+        unknown = next(name for name in changed if name not in known)
+        close = did_you_mean(unknown, known)
+        raise ConfigError(unknown, f"is no option; docs/configuration.md lists them{close}") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +87,7 @@ class EncodedImage:
     """A picture that is read once. What the model makes of it is kept by the engine: further questions about the same
     picture are cheap, with or without this."""
 
-    data: bytes
+    data: bytes = field(repr=False)
 
 
 class Model:
@@ -94,6 +96,10 @@ class Model:
     def __init__(self, backend: Backend, adapter: str | None = None) -> None:
         self._backend = backend
         self._adapter = adapter
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<kestrel model {self.name}{', closed' if self._is_closed else ''}>"
 
     @property
     def name(self) -> str:
@@ -108,6 +114,7 @@ class Model:
         self.close()
 
     def close(self) -> None:
+        self._is_closed = True
         self._backend.close()
 
     def encode_image(self, image: Any) -> EncodedImage:
@@ -178,6 +185,8 @@ class Model:
     def _call(
         self, skill: str, yields: str, image: Any, fields: dict[str, Any], settings: Settings | None, stream: bool
     ) -> Any:
+        if self._is_closed:
+            raise EngineStopped("this model is closed; make another one with kestrel.vl()")
         fields = {name: value for name, value in fields.items() if value is not None}
         merged = {**({} if self._adapter is None else {"adapter": self._adapter}), **(settings or {})}
         if merged:
@@ -222,7 +231,7 @@ def _file_of(image: Any) -> bytes:
         image = Image.fromarray(image)
     if not hasattr(image, "save"):
         raise RequestError(
-            "image", f"a {type(image).__name__} is no picture; give a path, bytes, a PIL image or an array"
+            "image", f"{type(image).__name__} is no picture; give a path, bytes, a PIL image or an array"
         )
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "PNG", compress_level=1)

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel.errors import ConfigError, NumericalError, RequestError
-from kestrel.evals.coco_metrics import MOST_PREDICTIONS, Finding, LocatedFigures, located_figures
+from kestrel.evals.coco_metrics import Finding, LocatedFigures, located_figures
 from kestrel.evals.metrics import Box, Point
+from kestrel.evals.plans import LocatePlan
 from kestrel.evals.run import all_or_none
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.picture import RgbImage
-from kestrel.settings import MAX_OBJECTS
-from kestrel.train.adapter.dataset import DataChoice, data_files, read_samples
+from kestrel.train.adapter.dataset import DataChoice, read_samples
+from kestrel.train.adapter.options import data_files
 from kestrel.train.adapter.samples import MistakeList, Picture, PictureFolder, Sample, boxes_of, points_of
 
 if TYPE_CHECKING:
     from kestrel.engine import InferenceEngine
 
-SKILLS = ("detect", "point")
 NEAR = 0.03
 """How far from a true point an answer may lie, by the picture's sides, where only a point is known."""
 FORMAT = 1
@@ -39,28 +39,6 @@ class LocateQuestion:
     picture: Picture
     label: str
     true: tuple[Box, ...]
-
-
-@dataclass(frozen=True)
-class LocatePlan:
-    """What is asked, and how."""
-
-    skill: str = "detect"
-    negatives: float = 1.0
-    """Share of the questions about COCO pictures that ask for what is not there; 1 asks for everything everywhere."""
-    seed: int = 0
-    concurrency: int = 16
-    max_objects: int = MOST_PREDICTIONS
-
-    def __post_init__(self) -> None:
-        if self.skill not in SKILLS:
-            raise ConfigError("skill", f"{self.skill!r} locates nothing; use {' or '.join(SKILLS)}")
-        if not 0.0 <= self.negatives <= 1.0:
-            raise ConfigError("negatives", f"must be from 0 to 1 (got {self.negatives:g})")
-        if not 1 <= self.max_objects <= MAX_OBJECTS:
-            raise ConfigError("max_objects", f"must be from 1 to {MAX_OBJECTS} (got {self.max_objects})")
-        if self.concurrency < 1:
-            raise ConfigError("concurrency", f"must be 1 or more (got {self.concurrency})")
 
 
 # ---------------------------------------------------------------------- questions

@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kestrel.errors import cut
-from kestrel.evals.adapter import Judged, LocatePlan, MarkedPlace, PictureErrors, picture_errors
+from kestrel.evals.adapter import Judged, MarkedPlace, PictureErrors, picture_errors
 from kestrel.evals.coco_metrics import Figures
+from kestrel.evals.plans import LocatePlan
 from kestrel.evals.report import shown
 from kestrel.train.adapter.samples import PictureFolder
 

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel.evals.metrics import Box, Matches, Point, PrecisionRecall, box_iou
+from kestrel.evals.plans import MOST_PREDICTIONS
 
 OVERLAPS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0.0, 1.0, 101)
 LEAST_OVERLAP = 0.5
 """Of a prediction that counts as right, outside of the average precision."""
-MOST_PREDICTIONS = 100
-"""Of one picture and label that the average precision looks at."""
 
 
 @dataclass(frozen=True, eq=False)

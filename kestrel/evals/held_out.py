@@ -13,7 +13,8 @@ from typing import Any
 
 from kestrel.adapters import Adapter, save_adapter
 from kestrel.engine import InferenceEngine
-from kestrel.evals.adapter import SKILLS, Judged, LocatePlan, LocateQuestion, judge, questions_about
+from kestrel.evals.adapter import Judged, LocateQuestion, judge, questions_about
+from kestrel.evals.plans import SKILLS, LocatePlan
 from kestrel.families import find_family, ready_from
 from kestrel.models.family import LoadedModel
 from kestrel.train.adapter.dataset import Dataset

@@ -20,7 +20,8 @@ import numpy as np
 
 from kestrel.engine import EngineResult
 from kestrel.errors import ConfigError, NumericalError, RequestError
-from kestrel.evals.questions import HELD_OUT_DIFFICULTY, AskedScene, EvalPlan, Question, held_out_questions
+from kestrel.evals.plans import EvalPlan
+from kestrel.evals.questions import HELD_OUT_DIFFICULTY, AskedScene, Question, held_out_questions
 from kestrel.evals.scoring import FamilyResult, Reply, score
 from kestrel.images.picture import RgbImage
 from kestrel.request import RequestMetrics

@@ -1,11 +1,18 @@
-"""Whole folders of pictures and videos, labelled by an engine or a server: sources, a durable job, formats, review."""
+"""Whole folders of pictures and videos, labelled by an engine or a server: sources, a durable job, formats, review.
 
-from kestrel.labelling.endpoint import Endpoint
-from kestrel.labelling.job import LabelJob, label
-from kestrel.labelling.outputs import OutputPlan
-from kestrel.labelling.records import Found, Frame, Item, Row
-from kestrel.labelling.sources import SourceOptions
-from kestrel.labelling.task import LabelTask
+Names are read when they are asked for: the help of `kestrel label` needs none of the libraries behind them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kestrel.labelling.endpoint import Endpoint
+    from kestrel.labelling.job import LabelJob, label
+    from kestrel.labelling.outputs import OutputPlan
+    from kestrel.labelling.pictures import SourceOptions
+    from kestrel.labelling.records import Found, Frame, Item, Row
+    from kestrel.labelling.task import LabelTask
 
 __all__ = [
     "Endpoint",
@@ -19,3 +26,17 @@ __all__ = [
     "SourceOptions",
     "label",
 ]
+_HOMES = {
+    "Endpoint": "endpoint",
+    "LabelJob": "job",
+    "LabelTask": "task",
+    "OutputPlan": "outputs",
+    "SourceOptions": "pictures",
+    "label": "job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(f"kestrel.labelling.{_HOMES.get(name, 'records')}"), name)
+    raise AttributeError(f"module 'kestrel.labelling' has no attribute {name!r}")

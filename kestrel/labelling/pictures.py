@@ -212,6 +212,19 @@ def why_no_path(name: str) -> str | None:
     return "holds a zero byte; is this a file of text?" if "\0" in name else None
 
 
+GLOB_SIGNS = re.compile(r"[*?\[]")
+
+
+def require_named(name: str) -> None:
+    """Refuse what can be no source, and a name that is not there and no pattern."""
+    reason = why_no_path(name)
+    if reason:
+        raise ConfigError("SOURCE", f"{name!r} {reason}")
+    path = os.path.expanduser(name)
+    if not os.path.lexists(path) and GLOB_SIGNS.search(path) is None:
+        raise ConfigError("SOURCE", f"there is no {text(path)!r}; name a folder, picture, video, archive or list")
+
+
 def absolute(path: str) -> str:
     """Links to folders are resolved; a link to a file keeps its own name."""
     folder, name = os.path.split(path)

@@ -13,7 +13,6 @@ folders, archives and tables are put under a name of their own.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -25,6 +24,7 @@ from kestrel.images.encoded import FORMATS
 from kestrel.labelling.archives import TARS, ZIPS, tar_parts, zip_parts
 from kestrel.labelling.pictures import (
     EXCLUDED,
+    GLOB_SIGNS,
     HIDDEN,
     LINKS,
     NO_PICTURE,
@@ -40,6 +40,7 @@ from kestrel.labelling.pictures import (
     joined,
     named_read,
     read_file,
+    require_named,
     stem_of,
     suffix_of,
     text,
@@ -50,8 +51,6 @@ from kestrel.labelling.tables import JSON_LINES, PARQUETS, jsonl_parts, parquet_
 from kestrel.labelling.video import require_av, video_parts
 
 __all__ = ["Notes", "SourceOptions", "count", "items"]
-
-GLOB_SIGNS = re.compile(r"[*?\[]")
 
 Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Parts = Iterator["Item | Bulk"]
@@ -111,9 +110,7 @@ def _label(path: str, taken: set[str]) -> str:
 
 def _source(name: str) -> tuple[str, Reader]:
     """What a name stands for: its absolute path (of a glob, that of the folder it begins in), and what reads it."""
-    reason = why_no_path(name)
-    if reason:
-        raise ConfigError("SOURCE", f"{name!r} {reason}")
+    require_named(name)
     path = os.path.expanduser(name)
     if not os.path.lexists(path):
         return _glob(path)
@@ -131,10 +128,9 @@ def _kind(path: str) -> str:
 
 
 def _glob(path: str) -> tuple[str, Reader]:
-    """Refuses a pattern without a match, and every name that is not there and no pattern."""
+    """Refuses a pattern without a match."""
     sign = GLOB_SIGNS.search(path)
-    if sign is None:
-        raise ConfigError("SOURCE", f"there is no {text(path)!r}; name a folder, picture, video, archive or list")
+    assert sign is not None
     start = path.rfind("/", 0, sign.start()) + 1
     folder = os.path.realpath(path[:start] or ".")
     if not os.path.isdir(folder):

@@ -19,9 +19,9 @@ from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 Schema = Mapping[str, Any]
 HEAD = """# HTTP API
 
-Written by `python -m kestrel.server.api_docs docs/api.md` from `/openapi.json` and `kestrel/settings.py`.
-[serving.md](serving.md) explains streams, errors and operations in words. A field in **bold** is required, or always
-there; null means not given.
+With this page you call the server from any language: every route, field and setting. [serving.md](serving.md) explains
+streams, errors and operations in words. A field in **bold** is required, or always there; null means not given.
+(`python -m kestrel.server.api_docs docs/api.md` wrote this page from `/openapi.json` and `kestrel/settings.py`.)
 """
 SETTINGS_HEAD = """## Settings
 

@@ -82,8 +82,9 @@ class ServerConfig:
     max_body_bytes: int = setting(32 * 2**20, "Largest request body in bytes.")
     max_body_values: int = setting(
         2**19,
-        "Most numbers in a large body; a text counts as 4, a key as 14, a list as 12, an object as 8, an escape in "
-        "a text as a half, and so do 4 bytes besides long stretches of text without a quotation mark.",
+        "Most values in a large body, weighted by what they cost to read: a number counts 1, a text 4, an object 8, "
+        "a list 12, a key 14. An escape in a text counts a half, and so does every fourth byte outside of long plain "
+        "texts.",
     )
     max_logprobs: int = setting(
         2**20,
@@ -135,10 +136,10 @@ class ServerConfig:
     )
     max_image_fetches: int = setting(16, "Pictures that are fetched from image URLs at the same time.")
     max_stored_responses: int = setting(
-        1024, "Responses of /v1/responses kept in memory for the clients that asked for them; 0: none."
+        1024, "Responses of /v1/responses kept in memory for the clients that asked for them; 0 for none."
     )
     max_stored_response_bytes: int = setting(
-        256 * 2**20, "Bytes that they may take, each with its conversation; the oldest are let go."
+        256 * 2**20, "Memory for these responses and their conversations, in bytes; the oldest are dropped."
     )
     isolate_prefix_cache: bool = setting(
         False, "Share cached pictures and prompts only between requests of the same key.", group="Batches and KV cache"

@@ -8,7 +8,7 @@ import html
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -18,7 +18,11 @@ from starlette.responses import Response
 
 from kestrel.server.json_body import FORM
 from kestrel.server.schemas import Schema, type_text
+from kestrel.settings import ROUTING, SETTINGS
 
+OF_ALL_ROUTES = {
+    *ROUTING, "settings", *(name for one in SETTINGS.values() for name in (*one.names, *one.openai_names)),
+}  # fmt: skip
 BASE = "{{base}}"
 """Where commands name the server."""
 STYLE = """
@@ -30,11 +34,17 @@ code, pre { font: 13px/1.5 ui-monospace, monospace; }
 h3 code { font-size: 1em; }
 strong code { font-weight: bold; }
 pre { background: var(--soft); padding: .6rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-div { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem .25rem 0; text-align: left; vertical-align: top; }
 nav ul { columns: 16rem; list-style: none; padding: 0; }
 summary { cursor: pointer; }
+@media (max-width: 40rem) {
+  h3 code, td { overflow-wrap: anywhere; }
+  tr:first-child { display: none; }
+  tr { border-bottom: 1px solid var(--line); display: block; padding: .4rem 0; }
+  td { border: 0; display: block; padding: 0; }
+  td:nth-child(2) { opacity: .75; }
+}
 """
 _DIGEST = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS = {
@@ -108,6 +118,8 @@ def _article(operation: _Operation) -> Iterator[str]:
         yield f"<p><code>{parameter['name']}</code> in the {parameter['in']}: {_marked(type_text(parameter['schema']))}"
     body = _content(told.get("requestBody", {})).get("application/json")
     if body is not None:
+        if FORM in _content(told["requestBody"]):
+            yield "<p>As a form, as above, the file <code>image</code> takes the place of <code>image_url</code>.</p>"
         yield from _table(body["schema"])
     answer, *others = told["responses"].items()
     yield f"<details><summary>{_answer(*answer)}</summary>"
@@ -130,14 +142,19 @@ def _content(holder: Mapping[str, Any]) -> Mapping[str, Any]:
 def _table(schema: Schema) -> Iterator[str]:
     if not schema.get("properties"):
         return
-    yield "<div><table><tr><th>field</th><th>type</th><th>meaning</th></tr>"
+    yield "<table><tr><th>field</th><th>type</th><th>meaning</th></tr>"
     required = schema.get("required", ())
-    for name, field in sorted(schema["properties"].items(), key=lambda one: one[0] not in required):
+    for name, field in sorted(schema["properties"].items(), key=lambda one: _rank(one[0], required)):
         shown = f"<code>{html.escape(name)}</code>"
         shown = f"<strong>{shown}</strong>" if name in required else shown
         meaning = _marked(field.get("description", ""))
         yield f"<tr><td>{shown}</td><td>{_marked(type_text(field))}</td><td>{meaning}</td></tr>"
-    yield "</table></div>"
+    yield "</table>"
+
+
+def _rank(name: str, required: Collection[str]) -> int:
+    """Pictures, then what must be given, then what is the route's own, then what all routes take."""
+    return 0 if name.startswith("image") else 1 if name in required else 3 if name in OF_ALL_ROUTES else 2
 
 
 def _marked(text: str) -> str:

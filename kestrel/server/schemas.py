@@ -64,6 +64,15 @@ MANY = 8
 """Fields of an object that are still named in one cell."""
 
 
+def closed(schema: Schema) -> Schema:
+    """Of an object that refuses properties beside its own."""
+    return {**schema, "additionalProperties": False}
+
+
+BEYOND_COUNTING = 2**31 - 1
+"""Bounds from here on are those of a machine's numbers, and no reader needs them."""
+
+
 def type_text(schema: Mapping[str, Any]) -> str:
     """A schema in a few words."""
     if "enum" in schema:
@@ -74,27 +83,29 @@ def type_text(schema: Mapping[str, Any]) -> str:
     kinds = schema.get("type", "any")
     kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
     if kind == "array":
-        return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems')}"
+        return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems', ' entries')}"
     if kind == "object" and 0 < len(schema.get("properties", {})) <= MANY:
         return "{" + ", ".join(f"`{name}`" for name in schema["properties"]) + "}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
         values = type_text(schema["additionalProperties"])
-        return f"object of {values}{_range(schema, 'minProperties', 'maxProperties')}"
-    return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength")
+        return f"object of {values}{_range(schema, 'minProperties', 'maxProperties', ' entries')}"
+    return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength", " characters")
 
 
-def _range(schema: Mapping[str, Any], low: str, high: str) -> str:
+def _range(schema: Mapping[str, Any], low: str, high: str, unit: str = "") -> str:
     ends = [schema.get(low), schema.get(high)]
-    if ends == [None, None]:
+    least, most = (None if end is None or abs(end) >= BEYOND_COUNTING else _bound(float(end)) for end in ends)
+    if least is None and most is None:
         return ""
-    least, most = (None if end is None else _bound(float(end)) for end in ends)
-    if least is None or most is None:
-        return f" (at least {least})" if most is None else f" (at most {most})"
-    return f" ({least})" if least == most else f" ({least} to {most})"
+    if most is None:
+        return " (not empty)" if unit and least == "1" else f" (at least {least}{unit})"
+    if least is None:
+        return f" (at most {most}{unit})"
+    return f" ({least}{unit})" if least == most else f" ({least} to {most}{unit})"
 
 
 def _bound(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.3g}"
+    return f"{value:.0f}" if value.is_integer() else f"{value:.3g}"
 
 
 # ---------------------------------------------------------------------- what goes in
@@ -138,9 +149,15 @@ def body_schema(fields: Mapping[str, Schema], required: tuple[str, ...], bound: 
     own = {name: schema if name in required else nullable(schema) for name, schema in fields.items()}
     common = {name: nullable(schema) for name, schema in COMMON_FIELDS.items()}
     inner = {"type": ["object", "null"], "properties": taken, "additionalProperties": False}
+    settings = described("Settings as one object; each may also stand beside it.", inner)
     return {
         "type": "object",
-        "properties": {**taken, **own, **common, "settings": described("Each may also stand beside it.", inner)},
+        "properties": {
+            **taken,
+            **own,
+            **common,
+            "settings": settings,
+        },
         "required": list(required),
         "additionalProperties": False,
     }

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from kestrel.config import RuntimeConfig, required, setting
 from kestrel.errors import ConfigError
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH
-from kestrel.train.scenes.sampling import MIN_PICTURE_PX
-from kestrel.train.tasks.mix import EVERYTHING, Course
 
+DEFAULT_ATLAS_PATH = Path("out/atlas.npz")
 MAX_PICTURE_PX = 4096
 MAX_SHARDS = 99_999
 
@@ -30,8 +28,8 @@ class TinyRun:
     sizes: tuple[tuple[int, int], ...] = setting(
         ((378, 378),), "Heights and widths; each batch takes one by chance.", flags=()
     )
-    courses: tuple[Course, ...] = setting(
-        (EVERYTHING,), "What is shown and asked; each batch takes one by chance.", flags=()
+    courses: tuple[tuple[str, float], ...] = setting(
+        (("everything", 1.0),), "Names of what is shown and asked, with their shares of the batches.", flags=()
     )
     lr: float = setting(1e-3, "Learning rate after the warm-up.", group="Learning", common=True)
     final_lr: float = setting(1e-3, "Learning rate at the end, reached along a half cosine.")
@@ -39,7 +37,11 @@ class TinyRun:
     ema_decay: float = setting(0.999, "How slowly the averaged weights follow; they are saved.")
     orthogonal: bool = setting(True, "Orthogonal steps for the matrices inside blocks, instead of AdamW.")
     max_seconds: float = setting(
-        math.inf, "End after this time if the steps are not done by then.", show_default=False, group="Run"
+        math.inf,
+        "End after so many seconds of training, even if steps are left. Loading is not counted.",
+        show_default=False,
+        group="Run",
+        common=True,
     )
     seed: int = setting(0, "Of a fresh model's weights and tokenizer.")
     workers: int = setting(4, "Processes that make batches; 0 makes them between the steps.")
@@ -62,6 +64,11 @@ class TinyRun:
         RuntimeConfig(device=self.device)  # refuses devices that do not exist
         if not self.sizes or not self.courses:
             raise ConfigError("courses" if self.sizes else "sizes", "is empty; give at least one")
+        # Here and not above: help needs no numpy.
+        from kestrel.train.scenes.sampling import MIN_PICTURE_PX  # noqa: PLC0415
+        from kestrel.train.tasks.mix import named_courses  # noqa: PLC0415
+
+        named_courses(self.courses)
         for height, width in self.sizes:
             if not (MIN_PICTURE_PX <= height <= MAX_PICTURE_PX and MIN_PICTURE_PX <= width <= MAX_PICTURE_PX):
                 raise ConfigError(

@@ -30,6 +30,7 @@ from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.textures import upload_atlas
 from kestrel.train.tasks.example import PromptFormat
+from kestrel.train.tasks.mix import named_courses
 from kestrel.train.tasks.view import path_book
 from kestrel.train.tiny import build_tokenizer, prompt_format
 
@@ -121,7 +122,7 @@ def _feed_plan(options: TinyRun, prompts: PromptFormat, atlas: SpriteAtlas, star
         start_seed=start_seed,
         batch_size=options.batch_size,
         sizes=options.sizes,
-        courses=options.courses,
+        courses=named_courses(options.courses),
         tasks_per_scene=options.tasks_per_scene,
         length=options.length,
     )

@@ -114,7 +114,7 @@ def test_an_adapter_that_fits_several_models_gets_no_base_by_guessing(kestrel: K
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("inspect", "missing.pt"), 3, "missing.pt is not a file"),
+        (("inspect", "missing.pt"), 3, "there is no missing.pt"),
         (("inspect", GOLDENS / "md3" / "config.json"), 3, "supported suffixes"),
         (("inspect", GOLDENS / "md3" / "model.safetensors"), 3, "no known adapter format"),
         (("inspect", VARIANT, "--model", "unheard-of"), 2, "moondream2"),

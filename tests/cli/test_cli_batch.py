@@ -113,6 +113,6 @@ def test_failed_lines_give_exit_code_1_and_leave_the_others_their_answers(
     source.write_text(json.dumps(REQUEST) + "\n{\n")
     outcome = kestrel("batch", source, "--output", source.with_name("out.jsonl"), *model[: -len(("u", 1, "b", 2))])
     assert outcome.code == 1
-    assert "1 failed, and say why" in outcome.err
+    assert "1 failed; the output says why" in outcome.err
     first, second = map(json.loads, source.with_name("out.jsonl").read_text().splitlines())
     assert (first["response"]["status_code"], second["error"]["code"]) == (200, "invalid_line")

@@ -65,7 +65,7 @@ def test_points_are_judged_without_average_precision(kestrel: Kestrel, data: Pat
         (("--page", "/no/such/page.html"), "--page: /no/such is not a folder; create it first"),
         (("--images", "none"), "--images: none is not a folder; name the one that holds the pictures"),
         (("--only", "none.txt"), "--only: none.txt cannot be read"),
-        (("--data", "none"), "--data: none is not a folder; name the folder that holds train.jsonl or annotations"),
+        (("--data", "none"), "--data: there is no none; name annotations, or a folder that holds them"),
         (("--data", __file__), "test_cli_eval_adapter.py is neither COCO (.json) nor lines of tasks (.jsonl)"),
         (("--n", "5"), "No such option: --n"),
     ],

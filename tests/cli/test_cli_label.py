@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kestrel.cli import label as label_verb
+from kestrel.cli import run_label
 from kestrel.cli.loading import refuse_local_settings
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
@@ -84,7 +84,7 @@ def test_a_folder_becomes_files_and_the_same_command_needs_no_model(
     pictures, output = made_folder(tmp_path / "in", 3, num_damaged=1), tmp_path / "out"
     (pictures / "copy.png").write_bytes((pictures / "0000.png").read_bytes())
     command = ("label", pictures, *ASK, "--output", output, "--format", "coco,csv", "--format", "jsonl", *MD3)
-    monkeypatch.setattr(label_verb, "LINE_INTERVAL_S", -1.0)
+    monkeypatch.setattr(run_label, "LINE_INTERVAL_S", -1.0)
     first = kestrel(*command)
     assert first.code == 0, first.err
     assert re.search(r"^[1-5] of [5?] pictures, [0-9.]+ pictures/s, [0-9]+ objects", first.err, re.MULTILINE)
@@ -100,7 +100,7 @@ def test_a_folder_becomes_files_and_the_same_command_needs_no_model(
     assert [category["name"] for category in coco["categories"]] == ["bee"]
     assert len(rows_in(output)) == 5
 
-    monkeypatch.setattr(label_verb, "open_engine", None)
+    monkeypatch.setattr(run_label, "open_engine", None)
     before = {name: (output / name).read_bytes() for name in files_below(output)}
     again = kestrel(*command)
     assert (again.code, again.out) == (0, first.out)
@@ -353,15 +353,15 @@ def test_a_server_that_dies_is_no_picture_s_error_and_another_one_goes_on(
     output = tmp_path / "out"
     command = ("label", made_folder(tmp_path / "in", 3), *ASK, "--output", output, "--concurrency", "1", "--endpoint")
     program = Program(tmp_path / "log")
-    show = label_verb.View.show
+    show = run_label.View.show
 
-    def show_and_kill(view: label_verb.View) -> None:
+    def show_and_kill(view: run_label.View) -> None:
         show(view)
         program.process.kill()
 
     try:
         url = program.url()
-        monkeypatch.setattr(label_verb.View, "show", show_and_kill)
+        monkeypatch.setattr(run_label.View, "show", show_and_kill)
         died = kestrel(*command, url)
     finally:
         program.kill()
@@ -369,7 +369,7 @@ def test_a_server_that_dies_is_no_picture_s_error_and_another_one_goes_on(
     assert "has answered nothing for" in died.err
     assert "run the same command to go on" in died.err
     assert 1 <= len(rows_in(output)) < 3
-    monkeypatch.setattr(label_verb.View, "show", show)
+    monkeypatch.setattr(run_label.View, "show", show)
     for server in start_server(ServerConfig(port=0), runtime_config()):
         assert kestrel(*command, server.url).code == 0
     assert len(rows_in(output)) == 3

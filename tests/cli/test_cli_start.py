@@ -5,11 +5,18 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kestrel.cli.app import GROUPS, VERBS, verb_command
+from kestrel.cli.app import GROUPS, SUBVERBS, VERBS, verb_command
+from kestrel.evals.plans import FAMILY_NAMES
+from kestrel.labelling.formats import FORMATS
+from kestrel.labelling.task import TASKS
+from kestrel.train.adapter.options import SKILLS
+from kestrel.train.adapter.samples import READERS
+from kestrel.train.tasks.mix import COURSES, SAMPLERS
 
 ROOT = Path(__file__).parents[2]
 FOR_FEW = ("torch._dynamo", "torch._inductor", "sympy", "fastapi", "uvicorn", "prometheus_client")
@@ -31,21 +38,38 @@ print([name for name in {FOR_FEW!r} if name in sys.modules])
 
 WRONG = (
     ["nofile.jpg", "What is this?"],
-    ["pyproject.toml", "What is this?"],
     ["hi", "--tempreature", "1"],
     ["hi", "--temperature", "500"],
     ["hi", "--page-size", "0"],
     ["hi", "--device", "abacus"],
-    ["hi", "--adapter", "mine"],
     ["hi", "--model", "moondraem2"],
     ["hi", "--model", "./folder"],
 )
 """What `kestrel query` refuses."""
+MISTAKES = (
+    (["caption", "nofile.png"], 2),
+    (["detect", "nofile.png", "cat"], 2),
+    (["chat", "--image", "nofile.png"], 2),
+    (["schedule", "hi", "--image", "nofile.png"], 2),
+    (["label", "nofolder", "--objects", "cat", "--output", "labels"], 2),
+    (["label", "--taks", "detect"], 2),
+    (["batch", "nofile.jsonl", "--output", "out.jsonl"], 2),
+    (["train", "adapter", "--data", "nofolder", "--output", "a.safetensors"], 2),
+    (["train", "adaptr"], 2),
+    (["eval", "adapter", "--data", "nofile"], 2),
+    (["adapters", "inspect", "nofile"], 3),
+    (["mcp", "--allow", "nofolder"], 2),
+    (["serve", "--model", "moondraem2"], 2),
+    (["query", "hi", "--weights", "/no/such"], 3),
+    (["qury"], 2),
+)
+HEAVY = ("torch", "transformers", "triton", "numpy", "PIL", "httpx", "tokenizers", "starlette")
+FOR_MORE_THAN_HELP = (*HEAVY, "rich", "pydantic")
 TOLD_BY_ONE_PROCESS = """
 import ast, sys
 from kestrel.cli.app import run
-heavy = ("torch", "transformers", "triton")
-print([(line, run(line), [name for name in heavy if name in sys.modules]) for line in ast.literal_eval(sys.argv[1])])
+lines, heavy = map(ast.literal_eval, sys.argv[1:])
+print([(line, run(line), [name for name in heavy if name in sys.modules]) for line in lines])
 """
 
 
@@ -55,16 +79,44 @@ def test_a_command_that_loads_a_model_loads_neither_the_compiler_nor_the_web_fra
     assert (told.stdout, told.stderr) == ("[]\n", "")
 
 
-def test_help_lists_and_refusals_do_without_torch() -> None:
-    """It takes three seconds to import."""
-    lines = [(["--help"], 0), *(([verb, "--help"], 0) for verb in VERBS | GROUPS)]
-    lines += [(["eval", "adapter", "--help"], 0), (["bench", "engine", "--help"], 0), (["train", "tiny", "--help"], 0)]
-    lines += [(["--version"], 0), (["models"], 0), (["models", "--json"], 0), (["qury"], 2)]
-    lines += [(["query", *words], 2) for words in WRONG]
-    lines += [(["query", "hi", "--weights", "/no/such"], 3), (["serve", "--model", "moondraem2"], 2)]
-    command = [sys.executable, "-c", TOLD_BY_ONE_PROCESS, repr([line for line, _ in lines])]
+def told_with(lines: list[tuple[list[str], int]], heavy: tuple[str, ...]) -> None:
+    """All in one process, which names what it has loaded behind each."""
+    command = [sys.executable, "-c", TOLD_BY_ONE_PROCESS, repr([line for line, _ in lines]), repr(heavy)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ast.literal_eval(told.stdout.splitlines()[-1]) == [(line, code, []) for line, code in lines]
+
+
+def test_help_loads_no_library_but_that_of_the_command_line() -> None:
+    subverbs = [(group, verb) for group in GROUPS for verb in verb_command(group).commands]
+    subverbs += [(verb, subverb) for verb, names in SUBVERBS.items() for subverb in names]
+    lines = [["--help"], *([verb, "--help"] for verb in VERBS | GROUPS), *([*verbs, "--help"] for verbs in subverbs)]
+    told_with([(line, 0) for line in [*lines, ["train", "adapter", "--help-all"]]], FOR_MORE_THAN_HELP)
+
+
+def test_lists_wrong_paths_and_typos_load_neither_models_nor_pictures() -> None:
+    """torch takes three seconds to import, the others a tenth to a half each."""
+    lines = [(["--version"], 0), (["models"], 0), (["models", "--json"], 0)]
+    told_with([*lines, *((["query", *words], 2) for words in WRONG), *MISTAKES], HEAVY)
+    told_with([(["query", "pyproject.toml", "What is this?"], 2), (["query", "hi", "--adapter", "mine"], 2)], HEAVY[:3])
+
+
+def test_help_names_every_choice() -> None:
+    """Of tables that it does not read itself."""
+    assert tuple(SAMPLERS) == FAMILY_NAMES
+    assert tuple(READERS) == SKILLS
+    flags = {(verb, flag): option for verb, flag, option in _options()}
+    for place, names in {
+        ("label", "--task"): TASKS,
+        ("label", "--format"): FORMATS,
+        ("tiny", "--courses"): COURSES,
+    }.items():
+        assert [name for name in names if name not in flags[place]] == []
+
+
+def _options() -> Iterator[tuple[str, str, str]]:
+    for command in (verb_command("label"), verb_command("train").commands["tiny"]):
+        for option in command.params:
+            yield command.name, option.opts[0], option.help
 
 
 @pytest.mark.parametrize(("name", "told"), (VERBS | GROUPS).items())
@@ -72,3 +124,8 @@ def test_the_list_of_verbs_says_what_each_says_itself(name: str, told: str) -> N
     command = verb_command(name)
     assert command.name == name or name in GROUPS
     assert command.help.split("\n\n")[0].replace("\n", " ") == told
+
+
+def test_help_of_training_shows_how_long_and_on_how_much() -> None:
+    rare = verb_command("train").commands["adapter"].callback.rare_flags
+    assert {"epochs", "steps", "batch_size", "max_seconds"}.isdisjoint(rare)

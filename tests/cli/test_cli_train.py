@@ -270,8 +270,9 @@ def test_missing_fonts_are_named_with_a_remedy(
     flags = ("--folder", tmp_path / "model", "--steps", "1", "--atlas", tmp_path / "atlas.npz")
     outcome = kestrel("train", "tiny", *flags)
     assert outcome.code == 2
-    assert outcome.err.startswith("error: font: NotoColorEmoji.ttf is not below ")
-    assert "install the fonts with scripts/install-fonts" in outcome.err
+    assert outcome.err.startswith("error: --atlas: there is no ")
+    assert "NotoColorEmoji.ttf" in outcome.err
+    assert "install them with scripts/install-fonts" in outcome.err
 
 
 def test_weights_without_dimensions_are_not_overwritten(kestrel: Kestrel, tmp_path: Path, atlas_file: Path) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 from PIL import Image
 
-from kestrel.cli.printing import printer_for
+from kestrel.cli.printing import note_missing, printer_for
 from kestrel.engine import EngineResult
 from tests.moondream.coarse import POSITIONS
 from tests.places import bare
@@ -231,3 +231,12 @@ def test_help_and_version_are_results(kestrel: Kestrel) -> None:
         outcome = kestrel(*arguments)
         assert (outcome.code, outcome.err) == (0, "")
         assert all(verb in outcome.out for verb in ("query", "schedule", "demo"))
+
+
+def test_names_without_an_instance_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = cast("EngineResult", SimpleNamespace(output={"objects": [{"label": "bee"}]}))
+    note_missing(["bee", "cow", "hat"], found)
+    assert capsys.readouterr().err == "not found: cow, hat\n"
+    for asked in ("bee", ["bee"]):
+        note_missing(asked, found)
+    assert capsys.readouterr().err == ""

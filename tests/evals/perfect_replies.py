@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from kestrel.evals.metrics import Box
+from kestrel.evals.plans import EvalPlan
 from kestrel.evals.questions import (
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
     CountTruth,
-    EvalPlan,
     OutlineTruth,
     PointsTruth,
     Question,

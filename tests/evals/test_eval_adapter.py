@@ -17,7 +17,6 @@ from kestrel.errors import ConfigError
 from kestrel.evals.adapter import (
     Judged,
     LocateAnswer,
-    LocatePlan,
     LocateQuestion,
     annotations_in,
     judge,
@@ -28,6 +27,7 @@ from kestrel.evals.adapter import (
 )
 from kestrel.evals.coco_metrics import located_figures
 from kestrel.evals.held_out import held_out_examiner
+from kestrel.evals.plans import LocatePlan
 from kestrel.families import find_family
 from kestrel.images.encoded import ImageLimits
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_samples

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from kestrel.errors import ConfigError
+from kestrel.evals.plans import FAMILY_NAMES, EvalPlan
 from kestrel.evals.questions import (
-    FAMILY_NAMES,
     HELD_OUT_DIFFICULTY,
     HELD_OUT_SEED,
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,
-    EvalPlan,
     OutlineTruth,
     PointsTruth,
     Question,

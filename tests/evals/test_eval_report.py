@@ -8,7 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from kestrel.evals.questions import FAMILY_NAMES, HELD_OUT_SEED, EvalPlan
+from kestrel.evals.plans import FAMILY_NAMES, EvalPlan
+from kestrel.evals.questions import (
+    HELD_OUT_SEED,
+)
 from kestrel.evals.report import as_json, as_tables, summary
 from kestrel.evals.run import Evaluation, Throughput
 from kestrel.evals.scoring import CaptionResult, ThinkingResult, score

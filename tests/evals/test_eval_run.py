@@ -11,7 +11,10 @@ import pytest
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import EngineStopped, RequestError
-from kestrel.evals.questions import HELD_OUT_SEED, EvalPlan
+from kestrel.evals.plans import EvalPlan
+from kestrel.evals.questions import (
+    HELD_OUT_SEED,
+)
 from kestrel.evals.run import Evaluation, ScenePictures, Tally, pictures_per_batch, run_eval
 from kestrel.request import RequestMetrics
 from kestrel.train.scenes.atlas import SpriteAtlas

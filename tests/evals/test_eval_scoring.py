@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kestrel.evals.metrics import Box
+from kestrel.evals.plans import FAMILY_NAMES
 from kestrel.evals.questions import (
-    FAMILY_NAMES,
     AnswerTruth,
     BoxesTruth,
     CaptionTruth,

@@ -94,6 +94,25 @@ def test_every_operation_declares_its_answers_and_refusals(described: RunningSer
             assert body["properties"], path
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "Who?", "colour": "red"}]}),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": "Who?"}], "thinking": {"type": "a"}},
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": "Who?", "colour": "red"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "best_of": 0}),
+    ],
+)
+def test_what_is_refused_is_against_the_schema(described: RunningServer, path: str, body: dict[str, Any]) -> None:
+    schema = described.app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert not Draft202012Validator(schema).is_valid(body)
+    with described.client() as client:
+        assert client.post(path, json=body).status_code == 400
+
+
 def test_every_status_that_clients_get_is_declared(described: RunningServer) -> None:
     """499 has no receiver: the client is gone or cancelled the request itself."""
     declared = {int(status) for status in described.app.openapi()["paths"]["/v1/query"]["post"]["responses"]}

@@ -35,6 +35,15 @@ def test_the_page_tells_every_route_and_every_field(page: str, server: RunningSe
         assert [field for field in body.get("schema", {}).get("properties", ()) if field not in told] == []
 
 
+def test_pictures_come_first_what_all_routes_take_last_and_no_bound_is_a_machine_s(page: str) -> None:
+    for path in ("/v1/query", "/v1/detect"):
+        article = page.split(f"<h3>POST <code>{path}</code></h3>")[1].split("</table>")[0]
+        fields = re.findall(r"<tr><td>(?:<strong>)?<code>(.*?)</code>", article)
+        assert fields[0] == "image_url"
+        assert fields.index("stream") < fields.index("temperature")
+    assert [number for number in re.findall(r"\d{10,}|\d[Ee]\+?\d+", page) if number != "1700000000"] == []
+
+
 def test_every_command_is_answered(page: str, client: httpx.Client) -> None:
     """All but those that name a stored response."""
     commands = [shlex.split(html.unescape(command)) for command in re.findall(r"<pre>(.*?)</pre>", page)]

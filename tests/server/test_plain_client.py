@@ -18,7 +18,7 @@ import kestrel
 from kestrel import default_model
 from kestrel.client.model import AutoModelForCausalLM, Model
 from kestrel.config import RuntimeConfig
-from kestrel.errors import ConfigError, KestrelError, RequestError, ServerAway, Unauthorised
+from kestrel.errors import ConfigError, EngineStopped, KestrelError, RequestError, ServerAway, Unauthorised
 from tests.scene import BEES, SCENE
 from tests.server.conftest import GREEDY, KEYS, RunningServer, runtime_config
 
@@ -128,8 +128,20 @@ def test_what_is_wrong_is_named(model: Model, tmp_path: Path) -> None:
         model.query(SCENE, "What?", colour="red")
     with pytest.raises(RequestError, match=r"none\.png' cannot be read \(No such file or directory\)"):
         model.query(tmp_path / "none.png", "What?")
-    with pytest.raises(RequestError, match="a float is no picture"):
+    with pytest.raises(RequestError, match="float is no picture"):
         model.caption(1.5)
+
+
+def test_a_closed_model_says_so(server: RunningServer) -> None:
+    model = kestrel.vl(endpoint=server.url)
+    model.close()
+    assert repr(model) == f"<kestrel model {default_model.NAME}, closed>"
+    with pytest.raises(EngineStopped, match="this model is closed"):
+        model.query(question="Who are you?")
+
+
+def test_a_picture_that_was_read_is_short_to_look_at(model: Model) -> None:
+    assert len(repr(model.encode_image(SCENE))) < 40
 
 
 def test_a_notebook_shows_places_on_the_picture(model: Model) -> None:

@@ -9,7 +9,16 @@ from kestrel.server.errors import ANTHROPIC_STATUSES
 from kestrel.server.openai.chat import MAX_MESSAGES
 from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, body, dialect_routes
 from kestrel.server.records import MESSAGES_PATH
-from kestrel.server.schemas import REFUSALS, Schema, described, exemplified, list_of, nullable, record
+from kestrel.server.schemas import (
+    REFUSALS,
+    Schema,
+    closed,
+    described,
+    exemplified,
+    list_of,
+    nullable,
+    record,
+)
 from kestrel.settings import SETTINGS
 from kestrel.skills.tools import MAX_TOOLS, NAME
 
@@ -30,22 +39,26 @@ _RESULT = record(
 )
 _PICTURE = record({"type": {"const": "image"}, "source": _SOURCE})
 _BLOCK: Schema = {"anyOf": [_TEXT_BLOCK, _PICTURE, _CALL, _RESULT, _THOUGHT]}
-_MESSAGE = record({"role": {"enum": ["user", "assistant"]}, "content": {"anyOf": [TEXT, list_of(_BLOCK, minItems=1)]}})
-_TOOL = body(
-    {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}, "input_schema": {"type": "object"}},
-    {"type": {"const": "custom"}, "description": TEXT, "strict": BOOLEAN, "cache_control": {}},
+_MESSAGE = closed(
+    record({"role": {"enum": ["user", "assistant"]}, "content": {"anyOf": [TEXT, list_of(_BLOCK, minItems=1)]}})
 )
-_TOOL_CHOICE = body({"type": {"enum": [*CHOICES, "tool"]}}, {"name": TEXT, "disable_parallel_tool_use": BOOLEAN})
+_TOOL = closed(
+    body(
+        {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}, "input_schema": {"type": "object"}},
+        {"type": {"const": "custom"}, "description": TEXT, "strict": BOOLEAN, "cache_control": {}},
+    )
+)
+_TOOL_CHOICE = closed(
+    body({"type": {"enum": [*CHOICES, "tool"]}}, {"name": TEXT, "disable_parallel_tool_use": BOOLEAN})
+)
 _THINKING: Schema = {
     "anyOf": [
-        record({"type": {"const": "enabled"}, "budget_tokens": {"type": "integer", "minimum": 1}}),
-        record({"type": {"enum": ["adaptive", "disabled"]}}),
+        closed(record({"type": {"const": "enabled"}, "budget_tokens": {"type": "integer", "minimum": 1}})),
+        closed(record({"type": {"enum": ["adaptive", "disabled"]}})),
     ]
 }
-_OUTPUT_CONFIG = body(
-    {},
-    {"format": record({"type": {"const": "json_schema"}, "schema": {"type": "object"}}), "effort": {"const": EFFORT}},
-)
+_FORMAT = record({"type": {"const": "json_schema"}, "schema": {"type": "object"}})
+_OUTPUT_CONFIG = closed(body({}, {"format": _FORMAT, "effort": {"const": EFFORT}}))
 _MESSAGES = exemplified(
     list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]
 )
@@ -58,18 +71,19 @@ _CONVERSATION = {
     "thinking": described("Whether to think first. The budget has no effect.", _THINKING),
 }
 _UNUSED = {"description": "Taken and not used."}
-_CLOSED = {"additionalProperties": False}
-MESSAGE_REQUEST = _CLOSED | body(
-    {"messages": _MESSAGES, "max_tokens": exemplified(SETTINGS["max_tokens"].schema, 100)},
-    {
-        **_CONVERSATION,
-        **{name: SETTINGS[name].schema for name in ("temperature", "top_p", "top_k")},
-        "stop_sequences": described(SETTINGS["stop"].meaning, SETTINGS["stop"].schema["anyOf"][1]),
-        "stream": described("Answer as Server-Sent Events.", BOOLEAN),
-        **dict.fromkeys(UNUSED, _UNUSED),
-    },
+MESSAGE_REQUEST = closed(
+    body(
+        {"messages": _MESSAGES, "max_tokens": exemplified(SETTINGS["max_tokens"].schema, 100)},
+        {
+            **_CONVERSATION,
+            **{name: SETTINGS[name].schema for name in ("temperature", "top_p", "top_k")},
+            "stop_sequences": described(SETTINGS["stop"].meaning, SETTINGS["stop"].schema["anyOf"][1]),
+            "stream": described("Answer as Server-Sent Events.", BOOLEAN),
+            **dict.fromkeys(UNUSED, _UNUSED),
+        },
+    )
 )
-COUNT_REQUEST = _CLOSED | body({"messages": _MESSAGES}, {**_CONVERSATION, "cache_control": _UNUSED})
+COUNT_REQUEST = closed(body({"messages": _MESSAGES}, {**_CONVERSATION, "cache_control": _UNUSED}))
 MESSAGE = record(
     {
         "id": TEXT,

@@ -84,7 +84,7 @@ _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": 
 _COMMON: Mapping[str, Schema] = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
     "n": CHOICES.schema,
-    "best_of": {"type": "integer", "description": "Must equal `n`."},
+    "best_of": described("Must equal `n`.", CHOICES.schema),
     **FORMATS,
     "stream": BOOLEAN,
     "stream_options": _STREAM_OPTIONS,

@@ -20,7 +20,17 @@ from kestrel.server.responses_api.create import (
     get_response,
 )
 from kestrel.server.responses_api.items import MESSAGE_ROLES
-from kestrel.server.schemas import NULL, REFUSALS, Schema, described, list_of, nullable, record, refusals
+from kestrel.server.schemas import (
+    NULL,
+    REFUSALS,
+    Schema,
+    closed,
+    described,
+    list_of,
+    nullable,
+    record,
+    refusals,
+)
 from kestrel.settings import SETTINGS
 from kestrel.skills.tools import MAX_TOOLS, NAME
 
@@ -33,22 +43,23 @@ _PICTURE = body({"type": {"const": "input_image"}, "image_url": TEXT}, {"detail"
 _TEXTS: Schema = {"anyOf": [TEXT, list_of({"anyOf": [_TEXT_PART, _SAID_PART]}, minItems=1)]}
 _CONTENT: Schema = {"anyOf": [TEXT, list_of({"anyOf": [_TEXT_PART, _SAID_PART, _PICTURE]}, minItems=1)]}
 _THOUGHT = record({"type": {"const": "reasoning_text"}, "text": TEXT})
-_ITEM: Schema = {
-    "anyOf": [
-        body(
-            {"role": {"enum": list(MESSAGE_ROLES)}, "content": _CONTENT},
-            {"type": {"const": "message"}, "phase": _ANY, **_IDENTITY},
-        ),
-        body({"type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT}, _IDENTITY),
-        body({"type": {"const": "function_call_output"}, "call_id": TEXT, "output": _TEXTS}, _IDENTITY),
-        body({"type": {"const": "reasoning"}}, {"summary": _ANY, "content": list_of(_THOUGHT), **_IDENTITY}),
-    ]
-}
+_ITEMS = (
+    body(
+        {"role": {"enum": list(MESSAGE_ROLES)}, "content": _CONTENT},
+        {"type": {"const": "message"}, "phase": _ANY, **_IDENTITY},
+    ),
+    body({"type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT}, _IDENTITY),
+    body({"type": {"const": "function_call_output"}, "call_id": TEXT, "output": _TEXTS}, _IDENTITY),
+    body({"type": {"const": "reasoning"}}, {"summary": _ANY, "content": list_of(_THOUGHT), **_IDENTITY}),
+)
+_ITEM: Schema = {"anyOf": [closed(item) for item in _ITEMS]}
 _TOOL = body(
     {"type": {"const": "function"}, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}},
     {"description": TEXT, "parameters": {"type": "object"}, "strict": BOOLEAN},
 )
-_TOOL_CHOICE: Schema = {"anyOf": [{"enum": list(CHOICES)}, record({"type": {"const": "function"}, "name": TEXT})]}
+_TOOL_CHOICE: Schema = {
+    "anyOf": [{"enum": list(CHOICES)}, closed(record({"type": {"const": "function"}, "name": TEXT}))]
+}
 _FORMAT: Schema = {
     "anyOf": [
         record({"type": {"enum": ["text", "json_object"]}}),

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any, TypeGuard
 
 from kestrel.errors import ConfigError, shown
+from kestrel.train.adapter.options import TRAIN, data_files
 from kestrel.train.adapter.samples import (
-    SKILLS,
     Box,
     Mistake,
     MistakeList,
@@ -262,10 +262,6 @@ def _questions(
 # judge by, some of the pictures are set aside, chosen by the seed.
 
 
-TRAIN, VAL = "train.jsonl", "val.jsonl"
-COCO_TRAIN, COCO_VAL = "annotations.json", "val_annotations.json"
-
-
 @dataclass(frozen=True)
 class DataChoice:
     """What to take from a folder."""
@@ -344,18 +340,6 @@ def read_dataset(folder: Path, pictures: PictureFolder, choice: DataChoice) -> D
     return Dataset(tuple(kept_train), tuple(kept_val), left_out)
 
 
-def data_files(folder: Path) -> tuple[Path, Path | None]:
-    """What to learn from, and what to judge by where there is such a file."""
-    if not folder.is_dir():
-        raise ConfigError("data", f"{folder} is not a folder; name the folder that holds {TRAIN} or {COCO_TRAIN}")
-    lines, coco = folder / TRAIN, folder / COCO_TRAIN
-    if lines.is_file() == coco.is_file():
-        has = f"both {TRAIN} and {COCO_TRAIN}" if lines.is_file() else f"neither {TRAIN} nor {COCO_TRAIN}"
-        raise ConfigError("data", f"{folder} has {has}; give exactly one of them")
-    train, val = (lines, folder / VAL) if lines.is_file() else (coco, folder / COCO_VAL)
-    return train, val if val.is_file() else None
-
-
 def split_by_picture(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
     """Samples to learn from and to judge by. A picture goes to one side with all its samples."""
     digests = list(dict.fromkeys(sample.picture.digest for sample in samples))
@@ -419,9 +403,3 @@ def _require_apart(train: Sequence[Sample], val: Sequence[Sample], val_name: str
             where = learnt[digest].where
             mistakes.add(sample.where, f"image: its picture is learnt from in {where}; keep it on one side")
     mistakes.check()
-
-
-def check_skills(skills: Sequence[str]) -> None:
-    for skill in skills:
-        if skill not in SKILLS:
-            raise ConfigError("skill", f"there is no {skill!r} to train; use {', '.join(SKILLS)}")

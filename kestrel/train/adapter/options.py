@@ -9,12 +9,14 @@ from typing import Any
 
 from kestrel.config import RuntimeConfig, required, setting
 from kestrel.errors import ConfigError, shown
-from kestrel.train.adapter.dataset import check_skills
 
 DEFAULT_EPOCHS = 10.0
 FOLDER_SUFFIX = ".training"
 MATRICES = ("qkv", "proj", "fc1", "fc2")
 """Those of a Moondream's blocks, which this training knows."""
+SKILLS = ("query", "caption", "point", "detect", "segment")
+TRAIN, VAL = "train.jsonl", "val.jsonl"
+COCO_TRAIN, COCO_VAL = "annotations.json", "val_annotations.json"
 STATE, CURVES, PICTURE, HELD_OUT = "state.pt", "curves.csv", "curves.png", "held_out.txt"
 
 
@@ -40,7 +42,7 @@ class AdapterRun:
     )
     model: str | None = setting(
         None,
-        "Base model: a registered name. Default: the embedded one.",
+        "Base model: a name of `kestrel models`. Default: kestrel-tiny, the embedded one.",
         metavar="NAME",
         group="Base model",
         common=True,
@@ -58,8 +60,8 @@ class AdapterRun:
         group="Learning",
         common=True,
     )
-    steps: int | None = setting(None, "Batches to train on, instead of passes over the data.")
-    batch_size: int = setting(4, "Pictures in a batch, each with its tasks.")
+    steps: int | None = setting(None, "Batches to train on, instead of passes over the data.", common=True)
+    batch_size: int = setting(4, "Pictures in a batch, each with its tasks.", common=True)
     length: int = setting(256, "Positions for tasks behind a picture; more tasks make more rows.")
     lr: float | None = setting(
         None,
@@ -82,7 +84,14 @@ class AdapterRun:
         16, "Held-out pictures in which objects are located at each look, for F1 and AP50; 0 for none."
     )
     patience: int = setting(5, "Looks without a better validation loss before training ends early; 0 never does.")
-    max_seconds: float = setting(math.inf, "Stop after this time; --resume goes on.", show_default=False, group="Run")
+    max_seconds: float = setting(
+        math.inf,
+        "Stop after so many seconds of steps and validation, and save; --resume goes on. What comes before the first "
+        "step (loading, and a look at each picture) is not counted.",
+        show_default=False,
+        group="Run",
+        common=True,
+    )
     resume: bool = setting(
         False, "Go on where a run with the same options stopped.", flags=("--resume",), show_default=False, common=True
     )
@@ -116,10 +125,23 @@ class AdapterRun:
             raise ConfigError("overwrite", "is given together with resume; give one of them")
         if self.output.suffix != ".safetensors":
             raise ConfigError("output", f"{self.output} must end in .safetensors")
-        check_skills(self.skill_names)
+        for skill in self.skill_names:
+            if skill not in SKILLS:
+                raise ConfigError("skill", f"there is no {skill!r} to train; use {', '.join(SKILLS)}")
         _check_targets(self.targets)
         if self.runtime_config().dtype_name == "float16":
             raise ConfigError("dtype", "float16 is too narrow for gradients; use bfloat16 or float32")
+
+    def check_files(self) -> None:
+        """What can be refused before the data is read and a model is loaded."""
+        data_files(self.data)
+        if not self.output.absolute().parent.is_dir():
+            raise ConfigError("output", f"{self.output.parent} is not a folder; create it first")
+        taken = next((path for path in (self.output, self.folder / STATE) if path.exists()), None)
+        if taken is not None and not self.resume and not self.overwrite:
+            raise ConfigError(
+                "output", f"{taken} exists; give --resume to go on, --overwrite to start anew, or another name"
+            )
 
     @property
     def skill_names(self) -> tuple[str, ...]:
@@ -195,6 +217,18 @@ _FIXED = (
     "rank", "alpha", "targets", "epochs", "steps", "batch_size", "length", "lr", "final_lr", "warmup_steps",
     "weight_decay", "clip_norm", "val_every", "patience", "seed",
 )  # fmt: skip
+
+
+def data_files(folder: Path) -> tuple[Path, Path | None]:
+    """What to learn from, and what to judge by where there is such a file."""
+    if not folder.is_dir():
+        raise ConfigError("data", f"{folder} is not a folder; name the folder that holds {TRAIN} or {COCO_TRAIN}")
+    lines, coco = folder / TRAIN, folder / COCO_TRAIN
+    if lines.is_file() == coco.is_file():
+        has = f"both {TRAIN} and {COCO_TRAIN}" if lines.is_file() else f"neither {TRAIN} nor {COCO_TRAIN}"
+        raise ConfigError("data", f"{folder} has {has}; give exactly one of them")
+    train, val = (lines, folder / VAL) if lines.is_file() else (coco, folder / COCO_VAL)
+    return train, val if val.is_file() else None
 
 
 def _listed(text: str) -> list[str]:

@@ -94,7 +94,7 @@ def run_adapter(
     make_examiner: MakeExaminer = lambda *_: None,
 ) -> Trained:
     """Trains and saves; ends early, saving all the same, after a step at which `should_stop` says so."""
-    _check_output(options)
+    options.check_files()
     config = options.runtime_config()
     require_moondream(*_named_model(config))
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
@@ -133,17 +133,6 @@ def _named_model(config: RuntimeConfig) -> tuple[str, str]:
     else:
         named = resolve(config)
     return named.name, named.family
-
-
-def _check_output(options: AdapterRun) -> None:
-    if not options.output.absolute().parent.is_dir():
-        raise ConfigError("output", f"{options.output.parent} is not a folder; create it first")
-    state = options.folder / STATE
-    taken = next((path for path in (options.output, state) if path.exists()), None)
-    if taken is not None and not options.resume and not options.overwrite:
-        raise ConfigError(
-            "output", f"{taken} exists; give --resume to go on, --overwrite to start anew, or another name"
-        )
 
 
 def load_base(options: AdapterRun) -> LoadedModel[Any, Any]:

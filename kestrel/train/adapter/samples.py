@@ -52,7 +52,7 @@ def parse_line(text: str, pictures: PictureFolder, where: str) -> Sample:
     row = _json_object(text)
     skill = _skill_of(row)
     picture = pictures.find(row.get("image"))
-    return Sample(where, picture, _READERS[skill](row, _scale(row, picture)))
+    return Sample(where, picture, READERS[skill](row, _scale(row, picture)))
 
 
 def _json_object(text: str) -> Row:
@@ -143,14 +143,13 @@ def _segment(row: Row, scale: Scale) -> TaskExample:
     return TaskExample("segment", "segment", {"object": _text(row, "object")}, outline_pieces(corners))
 
 
-_READERS: Mapping[str, Callable[[Row, Scale], TaskExample]] = {
+READERS: Mapping[str, Callable[[Row, Scale], TaskExample]] = {
     "query": _query,
     "caption": _caption,
     "point": _point,
     "detect": _detect,
     "segment": _segment,
 }
-SKILLS = tuple(_READERS)
 
 
 # ---------------------------------------------------------------------- mistakes

@@ -201,7 +201,6 @@ def _shape_alpha(name: str, side: int) -> NDArray[np.uint8]:
 
 # ---------------------------------------------------------------------- the atlas
 
-DEFAULT_ATLAS_PATH = Path("out/atlas.npz")
 SHAPE_SIDE_PX = 128
 FORMAT = 2
 
@@ -276,7 +275,7 @@ def build_atlas() -> SpriteAtlas:
     )
 
 
-def load_or_build_atlas(path: Path = DEFAULT_ATLAS_PATH) -> SpriteAtlas:
+def load_or_build_atlas(path: Path) -> SpriteAtlas:
     """The atlas at `path`, built and saved there first when there is none."""
     if not path.exists():
         build_atlas().save(path)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from kestrel.train.scenes.atlas import DEFAULT_ATLAS_PATH, SpriteAtlas, load_or_build_atlas
+from kestrel.train.options import DEFAULT_ATLAS_PATH
+from kestrel.train.scenes.atlas import SpriteAtlas, load_or_build_atlas
 from kestrel.train.scenes.draw import draw_batch
 from kestrel.train.scenes.sampling import PRESETS, SceneDifficulty, sample_batch, scene_at
 from kestrel.train.scenes.textures import upload_atlas

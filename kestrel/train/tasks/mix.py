@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -149,9 +149,12 @@ READING = Course(
 COURSES = {"beginning": BEGINNING, "everything": EVERYTHING, "reading": READING}
 
 
-def named_courses(shares: dict[str, float]) -> tuple[Course, ...]:
-    """From names and shares, as in {"everything": 2, "reading": 1}."""
-    unknown = sorted(shares.keys() - COURSES.keys())
-    if unknown:
-        raise ConfigError("courses", f"there is no {unknown[0]!r}; known are: {', '.join(COURSES)}")
-    return tuple(replace(COURSES[name], share=share) for name, share in shares.items())
+def named_courses(shares: Iterable[tuple[str, float]]) -> tuple[Course, ...]:
+    """From names and shares, as in (("everything", 2.0), ("reading", 1.0))."""
+    return tuple(replace(_course(name), share=share) for name, share in shares)
+
+
+def _course(name: str) -> Course:
+    if name not in COURSES:
+        raise ConfigError("courses", f"there is no {name!r}; known are: {', '.join(COURSES)}")
+    return COURSES[name]

@@ -19,6 +19,7 @@ from PIL import Image
 from kestrel.errors import RequestCancelled
 from kestrel.server.playground.routes import FOLDER
 from tests.server.conftest import RunningServer
+from tests.server.playground.browser import Page
 from tests.server.playground.conftest import (
     KEY,
     MAX_BODY_BYTES,
@@ -273,3 +274,11 @@ async def test_nothing_sticks_out_at_any_size(
         await page.resize(320, 640, touch)
         assert await page.evaluate(OVERFLOW) <= 0
         assert await page.evaluate("getComputedStyle(document.querySelector('#camera')).display") != "none"
+
+
+async def test_the_page_about_the_api_fits_a_phone(tab: Page, locked_server: RunningServer) -> None:
+    await tab.resize(390, 844, True)
+    await tab.open(f"{locked_server.url}/docs")
+    wide = "[...document.querySelectorAll('article *')].filter(one => one.getBoundingClientRect().right > innerWidth)"
+    assert await tab.evaluate(f"{wide}.map(one => one.textContent)") == []
+    await tab.forget()

@@ -1,0 +1,247 @@
+"""What `kestrel label` does once its flags are read: a job with its progress, or an estimate; then the files."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+
+from kestrel import default_model
+from kestrel.cli.batch import KEY_VARIABLE
+from kestrel.cli.console import note, run_to_end, stderr_console, write
+from kestrel.cli.label import RunFlags
+from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings, require_skill
+from kestrel.cli.options import check_adapter
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError, KestrelError
+from kestrel.labelling.askers import ENDPOINT_REQUESTS, Asker, EndpointAsker, EngineAsker
+from kestrel.labelling.endpoint import Endpoint
+from kestrel.labelling.job import LabelJob, Progress, open_journal
+from kestrel.labelling.journal import Journal
+from kestrel.labelling.outputs import OutputPlan, apply_decisions, named_faults, write_outputs
+from kestrel.labelling.review import read_decisions
+from kestrel.labelling.sources import SourceOptions, count, items
+from kestrel.labelling.task import LabelTask
+
+LINE_INTERVAL_S = 15.0
+"""Between two lines about how far the work is, without a terminal."""
+GO_ON = "run the same command to go on"
+SAMPLE = 48
+"""Pictures that a dry run labels."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One command line."""
+
+    sources: Sequence[str]
+    task: LabelTask
+    options: SourceOptions
+    limit: int | None
+    output: Path
+    plan: OutputPlan
+    run: RunFlags
+    config: RuntimeConfig
+
+    def check(self) -> None:
+        """What can be refused before anything is written or loaded."""
+        items(self.sources, self.options)
+        self.task.require_complete(self.sources)
+        if any(Path(source).resolve() == self.output.resolve() for source in self.sources):
+            raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
+        if self.run.endpoint is not None:
+            refuse_local_settings(self.config)
+        elif self.task.adapter is not None:
+            check_adapter(self.task.adapter, self.config)
+
+    async def model_name(self) -> str:
+        """Known before a model is loaded."""
+        if self.run.endpoint is not None:
+            async with self._server(self.run.endpoint) as endpoint:
+                return await endpoint.model_name()
+        weights, revision = self.config.weights, self.config.revision
+        name = self.config.model or (default_model.NAME if weights is None else str(weights.resolve()))
+        return name if revision is None else f"{name}@{revision}"
+
+    def _server(self, url: str, num_requests: int = 1) -> Endpoint:
+        key = self.run.api_key or os.environ.get(KEY_VARIABLE) or None
+        return Endpoint(url, key, num_connections=num_requests, told=note)
+
+    def job(self, journal: Journal) -> LabelJob:
+        return LabelJob(
+            self.sources,
+            self.task,
+            journal,
+            self.asker,
+            options=self.options,
+            limit=self.limit,
+            retry_errors=self.run.retry_errors,
+        )
+
+    @asynccontextmanager
+    async def asker(self) -> AsyncIterator[Asker]:
+        if self.run.endpoint is not None:
+            num_requests = self.run.concurrency or ENDPOINT_REQUESTS
+            async with self._server(self.run.endpoint, num_requests) as endpoint:
+                yield EndpointAsker(endpoint, num_requests)
+            return
+        async with open_engine(self.config) as engine:
+            require_skill(engine.profile, self.task.task)
+            note_default_model(self.config)
+            yield EngineAsker(engine, self.run.concurrency)
+
+    def total(self) -> int | None:
+        """How many pictures there are to label, if that can be told."""
+        found = count(self.sources, self.options)
+        return found if found is None or self.limit is None else min(found, self.limit)
+
+
+def run_label(work: Work, review: Path | None) -> None:
+    """`review`: decisions of a review page to apply."""
+    decisions = None if review is None else read_decisions(review)
+    work.check()
+    if work.run.dry_run:
+        if decisions is not None:
+            raise ConfigError(
+                "apply_review", "is written into the journal, and --dry-run writes nothing; leave one out"
+            )
+        write(run_to_end(_estimate(work)))
+        return
+    model = run_to_end(work.model_name())
+    with (
+        named_faults(work.output),
+        open_journal(work.output, work.task, model, work.sources, work.options) as journal,
+    ):
+        run_to_end(_label(work, journal))
+        try:
+            if decisions is not None:
+                num_changed, refused = apply_decisions(journal, decisions)
+                note(f"decisions changed {num_changed} pictures")
+                for reason in refused:
+                    note(f"not applied: {reason}")
+            written = write_outputs(journal, work.task, work.sources, work.options, work.plan)
+            if written.num_missing:
+                note(f"left out, because they are gone or have changed: {written.num_missing} pictures")
+            for path in written.paths:
+                write(f"{path}\n")
+        except KeyboardInterrupt:
+            note(f"{GO_ON} and write the files")
+            raise
+
+
+async def _label(work: Work, journal: Journal) -> None:
+    job = work.job(journal)
+    counting = asyncio.create_task(asyncio.to_thread(work.total))
+    try:
+        with View(job, counting) as view:
+            async with aclosing(job.rows()) as rows:
+                async for _ in rows:
+                    view.show()
+    except (asyncio.CancelledError, KestrelError):
+        note(f"{len(journal)} pictures are done; {GO_ON}")
+        raise
+    finally:
+        counting.cancel()
+    for line in job.notes.lines():
+        note(line)
+    if not len(journal):
+        raise ConfigError("SOURCE", "there are no pictures to label; name a folder, archive, list or video with some")
+    note(view.summary())
+    if job.progress.num_errors:
+        note(f"{work.output / 'errors.csv'} says what is wrong with {job.progress.num_errors} of them")
+
+
+async def _estimate(work: Work) -> str:
+    """A sample, labelled in a folder of its own."""
+    total = await asyncio.to_thread(work.total)
+    sample = replace(work, limit=min(SAMPLE, work.limit or SAMPLE))
+    with tempfile.TemporaryDirectory(prefix="kestrel-label-") as folder, ExitStack() as stack:
+        journal = stack.enter_context(open_journal(Path(folder), work.task, "", work.sources, work.options))
+        job = sample.job(journal)
+        async with aclosing(job.rows()) as rows:
+            async for _ in rows:
+                pass
+    done = job.progress
+    if not done.num_rows:
+        return "there are no pictures to label\n"
+    each_s, asked = done.seconds / done.num_rows, max(1, done.num_asked)
+    lines = [
+        f"sample: {done.num_rows} pictures in {done.seconds:.1f} s, {figures(done)}",
+        f"tokens: {done.input_tokens / asked:.0f} in, {done.output_tokens / asked:.1f} out a picture",
+    ]
+    if total is None:
+        lines.append("all: how many pictures there are is known only at their end")
+    else:
+        tokens_in, tokens_out = (
+            round(total * sum_ / done.num_rows) for sum_ in (done.input_tokens, done.output_tokens)
+        )
+        lines.append(
+            f"all: {total} pictures, about {duration(total * each_s)}, {tokens_in} tokens in, {tokens_out} out"
+        )
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------- progress
+
+
+class View:
+    """How far a run is: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, job: LabelJob, counting: asyncio.Task[int | None]) -> None:
+        self._job = job
+        self._counting = counting
+        console = stderr_console()
+        columns = (TextColumn("labelling"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._is_live = console.is_terminal
+        self._bar = Bars(*columns, console=console, transient=True, disable=not self._is_live)
+        self._task = self._bar.add_task("", total=None)
+        self._line_s = time.monotonic()
+
+    def __enter__(self) -> View:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    @property
+    def _total(self) -> int | None:
+        is_counted = self._counting.done() and not self._counting.cancelled() and self._counting.exception() is None
+        return self._counting.result() if is_counted else None
+
+    def show(self) -> None:
+        done, total = self._job.num_done + self._job.progress.num_rows, self._total
+        text = figures(self._job.progress)
+        if total is not None and total > done:
+            text += f", {duration((total - done) * self._job.progress.seconds / self._job.progress.num_rows)} left"
+        if self._is_live:
+            self._bar.update(self._task, description=text, completed=done, total=total)
+        elif time.monotonic() - self._line_s > LINE_INTERVAL_S:
+            self._line_s = time.monotonic()
+            note(f"{done} of {total or '?'} pictures, {text}")
+
+    def summary(self) -> str:
+        progress = self._job.progress
+        before = f", {self._job.num_done} were done before" if self._job.num_done else ""
+        copied = f", {progress.num_copied} of them equal to others" if progress.num_copied else ""
+        return f"labelled {progress.num_rows} pictures{copied}{before}: {figures(progress)}"
+
+
+def figures(progress: Progress) -> str:
+    rate = progress.num_rows / progress.seconds if progress.seconds else 0.0
+    return f"{rate:.1f} pictures/s, {progress.num_objects} objects, {progress.num_errors} errors"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
