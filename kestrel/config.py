@@ -63,6 +63,11 @@ class RuntimeConfig:
         "any, tools are refused.",
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
+    tensor_parallel_size: int = setting(
+        1,
+        "Processes that have the model together, each a part of every layer: one per GPU, from the first one on, or "
+        "on a CPU side by side.",
+    )
     dtype: Any = setting(
         "auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.", group="Numbers"
     )
@@ -303,6 +308,7 @@ def _check_revision(revision: Any) -> None:
 
 
 _RANGES: dict[str, tuple[float, float]] = {
+    "tensor_parallel_size": (1, 64),
     "max_batch_size": (1, 4096),
     "page_size": (1, 1024),
     "max_adapters": (1, 1024),

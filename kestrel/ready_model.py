@@ -19,6 +19,7 @@ from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
 from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.locate import LocatedModel
+from kestrel.parallel.ranks import ALONE, Ranks
 from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import on_device
@@ -71,8 +72,14 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def load(
-        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
-    ) -> LoadedModel[Any, Any]: ...
+        self,
+        located: LocatedModel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        ranks: Ranks = ALONE,
+    ) -> LoadedModel[Any, Any]:
+        """The whole model, or one rank's part of it."""
 
     @abstractmethod
     def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:
