@@ -173,6 +173,10 @@ class RuntimeConfig:
         _check_url_template(self.adapter_url_template)
         _check_numbers(self)
         _check_device(self.device)
+        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                "device", f"{self.device!r} names one GPU, and tensor_parallel_size asks for more; use cuda"
+            )
         normalise_dtype(self.dtype)
         _check_choices(self)
         _check_quantization(self)

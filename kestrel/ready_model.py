@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, EngineStopped
 from kestrel.images.picture import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
@@ -28,6 +28,16 @@ from kestrel.skills.base import ChatFormat, ModelProfile
 
 MakeDecoder: TypeAlias = Callable[[Any], DecoderModel]
 """From a family's module to a decoder that may also observe what it is asked."""
+
+
+class OtherProcesses(Protocol):
+    """Processes without which a model cannot run."""
+
+    def watch(self, on_end: Callable[[EngineStopped], None]) -> None:
+        """Call `on_end`, from a thread, if one ends before `close`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class ReadyModel:
     """Sharpens the outlines of `segment`, when its weights were given."""
     computes_apart: bool = False
     """The runtime is in another process."""
+    others: OtherProcesses | None = None
+    """Those that have the rest of the model."""
 
 
 class ModelFamily(ABC):

@@ -44,10 +44,12 @@ class RankGroup(Ranks):
             self._group = _gloo(store, self.rank, self.size)
 
     def end(self) -> None:
-        """Also while a thread waits in a call, which fails then."""
-        if self._group is not None:
-            with suppress(Exception):  # gloo has no such method, and a group that failed may not want to
-                self._group.abort()
+        """Also while a thread waits in a call, which fails then. The group's threads end here: a process that is forked
+        from this one could not end them."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(Exception):  # a group that has failed may refuse
+                group.abort()
 
     def sum(self, part: Tensor) -> Tensor:
         """In place where the numbers are wide enough to be added up."""
@@ -87,7 +89,8 @@ class RankGroup(Ranks):
 
     @property
     def _connected(self) -> Any:
-        assert self._group is not None, "the ranks are not connected"
+        if self._group is None:
+            raise RuntimeError("the ranks have parted")
         return self._group
 
 
