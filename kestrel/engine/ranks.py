@@ -41,6 +41,7 @@ from kestrel.runtime.memory import naming_memory_knobs
 from kestrel.runtime.process import Connection
 from kestrel.runtime.process.client import adapters_of
 from kestrel.runtime.process.messages import Failed, Follow, Loaded, RunStep
+from kestrel.runtime.process.packing import pack
 from kestrel.runtime.process.pictures import HeldPictures
 
 ENDING_S = 2.0
@@ -98,8 +99,8 @@ def rank_device(config: RuntimeConfig, rank: int) -> torch.device:
 
 
 def start_rank(pipe: Pipe[bytes, bytes]) -> subprocess.Popen[bytes]:
-    """A fresh interpreter at this end of a pipe. It finds the package however this process did; a terminal's signals are
-    for this process alone, which may let requests finish first."""
+    """A fresh interpreter at this end of a pipe. It finds the package however this process did. The signals of a
+    terminal are for this process alone, which may let requests finish first."""
     paths = (str(Path(kestrel.__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
     return subprocess.Popen(
         [sys.executable, "-m", "kestrel.engine.rank_process", str(pipe.fileno()), str(os.getpid())],
@@ -160,8 +161,9 @@ class OtherRanks:
             assert isinstance(answer, Loaded)
 
     def send(self, message: RunStep) -> None:
+        packed = pack(message)
         for other in self._others:
-            other.connection.send(message)
+            other.connection.send_packed(packed, message.handles)
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:

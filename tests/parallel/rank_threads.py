@@ -39,9 +39,9 @@ class _Member:
 
     def _exchanged(self, own: Tensor) -> list[Tensor]:
         self._given[self._rank] = own.clone()
-        self._barrier.wait(60)
+        self._barrier.wait(300)
         given = [tensor for tensor in self._given if tensor is not None]
-        self._barrier.wait(60)
+        self._barrier.wait(300)
         return given
 
 

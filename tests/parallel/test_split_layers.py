@@ -42,9 +42,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return golden | {kind: write_folder(place / kind, kind) for kind in MODELS if kind not in golden}
 
 
-def decoder(kind: str, folders: dict[str, Path], ranks: Ranks = ALONE) -> DecoderModel:
+def decoder(kind: str, folders: dict[str, Path], ranks: Ranks = ALONE, device: str = "cpu") -> DecoderModel:
     located = resolve(RuntimeConfig(model_path=folders[kind]))
-    return find_family(located.family).decoder(load(located, "cpu", torch.float32, ranks=ranks))
+    return find_family(located.family).decoder(load(located, device, torch.float32, ranks=ranks))
 
 
 def causal(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
@@ -56,8 +56,8 @@ def causal(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
 
 
 def logits(model: DecoderModel, num_positions: int, adapt: SlotAdapt | None = None) -> Tensor:
-    ids, positions = torch.arange(num_positions) * 5 % 97, torch.arange(num_positions)
-    return model.logits(model.forward(model.embed_text(ids), positions, causal, adapt))
+    positions = torch.arange(num_positions, device=model.device)
+    return model.logits(model.forward(model.embed_text(positions * 5 % 97), positions, causal, adapt))
 
 
 def assert_alike(found: list[list[Tensor]], expected: list[Tensor]) -> None:
@@ -77,6 +77,23 @@ def test_logits_are_those_of_one_process(kind: str, is_fused: bool, folders: dic
         return [logits(model, FEW), logits(model, MANY)]
 
     assert_alike(in_ranks(2, run), in_ranks(1, run)[0])
+
+
+@pytest.mark.parametrize("kind", ["md2", "md3", "llama"])
+def test_float8_parts_are_as_near_as_the_whole(kind: str, folders: dict[str, Path]) -> None:
+    """Scales are those of rows: a rank's part of a row has one of its own, which is no larger."""
+
+    def run(ranks: Ranks) -> list[Tensor]:
+        model = decoder(kind, folders, ranks)
+        exact = [logits(model, FEW), logits(model, MANY)]
+        model.fuse(PLAIN)
+        model.quantise("fp8")
+        return [(logits(model, len(one)) - one).norm() / one.norm() for one in exact]
+
+    whole = in_ranks(1, run)[0]
+    for found in in_ranks(2, run):
+        for one, other in zip(found, whole, strict=True):
+            assert 0.0 < one <= 1.1 * other
 
 
 def test_ranks_beyond_the_heads_of_keys_share_them(folders: dict[str, Path]) -> None:

@@ -112,8 +112,11 @@ class Connection:
         self._pipe = pipe
 
     def send(self, message: Message) -> None:
-        packed = pack(message)
-        handles = message.handles if isinstance(message, RunStep) else ()
+        self.send_packed(pack(message), message.handles if isinstance(message, RunStep) else ())
+
+    def send_packed(self, packed: Packed, handles: Iterable[int] = ()) -> None:
+        """One that may go to several."""
+        handles = list(handles)
         try:
             self._pipe.send_bytes(FOLLOWING.pack(len(packed.arrays), len(handles)) + packed.message)
             for array in packed.arrays:
