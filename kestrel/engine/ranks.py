@@ -71,8 +71,8 @@ def prepared_model(
     choose_fast_path(config, Abilities.of(device), dtype)  # a refusal comes before the download
     others = OtherRanks(config.tensor_parallel_size)
     with others.ending_together(), naming_memory_knobs():
-        num_threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
-        torch.set_num_threads(num_threads)  # all ranks of a CPU share its cores
+        num_threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))
+        torch.set_num_threads(num_threads)
         task = RankTask(0, config, resolve(config), with_adapters, others.meeting, num_threads)
         others.begin(task)
         loaded = load(task.located, device, dtype, progress, others.group)

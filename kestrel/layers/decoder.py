@@ -213,8 +213,8 @@ class SequentialBlock(nn.Module):
     @property
     def _is_fusible(self) -> bool:
         """With other ranks, their sum comes between a product and the norm behind it."""
-        are_fusible = isinstance(self.mlp, GatedMlp), isinstance(self.ln1, RmsNorm), isinstance(self.ln2, RmsNorm)
-        return all(are_fusible) and self.ranks.is_alone
+        norms_fit = isinstance(self.ln1, RmsNorm) and isinstance(self.ln2, RmsNorm)
+        return isinstance(self.mlp, GatedMlp) and norms_fit and self.ranks.is_alone
 
     def _forward_small(self, x_TD: Tensor, step: Step) -> Tensor:
         """A handful of positions: norms, gate and sums belong to the products before or behind them."""

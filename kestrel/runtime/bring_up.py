@@ -75,11 +75,11 @@ class ModelRuntime(Executor):
         put_on_path(decoder, path, ops)
         is_captured = path.is_fused and config.enable_cuda_graphs
         working = measured_steps(decoder, config, path, is_captured) if device.type == "cuda" else None
-        num_crops = batch_crops(config, device, working)
+        num_crops = decoder.ranks.least(batch_crops(config, device, working))
         working_bytes = 0 if working is None else working.planned(num_crops)
         # Apart from the other graphs, since pictures are encoded beside the rest of a step.
         vision_graphs = (
-            VisionGraphs(decoder.vision, num_crops, GraphPool(device))
+            VisionGraphs(decoder.vision, num_crops, GraphPool(device), decoder.ranks.is_alone)
             if is_captured and decoder.vision is not None
             else None
         )
