@@ -18,11 +18,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +45,7 @@ from kestrel.runtime.process.messages import Failed, Follow, Loaded, RunStep
 from kestrel.runtime.process.packing import pack
 from kestrel.runtime.process.pictures import HeldPictures
 
+Result = TypeVar("Result")
 ENDING_S = 2.0
 """Between the end of a rank's connections and that of its process, at most."""
 
@@ -77,8 +79,12 @@ def prepared_model(
         others.begin(task)
         loaded = load(task.located, device, dtype, progress, others.group)
         others.wait_until_loaded()
-        others.group.connect(others.meeting, device)
-        ready = ready_from(loaded, config, with_adapters)
+
+        def start() -> ReadyModel:
+            others.group.connect(others.meeting, device)
+            return ready_from(loaded, config, with_adapters)
+
+        ready = others.unless_lost(start)
     return replace(ready, runtime=LeadingRuntime(ready.runtime, others), others=others)
 
 
@@ -160,6 +166,28 @@ class OtherRanks:
             answer = other.connection.receive_answer()
             assert isinstance(answer, Loaded)
 
+    def unless_lost(self, work: Callable[[], Result]) -> Result:
+        """In a thread that is left behind when a rank ends: torch would wait for it until its time limit."""
+        outcome: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                self._fail(outcome, error)
+            else:
+                with suppress(InvalidStateError):
+                    outcome.set_result(result)
+
+        self.watch(lambda lost: self._fail(outcome, lost))
+        threading.Thread(target=run, name="kestrel-start", daemon=True).start()
+        return outcome.result()
+
+    @staticmethod
+    def _fail(outcome: Future[Any], error: BaseException) -> None:
+        with suppress(InvalidStateError):  # it has another outcome already
+            outcome.set_exception(error)
+
     def send(self, message: RunStep) -> None:
         packed = pack(message)
         for other in self._others:
@@ -183,7 +211,8 @@ class OtherRanks:
         with self._looking:
             while self._lost is None and not self._is_closing and time.monotonic() < deadline:
                 ended = [other for other in self._others if other.process.poll() is not None]
-                self._lost = ended[0].ending() if ended else None
+                if ended:  # those that fail because another is gone end by themselves
+                    self._lost = min(ended, key=lambda other: (other.process.poll() or 0) >= 0).ending()
                 time.sleep(0.0 if ended else 0.01)
             return self._lost
 

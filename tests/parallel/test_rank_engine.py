@@ -18,6 +18,7 @@ from kestrel.engine import InferenceEngine
 from kestrel.engine.ranks import OtherRanks
 from kestrel.errors import ConfigError, EngineStopped, RankLost
 from kestrel.families import adapter_shape, resolve
+from kestrel.parallel.group import RankGroup
 from kestrel.runtime.contract import AdapterLoad, StepPlan
 from kestrel.runtime.process.messages import RunStep
 from tests.engine.conftest import picture
@@ -123,6 +124,30 @@ async def test_a_rank_that_is_killed_ends_everything_and_all_are_told(make: Make
             await engine.submit([1])
 
 
+async def test_a_rank_that_ends_while_the_first_waits_for_it_is_missed(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, connect = starts_of(monkeypatch), RankGroup.connect
+
+    def connect_too_late(self: RankGroup, *place: Any) -> None:
+        [other] = started[0].pids
+        os.kill(other, signal.SIGKILL)
+        assert eventually(lambda: has_ended(other))
+        connect(self, *place)
+
+    monkeypatch.setattr(RankGroup, "connect", connect_too_late)
+    with pytest.raises(RankLost, match="rank 1 of tensor_parallel_size was killed"):
+        await asyncio.wait_for(make(write_folder(tmp_path / "llama", "llama")), 60)
+
+
+def starts_of(monkeypatch: pytest.MonkeyPatch) -> list[OtherRanks]:
+    """Those that are started from now on."""
+    started: list[OtherRanks] = []
+    begin = OtherRanks.__init__
+    monkeypatch.setattr(OtherRanks, "__init__", lambda self, size: (started.append(self), begin(self, size))[1])
+    return started
+
+
 async def test_a_rank_that_fails_says_why(make: MakeEngine, tmp_path: Path) -> None:
     engine = await make(write_folder(tmp_path / "llama", "llama"))
     others = engine._ready.others
@@ -138,9 +163,7 @@ async def test_a_rank_that_fails_says_why(make: MakeEngine, tmp_path: Path) -> N
 async def test_what_cannot_be_shared_is_refused_and_leaves_nobody_behind(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[OtherRanks] = []
-    begin = OtherRanks.__init__
-    monkeypatch.setattr(OtherRanks, "__init__", lambda self, size: (started.append(self), begin(self, size))[1])
+    started = starts_of(monkeypatch)
     with pytest.raises(ConfigError, match="3 does not divide num_attention_heads of the model, which is 4"):
         await make(write_folder(tmp_path / "llama", "llama"), 3)
     [others] = started
