@@ -69,6 +69,8 @@ def prepared_model(
     """`ready_model`, in as many processes as the configuration asks for."""
     if config.tensor_parallel_size == 1:
         return ready_model(config, progress, with_adapters=with_adapters)
+    if not torch.distributed.is_available():
+        raise ConfigError("tensor_parallel_size", "this build of torch lacks torch.distributed; use 1, or another build")
     device, dtype = rank_device(config, 0), choose_dtype(config, choose_device(config))
     choose_fast_path(config, Abilities.of(device), dtype)  # a refusal comes before the download
     others = OtherRanks(config.tensor_parallel_size)
@@ -133,7 +135,7 @@ class OtherRank:
             how = f"has ended ({f'signal {-code}' if code and code < 0 else f'exit code {code}'})"
         said = self.connection.last_words()
         why = f": {type(said.error).__name__}: {said.error}" if isinstance(said, Failed) else ""
-        return RankLost(f"rank {self.rank} of tensor_parallel_size {how}{why}; start the engine again")
+        return RankLost(f"rank {self.rank} of tensor_parallel_size {how}{why}")
 
 
 class OtherRanks:
