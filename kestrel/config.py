@@ -63,6 +63,11 @@ class RuntimeConfig:
         "any, tools are refused.",
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
+    tensor_parallel_size: int = setting(
+        1,
+        "Processes that have the model together, each a part of every layer: one per GPU, from the first one on, or "
+        "on a CPU side by side.",
+    )
     dtype: Any = setting(
         "auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.", group="Numbers"
     )
@@ -168,6 +173,10 @@ class RuntimeConfig:
         _check_url_template(self.adapter_url_template)
         _check_numbers(self)
         _check_device(self.device)
+        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+            raise ConfigError(
+                "device", f"{self.device!r} names one GPU, and tensor_parallel_size asks for more; use cuda"
+            )
         normalise_dtype(self.dtype)
         _check_choices(self)
         _check_quantization(self)
@@ -303,6 +312,7 @@ def _check_revision(revision: Any) -> None:
 
 
 _RANGES: dict[str, tuple[float, float]] = {
+    "tensor_parallel_size": (1, 64),
     "max_batch_size": (1, 4096),
     "page_size": (1, 1024),
     "max_adapters": (1, 1024),

@@ -145,6 +145,10 @@ class EngineStopped(KestrelError):
     """The engine has shut down or its worker failed; `__cause__` says why."""
 
 
+class RankLost(EngineStopped):
+    """A process that had a part of the model has ended (`tensor_parallel_size`); the others cannot go on without it."""
+
+
 class Unauthorised(KestrelError):
     """No key, or none that is known."""
 

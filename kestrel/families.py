@@ -30,6 +30,7 @@ from kestrel.models.gguf.header import is_gguf
 from kestrel.models.locate import CONFIG_NAME, LocatedModel, find_tokenizer, read_config
 from kestrel.models.published import DEFAULT_BRANCH, HubFile, ModelSpec
 from kestrel.moondream.spec import MoondreamFamily
+from kestrel.parallel.ranks import ALONE, Ranks
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
 from kestrel.runtime.bring_up import Abilities, choose_fast_path, start_ahead
 from kestrel.runtime.device import choose_device, choose_dtype
@@ -113,10 +114,14 @@ def resolve(config: RuntimeConfig) -> LocatedModel:
 
 
 def load(
-    located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+    located: LocatedModel,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> LoadedModel[nn.Module, object]:
     """Model, tokenizer and config in memory."""
-    return find_family(located.family).load(located, device, dtype, progress)
+    return find_family(located.family).load(located, device, dtype, progress, ranks)
 
 
 def _on_disk(path: Path, spec: ModelSpec | None, tokenizer: Path | None) -> LocatedModel:

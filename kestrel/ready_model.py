@@ -6,19 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from kestrel.adapters import AdapterShape
 from kestrel.config import RuntimeConfig
 from kestrel.constraints.compiler import ConstraintCompiler
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, EngineStopped
 from kestrel.images.picture import PictureForm
 from kestrel.models.checkpoint_files import Checkpoint
 from kestrel.models.contract import DecoderModel, OutlineRefiner
 from kestrel.models.family import LoadedModel, Progress
 from kestrel.models.locate import LocatedModel
+from kestrel.parallel.ranks import ALONE, Ranks
 from kestrel.runtime.bring_up import ModelRuntime
 from kestrel.runtime.contract import Runtime
 from kestrel.runtime.device import on_device
@@ -27,6 +28,16 @@ from kestrel.skills.base import ChatFormat, ModelProfile
 
 MakeDecoder: TypeAlias = Callable[[Any], DecoderModel]
 """From a family's module to a decoder that may also observe what it is asked."""
+
+
+class OtherProcesses(Protocol):
+    """Processes without which a model cannot run."""
+
+    def watch(self, on_end: Callable[[EngineStopped], None]) -> None:
+        """Call `on_end`, from a thread, if one ends before `close`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ class ReadyModel:
     """Sharpens the outlines of `segment`, when its weights were given."""
     computes_apart: bool = False
     """The runtime is in another process."""
+    others: OtherProcesses | None = None
+    """Those that have the rest of the model."""
 
 
 class ModelFamily(ABC):
@@ -71,8 +84,14 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def load(
-        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
-    ) -> LoadedModel[Any, Any]: ...
+        self,
+        located: LocatedModel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        ranks: Ranks = ALONE,
+    ) -> LoadedModel[Any, Any]:
+        """The whole model, or one rank's part of it."""
 
     @abstractmethod
     def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:

@@ -29,6 +29,7 @@ TOGETHER = {
         "tests/cli/test_cli_program",
         "tests/engine/test_compute_process",
         "tests/integrations/",
+        "tests/parallel/test_rank_",
         "tests/server/test_connections",
         "tests/server/test_draining",
         "tests/server/test_hostile_formats",

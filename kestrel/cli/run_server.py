@@ -105,7 +105,9 @@ async def _load(config: RuntimeConfig, process: ComputeProcess | None, state: Se
         try:
             skills = skills_of(state.config.seed)
             if process is None:
-                return await InferenceEngine.create(config, skills=skills, progress=bars)
+                engine = await InferenceEngine.create(config, skills=skills, progress=bars)
+                engine.watch(_failing(state))
+                return engine
             ready = await asyncio.to_thread(process.ready, bars)
             engine = InferenceEngine.start(config, ready, skills=skills, api_key=given_key())
             process.watch(_failing(state))

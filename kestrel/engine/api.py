@@ -11,7 +11,7 @@ import itertools
 import time
 import uuid
 from collections import ChainMap
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -39,12 +39,12 @@ from kestrel.engine.intake import (
 )
 from kestrel.engine.joint_calls import JointCall, object_names
 from kestrel.engine.pools import FormatThreads, PicturePool
+from kestrel.engine.ranks import prepared_model
 from kestrel.engine.skill_calls import SkillCalls
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineResult, EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
-from kestrel.families import ready_model
 from kestrel.images.picture import Picture
 from kestrel.models.family import Progress
 from kestrel.ready_model import ReadyModel
@@ -84,7 +84,7 @@ class InferenceEngine(SkillCalls):
             [ready.profile.name],
             max_rank=config.max_adapter_rank,
             max_bytes=config.adapter_memory_bytes,
-            place=in_shared_memory if ready.computes_apart else None,
+            place=in_shared_memory if ready.computes_apart or ready.others is not None else None,
         )
         self._accepting = True
         self._fault: BaseException | None = None
@@ -113,7 +113,7 @@ class InferenceEngine(SkillCalls):
         """Load the model and start. `api_key`, by default MOONDREAM_API_KEY, is for hosted adapters alone."""
         api_key = given_key(api_key)
         with_adapters = has_adapter_source(config, api_key)
-        ready = await asyncio.to_thread(ready_model, config, progress, with_adapters=with_adapters)
+        ready = await asyncio.to_thread(prepared_model, config, progress, with_adapters=with_adapters)
         return cls.start(config, ready, skills=skills, api_key=api_key)
 
     @classmethod
@@ -128,7 +128,13 @@ class InferenceEngine(SkillCalls):
         """An engine over a model in memory that no other engine is using, on the running event loop."""
         engine = cls(config, ready, skills or default_registry(), asyncio.get_running_loop(), api_key)
         engine._worker.start()
+        engine.watch(engine.fail)
         return engine
+
+    def watch(self, on_end: Callable[[EngineStopped], None]) -> None:
+        """Call `on_end`, from a thread, if a process ends that has a part of the model."""
+        if self._ready.others is not None:
+            self._ready.others.watch(on_end)
 
     def _computes_here(self) -> bool:
         """Whether the model is at work on this machine's processor."""
@@ -440,6 +446,8 @@ class InferenceEngine(SkillCalls):
         self._list_threads.close()
         self.text_threads.close()
         await self._adapters.close()
+        if self._ready.others is not None:
+            self._ready.others.close()
 
     async def _join(self, timeout_s: float) -> bool:
         """Wait for the worker in short naps, so that no helper thread outlives a time-out."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import logging
 import multiprocessing
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
@@ -22,8 +26,8 @@ from typing import Any
 
 from kestrel.adapters.sources import given_key, has_adapter_source
 from kestrel.config import RuntimeConfig
+from kestrel.engine.ranks import prepared_model
 from kestrel.errors import EngineStopped
-from kestrel.families import ready_model
 from kestrel.models.family import Progress, no_progress
 from kestrel.ready_model import ReadyModel
 from kestrel.runtime.contract import RuntimeLimits
@@ -33,10 +37,12 @@ from kestrel.runtime.process.messages import Failed, Loaded, Loading, Message
 
 PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NEAR_THE_MODEL = ("runtime", "refiner", "computes_apart")
+NEAR_THE_MODEL = ("runtime", "refiner", "computes_apart", "others")
 """Fields of a `ReadyModel` that differ on the other side of a connection."""
 ENDING_S = 2.0
 """Between the end of a connection and that of its process."""
+TELLING_S = 1.0
+logger = logging.getLogger("kestrel.runtime")
 
 
 def can_compute_apart(config: RuntimeConfig) -> bool:
@@ -168,16 +174,24 @@ def _load_and_answer(connection: Connection, config: RuntimeConfig) -> None:
         connection.send(Loading(label, done_bytes, total_bytes))
 
     try:
-        ready = ready_model(config, report, with_adapters=has_adapter_source(config, given_key()))
-    except EngineStopped:
-        return  # nobody is there to be told
+        ready = prepared_model(config, report, with_adapters=has_adapter_source(config, given_key()))
     except Exception as error:
-        connection.send(Failed.by(error))
+        with suppress(EngineStopped):  # nobody is there to be told
+            connection.send(Failed.by(error))
         return
+    if ready.others is not None:
+        ready.others.watch(_end_with_a_rank)
     connection.send(Loaded(ModelDescription.of(ready)))
     gc.collect()
     gc.freeze()  # the model and the modules stay: no collection in the middle of a step need look at them
     answer_messages(connection, ready.runtime, ready.refiner)
+
+
+def _end_with_a_rank(error: EngineStopped) -> None:
+    """A step that runs has failed by itself, and is given time to tell."""
+    logger.error("%s", error)
+    time.sleep(TELLING_S)
+    os._exit(1)
 
 
 def _end_with_the_parent() -> None:

@@ -26,6 +26,13 @@ from kestrel.kernels.linear import silu_gate
 from kestrel.kernels.low_rank import low_rank
 
 Gate: TypeAlias = Literal["gelu", "silu"]
+Work: TypeAlias = Callable[[], Tensor]
+
+
+def side_by_side(first: Work, second: Work) -> tuple[Tensor, Tensor]:
+    """What two parts of a step give, such as attention and experts, neither of which needs the other. A bundle may run
+    them at the same time."""
+    return first(), second()
 
 
 def route_top_k(router_logits_TE: Tensor, k: int, *, over_all: bool = False) -> tuple[Tensor, Tensor]:

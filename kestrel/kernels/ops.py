@@ -24,7 +24,7 @@ from kestrel.kernels.linear import (
     small_linear,
 )
 from kestrel.kernels.low_rank import SlotTiles, add_deltas, add_input_deltas, add_output_deltas, tile_slots
-from kestrel.kernels.moe_mlp import moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k
+from kestrel.kernels.moe_mlp import Work, moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k, side_by_side
 from kestrel.kernels.norms import (
     add_layer_norm,
     add_layer_norm_to_fp8,
@@ -45,12 +45,6 @@ Op: TypeAlias = Callable[..., Tensor]
 PairOp: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 TripleOp: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
 InPlaceOp: TypeAlias = Callable[..., None]
-Work: TypeAlias = Callable[[], Tensor]
-
-
-def side_by_side(first: Work, second: Work) -> tuple[Tensor, Tensor]:
-    """What two parts of a step give, neither of which needs the other. A bundle may run them at the same time."""
-    return first(), second()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,15 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.kernels.rope_scaling import RopeScaling
-from kestrel.kernels.rotary import apply_rope, rope_tables, scale_heads, tau_factors
+from kestrel.kernels.rotary import apply_rope, rope_tables, scale_heads, tau_factors, tau_position
 from kestrel.layers.adapt import Adapt
-from kestrel.layers.linear import Linear, Rows
+from kestrel.layers.linear import COLUMNS, Linear, Rows, keep_part
 from kestrel.layers.norm import RmsNorm
+from kestrel.parallel.ranks import ALONE, Part, Range, Ranks
 
 
 class Rope(nn.Module):
@@ -84,6 +86,7 @@ class Tau(nn.Module):
     """Learned scales of queries and values (Moondream 3)."""
 
     ops: Ops = PLAIN
+    ranks: Ranks = ALONE
 
     def __init__(self, n_heads: int, qkv_dim: int) -> None:
         super().__init__()
@@ -94,9 +97,28 @@ class Tau(nn.Module):
 
     def forward(self, qkv_TF: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Factors [T, heads] of queries and of values, fp32."""
+        if not self.ranks.is_alone:
+            return self._of_all_ranks(qkv_TF, positions_T)
         if self._stacked_2HF is None:
             return tau_factors(qkv_TF, self.wq, self.wv, self.alpha, positions_T)
         return self.ops.tau_factors(qkv_TF, self._stacked_2HF, self.alpha, positions_T)
+
+    def _of_all_ranks(self, qkv_TF: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """A head's scales depend on all heads: each rank multiplies what it has of them, for everybody."""
+        w_2HF = torch.cat((self.wq, self.wv)) if self._stacked_2HF is None else self._stacked_2HF
+        sums_T2H = self.ranks.sum(functional.linear(functional.gelu(qkv_TF), w_2HF).float()).unflatten(1, (2, -1))
+        first, end = self.ranks.share(len(self.wq))
+        factors_T2H = torch.tanh(sums_T2H[:, :, first:end]) + tau_position(self.alpha, positions_T)[:, None]
+        tau_q, tau_v = factors_T2H.unbind(1)
+        return tau_q.contiguous(), tau_v.contiguous()
+
+    def split(self, ranks: Ranks, *ranges: Range) -> None:
+        """`ranges`: what the rank has of the fused projection."""
+        n_heads, qkv_dim = self.wq.shape
+        for name in ("wq", "wv"):
+            keep_part(self, name, Part(COLUMNS, ranges, qkv_dim))
+        keep_part(self, "alpha", Part(COLUMNS, (ranks.share(n_heads),), n_heads))
+        self.ranks = ranks
 
     def join(self) -> None:
         """The two matrices one above the other, for one product."""
@@ -131,6 +153,19 @@ class Attention(nn.Module):
         self.tau = Tau(n_heads, qkv_dim) if has_tau else None
         self.q_norm = None if qk_norm_eps is None else RmsNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RmsNorm(head_dim, qk_norm_eps)
+
+    def split(self, ranks: Ranks) -> None:
+        """Keeps a share of the heads: what all ranks give is to be added up. Where heads of keys and values are fewer
+        than ranks, several have the same one."""
+        heads = [ranks.share(self.n_heads), *[ranks.share(self.n_kv_heads)] * 2]
+        starts = [0, self.n_heads, self.n_heads + self.n_kv_heads]
+        dim = self.head_dim
+        ranges = [((at + first) * dim, (at + end) * dim) for at, (first, end) in zip(starts, heads, strict=True)]
+        self.qkv.split_outputs(*ranges)
+        self.proj.split_inputs(ranks, ranges[0])
+        if self.tau is not None:
+            self.tau.split(ranks, *ranges)
+        self.n_heads, self.n_kv_heads = (end - first for first, end in heads[:2])
 
     def mix(self, qkv_TF: Tensor, layer: int, step: Step, out_TD: Tensor | None = None) -> Tensor:
         """From the fused projection to what attention leaves, [T, heads · head_dim]."""

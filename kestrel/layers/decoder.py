@@ -10,7 +10,7 @@ first matrix wants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -20,9 +20,18 @@ from torch.nn import functional
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend, Attention, Rope, Step
-from kestrel.layers.linear import Fp8Rows, Linear, joined_columns, joined_rows, normal_parameter, use_ops
+from kestrel.layers.linear import (
+    ExpertMatrices,
+    Fp8Rows,
+    Linear,
+    joined_columns,
+    joined_rows,
+    normal_parameter,
+    use_ops,
+)
 from kestrel.layers.mlp import GatedMlp, Mlp, Moe
 from kestrel.layers.norm import LayerNorm, Norm, Pending, RmsNorm
+from kestrel.parallel.ranks import ALONE, Part, Ranks
 
 
 class ParallelBlock(nn.Module):
@@ -34,6 +43,7 @@ class ParallelBlock(nn.Module):
     """
 
     ops: Ops = PLAIN
+    ranks: Ranks = ALONE
 
     def __init__(self, layer: int, norm: LayerNorm, attention: Attention, mlp: Mlp | Moe) -> None:
         super().__init__()
@@ -44,6 +54,12 @@ class ParallelBlock(nn.Module):
     @property
     def has_experts(self) -> bool:
         return isinstance(self.mlp, Moe)
+
+    def split(self, ranks: Ranks) -> None:
+        """Keeps one rank's share of both halves, which end in one sum over all ranks."""
+        self.attn.split(ranks)
+        self.mlp.split(ranks)
+        self.ranks = ranks
 
     def join(self) -> None:
         """Puts matrices side by side, in the place of the block's own. Experts stay as they are."""
@@ -82,17 +98,18 @@ class ParallelBlock(nn.Module):
             return self._forward_halves(x_TD, y, step, wanted_N)
         assert not isinstance(y, Fp8Rows)
         run = self._adapted_dense if is_dense else self._adapted_moe
-        return _wanted(wanted_N, x_TD, run(y, step, adapt))
+        return _wanted(wanted_N, x_TD, self.ranks.sums(*run(y, step, adapt)))
 
     def _forward_halves(
         self, x_TD: Tensor, y: Tensor | Fp8Rows, step: Step, wanted_N: Tensor | None
     ) -> tuple[Tensor, Pending]:
         if wanted_N is None and x_TD.shape[0] <= self.ops.max_small_rows:
-            return x_TD, self.ops.side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y))
+            halves = self.ops.side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y))
+            return x_TD, self.ranks.sums(*halves)
         a_TD = self.attn(y, self.layer, step, wanted_N)
         if wanted_N is not None:
             x_TD, y = x_TD[wanted_N], y[wanted_N]
-        return x_TD, (a_TD, self.mlp(y))
+        return x_TD, self.ranks.sums(a_TD, self.mlp(y))
 
     def _forward_joined(
         self, x_TD: Tensor, pending: Pending, step: Step, wide: Linear, back: Linear
@@ -110,10 +127,13 @@ class ParallelBlock(nn.Module):
         # What attention leaves goes where the values were, beside the hidden numbers of the MLP.
         joined_TF = wide_TF[:, qkv_dim - mixed_dim :]
         self.attn.mix(wide_TF[:, :qkv_dim], self.layer, step, joined_TF[:, :mixed_dim])
-        x_TD = ops.small_linear(joined_TF, back.weight, back.bias, residual_MF=x_TD, scale_F=back.scale_F)
+        residual_TD = self.ranks.residual(x_TD)
+        total_TD = ops.small_linear(joined_TF, back.weight, back.bias, residual_MF=residual_TD, scale_F=back.scale_F)
         if adapt is not None:
-            adapt.parallel_outputs(self.layer, x_TD, joined_TF[:, :mixed_dim], y_TD, joined_TF[:, mixed_dim:])
-        return x_TD, ()
+            adapt.parallel_outputs(
+                self.layer, total_TD, joined_TF[:, :mixed_dim], self.ranks.columns(y_TD), joined_TF[:, mixed_dim:]
+            )
+        return self.ranks.ended(x_TD, total_TD)
 
     def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
         assert isinstance(self.mlp, Mlp)
@@ -122,13 +142,15 @@ class ParallelBlock(nn.Module):
             self.layer, y_TD, self.attn.qkv(rows), self.mlp.fc1(rows), activates_base=True
         )
         mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
-        a_TD = adapt.parallel_outputs(self.layer, self.attn.proj(mixed_TD), mixed_TD, y_TD, hidden_TF)
+        a_TD = adapt.parallel_outputs(
+            self.layer, self.attn.proj(mixed_TD), mixed_TD, self.ranks.columns(y_TD), hidden_TF
+        )
         return a_TD, self.mlp.fc2(hidden_TF)
 
     def _adapted_moe(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
         qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
         mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
-        a_TD = adapt.proj(self.layer, mixed_TD, y_TD, self.attn.proj(mixed_TD))
+        a_TD = adapt.proj(self.layer, mixed_TD, self.ranks.columns(y_TD), self.attn.proj(mixed_TD))
         return a_TD, self.mlp.adapted(y_TD, self.layer, adapt)
 
 
@@ -136,6 +158,7 @@ class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
     ops: Ops = PLAIN
+    ranks: Ranks = ALONE
 
     def __init__(
         self, layer: int, attn_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp | GatedMlp | Moe
@@ -147,6 +170,12 @@ class SequentialBlock(nn.Module):
     @property
     def has_experts(self) -> bool:
         return isinstance(self.mlp, Moe)
+
+    def split(self, ranks: Ranks) -> None:
+        """Keeps one rank's share of both halves; behind each comes a sum over all ranks."""
+        self.attn.split(ranks)
+        self.mlp.split(ranks)
+        self.ranks = ranks
 
     def join(self) -> None:
         """Nothing: the halves follow each other."""
@@ -172,17 +201,20 @@ class SequentialBlock(nn.Module):
             if wanted_N is not None:
                 x_TD = x_TD[wanted_N]
             to_fp8 = self.attn.qkv.takes_fp8_rows(x_TD) and not self.has_experts
-            x_TD, y = self.ln2.of_sum(x_TD, (a_TD,), to_fp8=to_fp8)
-            return x_TD, (self.mlp(y),)
+            x_TD, y = self.ln2.of_sum(x_TD, self.ranks.sums(a_TD), to_fp8=to_fp8)
+            return x_TD, self.ranks.sums(self.mlp(y))
         assert not isinstance(y, Fp8Rows)
         mixed_TD = self.attn.mix(adapt.linear(self.layer, "qkv", y, self.attn.qkv(y)), self.layer, step)
-        x_TD, y = self.ln2.of_sum(x_TD, (adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD)),))
+        a_TD = adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD))
+        x_TD, y = self.ln2.of_sum(x_TD, self.ranks.sums(a_TD))
         assert not isinstance(y, Fp8Rows)
-        return _wanted(wanted_N, x_TD, (self.mlp.adapted(y, self.layer, adapt),))
+        return _wanted(wanted_N, x_TD, self.ranks.sums(self.mlp.adapted(y, self.layer, adapt)))
 
     @property
     def _is_fusible(self) -> bool:
-        return isinstance(self.mlp, GatedMlp) and isinstance(self.ln1, RmsNorm) and isinstance(self.ln2, RmsNorm)
+        """With other ranks, their sum comes between a product and the norm behind it."""
+        norms_fit = isinstance(self.ln1, RmsNorm) and isinstance(self.ln2, RmsNorm)
+        return isinstance(self.mlp, GatedMlp) and norms_fit and self.ranks.is_alone
 
     def _forward_small(self, x_TD: Tensor, step: Step) -> Tensor:
         """A handful of positions: norms, gate and sums belong to the products before or behind them."""
@@ -202,10 +234,19 @@ def _wanted(wanted_N: Tensor | None, x_TD: Tensor, pending: Pending) -> tuple[Te
     return (x_TD, pending) if wanted_N is None else (x_TD[wanted_N], tuple(part_TD[wanted_N] for part_TD in pending))
 
 
+def _matrices(block: ParallelBlock | SequentialBlock) -> dict[str, Linear | ExpertMatrices]:
+    """By the names that `Adapt` knows them under; the router is not among them."""
+    own = {name: getattr(block.mlp, name) for name in block.mlp.matrices}
+    return {"qkv": block.attn.qkv, "proj": block.attn.proj, **own}
+
+
 # ---------------------------------------------------------------------- the decoder
 
 
 class TextDecoder(nn.Module):
+    ranks: Ranks = ALONE
+    _head_ranks: Ranks = ALONE
+
     def __init__(
         self,
         vocab_size: int,
@@ -234,8 +275,42 @@ class TextDecoder(nn.Module):
         """Computes what no checkpoint holds, and ties the head again; call it once a meta model has its parameters."""
         if self.rope is not None:
             self.rope.reset_buffers(device)
+        self._tie()
+
+    def _tie(self) -> None:
         if self._is_tied:
-            self.lm_head.weight = self.wte
+            first, end = self._head_ranks.share(len(self.wte))
+            is_whole = self._head_ranks.is_alone
+            self.lm_head.weight = self.wte if is_whole else nn.Parameter(self.wte.data[first:end], requires_grad=False)
+
+    def split(self, ranks: Ranks) -> None:
+        """Keeps one rank's part of a model that is whole: of its blocks, and of the head where its rows can be shared
+        evenly. To be called once, before the model is loaded, or at least before it is fused or quantised."""
+        if ranks.is_alone:
+            return
+        for block in self._blocks():
+            block.split(ranks)
+        self.ranks = ranks
+        if self.lm_head.out_features % ranks.size == 0:
+            self._head_ranks = ranks
+            if not self._is_tied:
+                self.lm_head.split_outputs(ranks.share(self.lm_head.out_features))
+            elif not self.wte.is_meta:
+                self._tie()
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of this rank."""
+        return self._blocks()[0].attn.n_kv_heads
+
+    def adapter_parts(self) -> Mapping[tuple[int, str], Part]:
+        """By layer and place, what this rank has of matrices that it shares with others."""
+        return {
+            (layer, place): matrix.parts["weight"]
+            for layer, block in enumerate(self._blocks())
+            for place, matrix in _matrices(block).items()
+            if "weight" in matrix.parts
+        }
 
     def fuse(self, ops: Ops) -> None:
         """From now on run in few, wide operations of this bundle, on matrices that are joined where that helps. A model
@@ -290,8 +365,10 @@ class TextDecoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         norm, head = self.post_ln, self.lm_head
         if isinstance(norm, RmsNorm) and hidden_TD.shape[0] <= head.ops.max_small_rows:
-            return head.ops.small_linear(hidden_TD, head.weight, head.bias, norm=(norm.weight, norm.eps))
-        return head(norm(hidden_TD))
+            logits_TV = head.ops.small_linear(hidden_TD, head.weight, head.bias, norm=(norm.weight, norm.eps))
+        else:
+            logits_TV = head(norm(hidden_TD))
+        return self._head_ranks.gather(logits_TV)
 
     def _blocks(self) -> list[ParallelBlock | SequentialBlock]:
         return cast("list[ParallelBlock | SequentialBlock]", list(self.blocks))

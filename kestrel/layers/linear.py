@@ -8,7 +8,9 @@ come as they are get quantised here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -17,6 +19,11 @@ from torch.nn import functional
 
 from kestrel.kernels.fp8 import weights_to_fp8
 from kestrel.kernels.ops import PLAIN, Ops
+from kestrel.parallel.ranks import Part, Range, Ranks
+
+ROWS, COLUMNS = -2, -1
+"""Dimensions of a matrix: its outputs, and its inputs."""
+NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 
 
 def normal_parameter(*shape: int, std: float = 1.0) -> nn.Parameter:
@@ -45,10 +52,24 @@ class Fp8Rows:
 Rows: TypeAlias = Tensor | Fp8Rows
 
 
+def keep_part(module: nn.Module, name: str, part: Part) -> None:
+    """From now on a parameter is this part of what it was; `parts` of its module remembers it."""
+    parameter = getattr(module, name)
+    setattr(module, name, nn.Parameter(part.cut(parameter.data), requires_grad=parameter.requires_grad))
+    setattr(module, "parts", {**getattr(module, "parts", NO_PARTS), name: part})  # noqa: B010 - as in `use_ops`
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """The parameters of which a model has a part alone."""
+    modules = ((name, getattr(module, "parts", NO_PARTS)) for name, module in model.named_modules())
+    return {f"{name}.{leaf}".removeprefix("."): part for name, parts in modules for leaf, part in parts.items()}
+
+
 class Linear(nn.Linear):
     """x · weightᵀ + bias, with what often follows it."""
 
     ops: Ops = PLAIN
+    parts: Mapping[str, Part] = NO_PARTS
     scale_F: Tensor | None = None
     """One per output of a float8 weight."""
     bias_in_norms = False
@@ -60,6 +81,21 @@ class Linear(nn.Linear):
         """Not on the meta device, where there is nothing to fill in: half of the time to build a model there."""
         if not self.weight.is_meta:
             super().reset_parameters()
+
+    def split_outputs(self, *ranges: Range) -> None:
+        """Keeps these outputs."""
+        keep_part(self, "weight", Part(ROWS, ranges, self.out_features))
+        if self.bias is not None:
+            keep_part(self, "bias", Part(COLUMNS, ranges, self.out_features))
+        self.out_features = self.weight.shape[0]
+
+    def split_inputs(self, ranks: Ranks, *ranges: Range) -> None:
+        """Takes these inputs: what it gives is to be added up over the ranks, of which the first adds the bias."""
+        keep_part(self, "weight", Part(COLUMNS, ranges, self.in_features))
+        if self.bias is not None:
+            whole = (0, self.out_features)
+            keep_part(self, "bias", Part(COLUMNS, (whole,), self.out_features, is_elsewhere=ranks.rank > 0))
+        self.in_features = self.weight.shape[1]
 
     @property
     def is_fp8(self) -> bool:
@@ -131,6 +167,8 @@ class Linear(nn.Linear):
 class ExpertMatrices(nn.Module):
     """One bias-free matrix per expert: `weight` [num_experts, out_dim, in_dim], plain or float8."""
 
+    parts: Mapping[str, Part] = NO_PARTS
+
     def __init__(self, num_experts: int, out_dim: int, in_dim: int) -> None:
         super().__init__()
         self.weight = normal_parameter(num_experts, out_dim, in_dim, std=in_dim**-0.5)
@@ -141,6 +179,10 @@ class ExpertMatrices(nn.Module):
         if self.scale_EF is None:
             return self.weight[expert]
         return (self.weight[expert].float() * self.scale_EF[expert][:, None]).to(dtype)
+
+    def split(self, dim: int, *ranges: Range) -> None:
+        """Keeps these outputs or inputs of every expert."""
+        keep_part(self, "weight", Part(dim, ranges, self.weight.shape[dim]))
 
     def to_fp8(self) -> None:
         """Expert by expert, so that little is held in fp32."""

@@ -8,7 +8,8 @@ from torch.nn import functional
 from kestrel.kernels.moe_mlp import Gate
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.adapt import Adapt
-from kestrel.layers.linear import ExpertMatrices, Fp8Rows, Linear, Rows
+from kestrel.layers.linear import COLUMNS, ROWS, ExpertMatrices, Fp8Rows, Linear, Rows
+from kestrel.parallel.ranks import Ranks
 
 MAX_EXACT_ROWS = 64
 """Up to so many positions float8 experts take rows as they are: reading the matrices is what takes time then."""
@@ -24,6 +25,12 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = Linear(in_dim, inner_dim)
         self.fc2 = Linear(inner_dim, out_dim)
+
+    def split(self, ranks: Ranks) -> None:
+        """Keeps a share of the hidden numbers: what all ranks give is to be added up."""
+        own = ranks.share(self.fc2.in_features)
+        self.fc1.split_outputs(own)
+        self.fc2.split_inputs(ranks, own)
 
     def hidden(self, x: Rows) -> Rows:
         """What fc2 takes, in its format."""
@@ -50,6 +57,13 @@ class GatedMlp(nn.Module):
         super().__init__()
         self.gate_up = Linear(dim, 2 * inner_dim, bias=False)
         self.down = Linear(inner_dim, dim, bias=False)
+
+    def split(self, ranks: Ranks) -> None:
+        """As of `Mlp`."""
+        inner_dim = self.down.in_features
+        first, end = ranks.share(inner_dim)
+        self.gate_up.split_outputs((first, end), (inner_dim + first, inner_dim + end))
+        self.down.split_inputs(ranks, (first, end))
 
     def forward(self, x: Rows) -> Tensor:
         if isinstance(x, Tensor) and x.shape[0] <= self.ops.max_gated_rows and not self.gate_up.takes_fp8_rows(x):
@@ -91,6 +105,13 @@ class Moe(nn.Module):
         self.router = Linear(dim, num_experts, bias=router_bias)
         self.fc1 = ExpertMatrices(num_experts, 2 * inner_dim, dim)
         self.fc2 = ExpertMatrices(num_experts, dim, inner_dim)
+
+    def split(self, ranks: Ranks) -> None:
+        """As of `Mlp`, in every expert: so all ranks have the same to do, whichever experts are chosen."""
+        inner_dim = self.fc2.weight.shape[COLUMNS]
+        first, end = ranks.share(inner_dim)
+        self.fc1.split(ROWS, (first, end), (inner_dim + first, inner_dim + end))
+        self.fc2.split(COLUMNS, (first, end))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weights_TK, ids_TK = self._route(self.router(x_TD))

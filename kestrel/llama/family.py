@@ -25,6 +25,7 @@ from kestrel.models.gguf.config import read_chat_template
 from kestrel.models.gguf.header import is_gguf
 from kestrel.models.locate import LocatedModel
 from kestrel.models.tokenizer import TextTokenizer
+from kestrel.parallel.ranks import ALONE, Ranks
 from kestrel.ready_model import ModelFamily
 from kestrel.skills.base import ChatFormat, ModelProfile
 
@@ -47,7 +48,12 @@ class LlamaFamily(ModelFamily):
         return adapter_shape(LlamaConfig.from_dict(config))
 
     def load(
-        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        located: LocatedModel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        ranks: Ranks = ALONE,
     ) -> LoadedLlama:
         config = LlamaConfig.from_dict(located.config, _generation(located))
         tokenizer = TextTokenizer.from_file(located.tokenizer)
@@ -61,7 +67,7 @@ class LlamaFamily(ModelFamily):
         if not config.stop_ids:
             raise CheckpointError("config.json: eos_token_id is missing; name the ids that end a text")
         with open_checkpoint(located.weights) as checkpoint:
-            model = load_llama(checkpoint, config, device, dtype, progress)
+            model = load_llama(checkpoint, config, device, dtype, progress, ranks)
         return LoadedLlama(located.name, model, config, tokenizer, chat_files=files)
 
     def decoder(self, loaded: LoadedModel[Any, Any]) -> DecoderModel:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from kestrel.adapters import AdaptedMatrix, AdapterShape, ExpertShape
 from kestrel.layers.attention import Attention, Rope
@@ -17,7 +16,15 @@ from kestrel.llama.config import LlamaConfig
 from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
 from kestrel.models.contract import DecoderShape
 from kestrel.models.family import Progress, no_progress
-from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source
+from kestrel.models.strict_loading import (
+    LoadPlan,
+    Source,
+    check_plan,
+    copy_stacked,
+    load_parameters,
+    plain_source,
+)
+from kestrel.parallel.ranks import ALONE, Ranks, refuse_uneven
 
 _OUTER = {"wte": "model.embed_tokens.weight", "post_ln.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
 _LAYER = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
@@ -122,14 +129,26 @@ def load_llama(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> LlamaModel:
+    _check_ranks(config, ranks)
     with torch.device("meta"):
         model = LlamaModel(config)
+    model.split(ranks)
     plan = plan_load(checkpoint.tensors, model)
     check_plan(plan, model, str(checkpoint.path))
     load_parameters(model, checkpoint, plan, torch.device(device), lambda _: dtype, progress or no_progress)
     model.reset_buffers(device)
     return model.eval()
+
+
+def _check_ranks(config: LlamaConfig, ranks: Ranks) -> None:
+    counts, experts = {"num_attention_heads": config.n_heads}, config.experts
+    if experts is None or len(experts.layers) < config.n_layers:
+        counts["intermediate_size"] = config.ff_dim
+    if experts is not None:
+        counts["moe_intermediate_size"] = experts.inner_dim
+    refuse_uneven(ranks.size, counts, {"num_key_value_heads": config.n_kv_heads})
 
 
 def plan_load(tensors: Mapping[str, TensorInfo], model: LlamaModel) -> LoadPlan:
@@ -175,11 +194,4 @@ def _stacked(each: Sequence[Source], num_experts: int | None, problems: list[str
         problems.append(f"{each[0].names[0]} and the tensors that belong to it do not fit each other")
     shape = (sum(sum(source.shape[:1]) for source in each[:size]), *each[0].shape[1:])
     names = tuple(source.names[0] for source in each)
-    return Source(names, shape if num_experts is None else (num_experts, *shape), _copy_stacked)
-
-
-def _copy_stacked(target: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Experts come one after the other."""
-    rows = target.flatten(0, 1) if target.ndim == 3 else target
-    for own, given in zip(rows.split([len(one) for one in tensors]), tensors, strict=True):
-        own.copy_(given)
+    return Source(names, shape if num_experts is None else (num_experts, *shape), copy_stacked)

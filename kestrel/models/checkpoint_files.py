@@ -25,6 +25,7 @@ from kestrel.models.gguf.header import SUFFIX as GGUF_SUFFIX
 from kestrel.models.gguf.header import GgufHeader, is_gguf
 from kestrel.models.gguf.tensors import GgufTensors
 from kestrel.models.locate import require_there
+from kestrel.parallel.ranks import Part
 
 SAFETENSORS_SUFFIXES = (".safetensors",)
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -76,11 +77,12 @@ class TensorFile(ABC):
         self._read_bytes = 0
         self.tensors: Mapping[str, TensorInfo] = self._list()
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: Part | None = None) -> Tensor:
         if self._read_bytes > self._mapping_bytes:
             self.close()
-        self._read_bytes += self.tensors[name].num_bytes
-        return self._get(name)
+        tensor = self._get(name) if part is None else self._get_part(name, part)
+        self._read_bytes += tensor.numel() * tensor.itemsize
+        return tensor
 
     def close(self) -> None:
         """Lets go of the mapping; a later `read` maps the file again."""
@@ -92,6 +94,9 @@ class TensorFile(ABC):
 
     @abstractmethod
     def _get(self, name: str) -> Tensor: ...
+
+    def _get_part(self, name: str, part: Part) -> Tensor:
+        return part.cut(self._get(name))
 
     @abstractmethod
     def _unmap(self) -> None: ...
@@ -116,6 +121,13 @@ class SafetensorsFile(TensorFile):
 
     def _get(self, name: str) -> Tensor:
         return self._mapped().get_tensor(name)
+
+    def _get_part(self, name: str, part: Part) -> Tensor:
+        """Nothing else of the file is read."""
+        kept = self._mapped().get_slice(name)
+        before = (slice(None),) * (len(self.tensors[name].shape) + part.dim)
+        pieces = [kept[(*before, slice(*each))] for each in part.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=part.dim)
 
     def _unmap(self) -> None:
         self._handle = None
@@ -178,13 +190,13 @@ class Checkpoint:
         self.tensors: Mapping[str, TensorInfo] = {name: file.tensors[name] for file in files for name in file.tensors}
         """In file order."""
 
-    def read(self, name: str) -> Tensor:
-        """Data of one tensor. It looks into the mapped file: copy what must outlive the loading."""
+    def read(self, name: str, part: Part | None = None) -> Tensor:
+        """Data of one tensor, or of a part of it. It looks into the mapped file: copy what must outlive the loading."""
         file = self._file_of[name]
         if self._mapped is not file:
             self.close()
             self._mapped = file
-        return file.read(name)
+        return file.read(name, part)
 
     def close(self) -> None:
         if self._mapped is not None:

@@ -14,6 +14,7 @@ from kestrel.images.picture import PictureForm, RgbImage, ShrunkImage
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend
+from kestrel.parallel.ranks import Part, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class DecoderShape:
 
     num_layers: int
     num_kv_heads: int
+    """Of this rank."""
     head_dim: int
     hidden_dim: int
     vocab_size: int
@@ -130,8 +132,19 @@ class DecoderModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that have the model together; what they do must not depend on time or memory of one of them,
+        where sums follow from it."""
+        ...
+
+    @property
     def adapter_shape(self) -> AdapterShape:
         """What an adapter must fit."""
+        ...
+
+    @property
+    def adapter_parts(self) -> Mapping[tuple[int, str], Part]:
+        """What this rank has of the matrices that adapters may name, by layer and place; others are whole."""
         ...
 
     def fuse(self, ops: Ops) -> None:

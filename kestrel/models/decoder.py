@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend
 from kestrel.layers.decoder import TextDecoder
 from kestrel.models.contract import DecoderShape, RegionPart, VisionPart
+from kestrel.parallel.ranks import Part, Ranks
 
 
 class TextModelDecoder:
@@ -29,7 +31,7 @@ class TextModelDecoder:
         regions: RegionPart | None = None,
     ) -> None:
         self._text = text
-        self.shape, self.adapter_shape = shape, adapter_shape
+        self.shape, self.adapter_shape = replace(shape, num_kv_heads=text.num_kv_heads), adapter_shape
         self.vision, self.regions = vision, regions
 
     @property
@@ -39,6 +41,14 @@ class TextModelDecoder:
     @property
     def dtype(self) -> torch.dtype:
         return self._text.wte.dtype
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._text.ranks
+
+    @property
+    def adapter_parts(self) -> Mapping[tuple[int, str], Part]:
+        return self._text.adapter_parts()
 
     def fuse(self, ops: Ops) -> None:
         self._text.fuse(ops)

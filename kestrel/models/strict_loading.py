@@ -6,15 +6,17 @@ any data is read; `load_parameters` then fills the model parameter by parameter,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from kestrel.errors import CheckpointError
+from kestrel.layers.linear import parts_of
 from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
 from kestrel.models.family import Progress, no_progress
+from kestrel.parallel.ranks import Part
 
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,6 +27,13 @@ Write = Callable[[Tensor, Sequence[Tensor]], None]
 
 def copy_plain(target: Tensor, tensors: Sequence[Tensor]) -> None:
     target.copy_(tensors[0])
+
+
+def copy_stacked(target: Tensor, tensors: Sequence[Tensor]) -> None:
+    """One above the other; experts come one after the other."""
+    rows = target.flatten(0, 1) if target.ndim == 3 else target
+    for own, given in zip(rows.split([len(one) for one in tensors]), tensors, strict=True):
+        own.copy_(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ def plain_source(name: str, info: TensorInfo, problems: list[str]) -> Source:
 
 def check_plan(plan: LoadPlan, model: nn.Module, label: str, hint: str = "") -> None:
     """Raises one CheckpointError with all that is missing, unexpected, wrongly shaped or otherwise wrong."""
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    expected = whole_shapes(model)
     missing = sorted(expected.keys() - plan.sources.keys())
     unexpected = sorted({*plan.unexpected, *(plan.sources.keys() - expected.keys())})
     misshapen = sorted(
@@ -76,6 +85,12 @@ def check_plan(plan: LoadPlan, model: nn.Module, label: str, hint: str = "") -> 
         raise CheckpointError("\n  ".join([f"{label} does not fit the model:", *found, *([hint] if hint else [])]))
 
 
+def whole_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of the parameters as checkpoints have them, also where the model is one rank's part."""
+    parts, shapes = parts_of(model), {name: tuple(each.shape) for name, each in model.named_parameters()}
+    return {name: parts[name].whole_shape(shape) if name in parts else shape for name, shape in shapes.items()}
+
+
 @torch.no_grad()
 def load_parameters(
     model: nn.Module,
@@ -85,20 +100,50 @@ def load_parameters(
     dtype_of: Callable[[str], torch.dtype],
     progress: Progress = no_progress,
 ) -> None:
-    """Replaces every parameter of `model` (on the meta device) by its checked source, in the order of the files."""
+    """Replaces every parameter of `model` (on the meta device) by its checked source, in the order of the files.
+
+    Of a tensor that the model has a part of, only that part is read, unless it has to be widened first."""
+    parts = parts_of(model)
     position = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(plan.sources.items(), key=lambda entry: position[entry[1].names[0]])
     total_bytes = sum(model.get_parameter(name).numel() * dtype_of(name).itemsize for name, _ in ordered)
     done_bytes = 0
     progress("loading weights", done_bytes, total_bytes)
     for name, source in ordered:
-        target = torch.empty(source.shape, dtype=dtype_of(name), device=device)
-        source.write(target, [checkpoint.read(each) for each in source.names])
+        target = torch.empty(model.get_parameter(name).shape, dtype=dtype_of(name), device=device)
+        if name in parts:
+            _write_part(target, source, parts[name], checkpoint)
+        else:
+            source.write(target, [checkpoint.read(each) for each in source.names])
         _check_range(checkpoint, source, target)
         _assign(model, name, target)
         done_bytes += target.numel() * target.itemsize
         progress("loading weights", done_bytes, total_bytes)
     checkpoint.close()
+
+
+def _write_part(target: Tensor, source: Source, part: Part, checkpoint: Checkpoint) -> None:
+    if part.is_elsewhere:
+        target.zero_()
+    elif source.write in (copy_plain, copy_stacked):
+        windows = zip(source.names, _windows(source, part, checkpoint), strict=True)
+        source.write(target, [checkpoint.read(name, own) for name, own in windows])
+    else:
+        whole = torch.empty(source.shape, dtype=target.dtype, device=target.device)
+        source.write(whole, [checkpoint.read(each) for each in source.names])
+        target.copy_(part.cut(whole))
+
+
+def _windows(source: Source, part: Part, checkpoint: Checkpoint) -> Iterator[Part]:
+    """The part of each tensor of a source."""
+    shapes = [checkpoint.tensors[name].shape for name in source.names]
+    if source.write is copy_plain or part.dim != -len(shapes[0]):  # not the dimension along which they are stacked
+        yield from [part] * len(shapes)
+        return
+    first = 0
+    for rows, *_ in shapes:
+        yield part.within(first, rows)
+        first = (first + rows) % part.whole  # the next expert's begin anew
 
 
 def _check_range(checkpoint: Checkpoint, source: Source, target: Tensor) -> None:

@@ -14,6 +14,7 @@ from kestrel.models.decoder import check_widths, needs_quantising, refuse_expert
 from kestrel.moondream.config import MoondreamConfig, TextConfig
 from kestrel.moondream.region import RegionModel
 from kestrel.moondream.vision import VisionModel
+from kestrel.parallel.ranks import Ranks
 
 
 class TextModel(TextDecoder):
@@ -53,6 +54,11 @@ class MoondreamModel(nn.Module):
         self.region = RegionModel(config.region)
         self._quantization = "none"
 
+    def split(self, ranks: Ranks) -> None:
+        """Keeps one rank's part of the text model. Every rank has the whole encoder and the region's heads: with them
+        comes no sum to wait for, and a picture costs less to encode than the sums of its matrices would."""
+        self.text.split(ranks)
+
     def fuse(self, ops: Ops) -> None:
         """From now on text and vision run in few, wide operations of this bundle. A model is fused once."""
         if not self.text.is_fused:
@@ -63,7 +69,7 @@ class MoondreamModel(nn.Module):
         """From now on run on quantised weights, which take the place of the model's own."""
         if not needs_quantising(self._quantization, quantization):
             return
-        check_quantisable(quantization, self.config)
+        check_quantisable(quantization, self.config, self.text.ranks.size)
         self.text.to_fp8(experts_only=quantization == "fp8-experts")
         if quantization == "fp8":
             self.vision.to_fp8()
@@ -74,8 +80,9 @@ class MoondreamModel(nn.Module):
         self.text.reset_buffers(device)
 
 
-def check_quantisable(quantization: str, config: MoondreamConfig) -> None:
+def check_quantisable(quantization: str, config: MoondreamConfig, num_ranks: int = 1) -> None:
     """Refuses a model whose matrices the float8 operations do not take."""
     text, vision = config.text, config.vision
     refuse_experts_only(quantization, has_experts=text.moe is not None)
-    check_widths(quantization, (text.dim, text.qkv_dim, text.ff_dim, vision.enc_dim, vision.enc_ff_dim))
+    shared = (side // num_ranks for side in (text.dim, text.qkv_dim, text.ff_dim))
+    check_widths(quantization, (text.dim, *shared, vision.enc_dim, vision.enc_ff_dim))

@@ -31,6 +31,7 @@ from kestrel.moondream.weights import (
     refuse_mlx_int4,
     to_hub_name,
 )
+from kestrel.parallel.ranks import ALONE, Ranks
 from kestrel.ready_model import MakeDecoder, ModelFamily, ReadyModel
 from kestrel.skills.base import ModelProfile
 
@@ -60,14 +61,20 @@ class MoondreamFamily(ModelFamily):
         return adapter_shape(MoondreamConfig.from_dict(config).text)
 
     def load(
-        self, located: LocatedModel, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        located: LocatedModel,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        ranks: Ranks = ALONE,
     ) -> LoadedMoondream:
         config = MoondreamConfig.from_dict(located.config)
         tokenizer = TextTokenizer.from_file(located.tokenizer)
         _check_tokenizer(located, tokenizer, config)
         with open_checkpoint(located.weights) as checkpoint:
             kv_scales = read_kv_scales(checkpoint)
-            model = load_moondream(checkpoint, config, device, dtype, progress, self._hint(checkpoint, located))
+            hint = self._hint(checkpoint, located)
+            model = load_moondream(checkpoint, config, device, dtype, progress, hint, ranks)
         return LoadedMoondream(located.name, model, model.config, tokenizer, kv_scales)
 
     def make_ready(

@@ -18,10 +18,11 @@ from kestrel.errors import CheckpointError
 from kestrel.models.checkpoint_files import Checkpoint, TensorInfo
 from kestrel.models.contract import KvScale
 from kestrel.models.family import LoadedModel, Progress, no_progress
-from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source
-from kestrel.moondream.config import MoondreamConfig
+from kestrel.models.strict_loading import LoadPlan, Source, check_plan, load_parameters, plain_source, whole_shapes
+from kestrel.moondream.config import MoondreamConfig, TextConfig
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.releases import FAMILY
+from kestrel.parallel.ranks import ALONE, Ranks, refuse_uneven
 
 _MODULES = (
     ("text.blocks.{i}.ln", "text_model.transformer.h.{i}.ln"),
@@ -221,6 +222,7 @@ def load_moondream(
     dtype: torch.dtype,
     progress: Progress | None = None,
     hint: str = "",
+    ranks: Ranks = ALONE,
 ) -> MoondreamModel:
     """A model on `device` in `dtype`; the region's Fourier tables stay fp32.
 
@@ -229,12 +231,21 @@ def load_moondream(
     """
     device = torch.device(device)
     refuse_mlx_int4((to_hub_name(name) for name in checkpoint.tensors), str(checkpoint.path))
+    _check_ranks(config.text, ranks)
     model = build_on_meta(config.with_region_ln(has_region_ln(checkpoint.tensors)))
+    model.split(ranks)
     plan = plan_load(checkpoint.tensors, model)
     check_plan(plan, model, str(checkpoint.path), hint)
     load_parameters(model, checkpoint, plan, device, lambda name: stored_dtype(name, dtype), progress or no_progress)
     model.reset_buffers(device)
     return model.eval()
+
+
+def _check_ranks(text: TextConfig, ranks: Ranks) -> None:
+    counts = {"text.n_heads": text.n_heads, "text.ff_dim": text.ff_dim}
+    if text.moe is not None:
+        counts["text.moe.expert_inner_dim"] = text.moe.expert_inner_dim
+    refuse_uneven(ranks.size, counts, {"text.n_kv_heads": text.n_kv_heads})
 
 
 def build_on_meta(config: MoondreamConfig) -> MoondreamModel:
@@ -319,7 +330,7 @@ def _int4_matrices(
     names: dict[str, str], tensors: Mapping[str, TensorInfo], problems: list[str], model: MoondreamModel
 ) -> dict[str, Source]:
     """Matrices as packed groups with scales and zero points. Only the model knows their shape."""
-    parameters = dict(model.named_parameters())
+    parameters = whole_shapes(model)
     sources: dict[str, Source] = {}
     for packed_name in [name for name in names if name.endswith(_PACKED)]:
         name = packed_name.removesuffix(".packed")
@@ -327,7 +338,7 @@ def _int4_matrices(
             continue
         parts = [names.pop(f"{name}.{part}", None) for part in ("packed", "scale", "zero_point")]
         stored = tuple(part for part in parts if part is not None)
-        shape = tuple(parameters[name].shape)
+        shape = parameters[name]
         shapes = int4_shapes(shape)
         found = [tensors[part].shape for part in stored]
         if shapes is None or found != [shapes[0], shapes[1], shapes[1]]:

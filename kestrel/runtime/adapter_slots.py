@@ -5,24 +5,29 @@ A slot is overwritten by a launch's `AdapterLoad`; whoever plans the launch make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kestrel.adapters import Adapter, AdapterShape, AdapterTarget
+from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair
 from kestrel.adapters.adapter import Side
 from kestrel.kernels.low_rank import SlotFactors, stored_rank
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, Gate
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
-from kestrel.layers.linear import ExpertMatrices
+from kestrel.layers.linear import COLUMNS, ROWS, ExpertMatrices
+from kestrel.parallel.ranks import Part
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.device import upload
 
 NO_SLOT = -1
 """Of positions of the base model, on the device."""
+SPLIT_SIDE: Mapping[Side, int] = {"a": COLUMNS, "b": ROWS}
+"""The dimension of a split matrix that a factor has too: inputs that a rank lacks are those of `a`, outputs of `b`."""
+NO_PARTS: Mapping[tuple[int, str], Part] = MappingProxyType({})
 
 
 class SlotBuffers(NamedTuple):
@@ -38,21 +43,30 @@ class SlotBuffers(NamedTuple):
 
 class AdapterSlots:
     def __init__(
-        self, shape: AdapterShape, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
+        self,
+        shape: AdapterShape,
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        parts: Mapping[tuple[int, str], Part] = NO_PARTS,
     ) -> None:
+        """`parts`: by layer and place, of matrices that other ranks have the rest of."""
         rank, places = stored_rank(max_rank), [shape.places(layer) for layer in range(shape.num_layers)]
         self._names = {(layer, place): names for layer, own in enumerate(places) for place, names in own.items()}
         self._rank_PS = torch.zeros(len(self._names), num_slots + 1, dtype=torch.int32, device=device)
 
         def zeros(key: tuple[int, str], side: Side) -> Tensor:
-            return torch.zeros(num_slots, *shape.place_shape(*key, side, rank), dtype=dtype, device=device)
+            size, part = shape.place_shape(*key, side, rank), parts.get(key)
+            own = part.own_shape(size) if part is not None and part.dim == SPLIT_SIDE[side] else size
+            return torch.zeros(num_slots, *own, dtype=dtype, device=device)
 
         self._buffers = {
             key: SlotBuffers(zeros(key, "a"), zeros(key, "b"), rank_S)
             for key, rank_S in zip(self._names, self._rank_PS, strict=True)
         }
         self.num_slots = num_slots
-        self._shape = shape
+        self._shape, self._parts = shape, parts
         self.reads_norm_S = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         """Whether a slot's delta of proj reads the block's norm output; int32, with an entry for the base model."""
 
@@ -74,17 +88,27 @@ class AdapterSlots:
             if pair is None:
                 continue
             start, end = end, end + pair.a.shape[-2]
-            buffers.a[slot, ..., start:end, :].copy_(pair.a, non_blocking=True)
-            scaled = pair.b if adapter.scale == 1.0 else pair.b.float() * adapter.scale
+            own, first_row = self._own_part(pair, target, place)
+            buffers.a[slot, ..., start:end, :].copy_(own.a, non_blocking=True)
+            scaled = own.b if adapter.scale == 1.0 else own.b.float() * adapter.scale
             rows = slice(None)
             if len(names) > 1:
-                matrix = self._shape.layers[layer][target.matrix]
-                rows = slice(matrix.first_row, matrix.first_row + matrix.rows)
+                rows = slice(first_row, first_row + own.b.shape[-2])
                 buffers.b[slot, ..., start:end] = 0.0
             buffers.b[slot, ..., rows, start:end].copy_(scaled, non_blocking=True)
         if end:
             buffers.a[slot, ..., end : stored_rank(end), :] = 0.0
             buffers.b[slot, ..., end : stored_rank(end)] = 0.0
+
+    def _own_part(self, pair: LowRankPair, target: AdapterTarget, place: str) -> tuple[LowRankPair, int]:
+        """The factors that belong to this rank's part of the matrix, and the first row there that they add to."""
+        matrix, part = self._shape.layers[target.layer][target.matrix], self._parts.get((target.layer, place))
+        if part is None:
+            return pair, matrix.first_row
+        if part.dim == SPLIT_SIDE["a"]:
+            return LowRankPair(part.cut(pair.a), pair.b), matrix.first_row
+        own_rows = part.within(matrix.first_row, matrix.rows)
+        return LowRankPair(pair.a, own_rows.cut(pair.b)), part.within(0, matrix.first_row).size
 
     def _rank(self, adapter: Adapter, layer: int, names: Sequence[str]) -> int:
         """Of all parts, as kernels read it: filled up with zeros, except for experts, which may have any rank."""

@@ -63,6 +63,8 @@ class ModelRuntime(Executor):
     ) -> None:
         """`kv_scales`: those of the checkpoint, by layer."""
         self.decoder = decoder
+        if config.tensor_parallel_size != decoder.ranks.size:
+            raise ConfigError("tensor_parallel_size", "this runs a model in one process; leave it out")
         device, abilities = decoder.device, Abilities.of(decoder.device)
         path = choose_fast_path(config, abilities, decoder.dtype)
         ops = path.make_ops(abilities)
@@ -73,17 +75,18 @@ class ModelRuntime(Executor):
         put_on_path(decoder, path, ops)
         is_captured = path.is_fused and config.enable_cuda_graphs
         working = measured_steps(decoder, config, path, is_captured) if device.type == "cuda" else None
-        num_crops = batch_crops(config, device, working)
+        num_crops = decoder.ranks.least(batch_crops(config, device, working))
         working_bytes = 0 if working is None else working.planned(num_crops)
         # Apart from the other graphs, since pictures are encoded beside the rest of a step.
         vision_graphs = (
-            VisionGraphs(decoder.vision, num_crops, GraphPool(device))
+            VisionGraphs(decoder.vision, num_crops, GraphPool(device), decoder.ranks.is_alone)
             if is_captured and decoder.vision is not None
             else None
         )
         limits = runtime_limits(
             decoder.shape, device, config, path.kv_dtype, 0 if slots is None else slots.num_slots, working_bytes
         )
+        limits = replace(limits, num_pages=decoder.ranks.least(limits.num_pages))
         graphs: MakeFastSteps | None = None
         if is_captured:
             graphs = captured_steps(limits, ops, GraphPool(device, is_urgent=True), slots)
@@ -105,7 +108,7 @@ class ModelRuntime(Executor):
 
 def _adapter_slots(decoder: DecoderModel, config: RuntimeConfig) -> AdapterSlots:
     shape, max_rank = decoder.adapter_shape, config.max_adapter_rank
-    return AdapterSlots(shape, config.max_adapters, max_rank, decoder.device, decoder.dtype)
+    return AdapterSlots(shape, config.max_adapters, max_rank, decoder.device, decoder.dtype, decoder.adapter_parts)
 
 
 def put_on_path(decoder: DecoderModel, path: FastPath, ops: Ops) -> None:

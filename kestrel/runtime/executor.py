@@ -286,7 +286,12 @@ class Executor:
         if self._pictures is None:
             return {}, {}
         with self._beside.running():
-            return self._pictures.encode(prefill)
+            images, failures = self._pictures.encode(prefill)
+        if not self._model.ranks.is_alone:  # a rank that is short of memory would go on without rows that others run
+            for error in failures.values():
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise error
+        return images, failures
 
     def _advance_pictures(self, slices: list[PictureSlice]) -> None:
         """After the rows that decode in fixed sizes, whose tokens people wait for."""

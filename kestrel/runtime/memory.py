@@ -133,6 +133,8 @@ def plan_pages(
     `working_bytes` are free still, but kept for the steps.
     """
     free = _free_beside_steps(device, working_bytes)
+    if device.type == "cpu":
+        free //= config.tensor_parallel_size  # all ranks take theirs from the same
     least = -(-(shape.num_image_positions + MIN_TEXT_POSITIONS) // config.page_size)
     page_bytes = bytes_per_page(shape, config.page_size, kv_dtype)
     if config.kv_cache_pages is not None:

@@ -129,8 +129,10 @@ class VisionGraphs:
     that are: to launch or to capture a few hundred kernels would take the host longer than the GPU to run them.
     """
 
-    def __init__(self, vision: VisionPart, max_crops: int, pool: GraphPool) -> None:
+    def __init__(self, vision: VisionPart, max_crops: int, pool: GraphPool, in_parts: bool = True) -> None:
+        """Without `in_parts` nothing depends on whether the GPU waits: of several ranks each has to give the same."""
         self._vision = vision
+        self._in_parts = in_parts
         self._pool = pool
         self._max_crops = max_crops
         self._patches_NPC, self._features_NPD = vision.new_crop_buffers(self._max_crops)
@@ -157,7 +159,7 @@ class VisionGraphs:
 
     def _parts(self, num_crops: int) -> list[int] | None:
         """Captured numbers that make up this one; None: it is to be encoded as a whole."""
-        if num_crops in self._graphs or not self._pool.is_idle or self._num_parted[num_crops] >= PATIENCE:
+        if num_crops in self._graphs or not self._in_parts or not self._pool.is_idle or self._num_parted[num_crops] >= PATIENCE:
             return None
         parts: list[int] = []
         while (left := num_crops - sum(parts)) > 0:

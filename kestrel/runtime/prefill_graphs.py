@@ -170,7 +170,10 @@ class PrefillGraphs:
             self._captured[form] = self._capture(form, has_run=True)
 
     def _held_by(self, form: PrefillForm) -> PrefillForm:
-        """The smallest captured form that holds this one while the GPU waits, or the form itself."""
+        """The smallest captured form that holds this one while the GPU waits, or the form itself. Other ranks' GPUs may
+        not wait at the same time, and all must run the same form."""
+        if not self._model.ranks.is_alone:
+            return form
         if form in self._captured or not self._pool.is_idle or self._num_held[form] >= PATIENCE:
             return form
         holding = [captured for captured in self._captured if captured.holds(form)]

@@ -186,7 +186,7 @@ def test_where_a_surprise_happened_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     def stumble(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("in the other process")
 
-    monkeypatch.setattr("kestrel.engine.compute_process.ready_model", stumble)
+    monkeypatch.setattr("kestrel.engine.compute_process.prepared_model", stumble)
     with ComputeProcess(config("md2")) as process, pytest.raises(ZeroDivisionError) as caught:
         process.ready()
     assert "in stumble" in str(caught.value.__cause__)

@@ -37,7 +37,7 @@ class ProcessRuntime:
     def launch(self, plan: StepPlan) -> SentStep:
         if self._num_sent:  # two long messages that cross would wait for each other
             self._outputs.append(self._receive())
-        self._connection.send(RunStep(plan, self._pictures.missing(plan), _adapters_of(plan)))
+        self._connection.send(RunStep(plan, self._pictures.missing(plan), adapters_of(plan)))
         self._num_sent += 1
         return SentStep(plan.step_id)
 
@@ -57,7 +57,8 @@ class ProcessRuntime:
         return answer.output
 
 
-def _adapters_of(plan: StepPlan) -> tuple[SentAdapter | None, ...]:
+def adapters_of(plan: StepPlan) -> tuple[SentAdapter | None, ...]:
+    """What has to be sent of the plan's loads, in order."""
     loads = [load.weights for load in plan.adapter_loads]
     return tuple(SentAdapter.of(weights) if isinstance(weights, Adapter) else None for weights in loads)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kestrel.errors import EngineStopped
 from kestrel.models.contract import OutlineRefiner
-from kestrel.runtime.contract import Runtime
+from kestrel.runtime.contract import Runtime, StepPlan
 from kestrel.runtime.process.messages import (
     Connection,
     Failed,
@@ -43,6 +43,16 @@ def _answered(answer: Callable[[Message], Message], message: Message) -> Message
         return Failed.by(error)
 
 
+def completed_plan(message: RunStep, pictures: HeldPictures) -> StepPlan:
+    """With the pictures and adapters that packing left out of it."""
+    pictures.complete(message.plan, message.pictures)
+    message.plan.adapter_loads = [
+        load if sent is None else replace(load, weights=sent.adapter())
+        for load, sent in zip(message.plan.adapter_loads, message.adapters, strict=True)
+    ]
+    return message.plan
+
+
 class _Answers:
     def __init__(self, runtime: Runtime[Any], refiner: OutlineRefiner | None) -> None:
         self._runtime = runtime
@@ -59,11 +69,6 @@ class _Answers:
         raise AssertionError(f"{type(message).__name__} is no message for a runtime")
 
     def _run(self, message: RunStep) -> StepDone:
-        self._pictures.complete(message.plan, message.pictures)
-        message.plan.adapter_loads = [
-            load if sent is None else replace(load, weights=sent.adapter())
-            for load, sent in zip(message.plan.adapter_loads, message.adapters, strict=True)
-        ]
-        output = self._runtime.collect(self._runtime.launch(message.plan))
+        output = self._runtime.collect(self._runtime.launch(completed_plan(message, self._pictures)))
         output.failures = {row: portable(error) for row, error in output.failures.items()}
         return StepDone(output, frozenset(filter(self._runtime.has_encoded, self._pictures)))

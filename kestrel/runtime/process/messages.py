@@ -42,6 +42,13 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Follow:
+    """The first message to another rank: what to load, and which part of it. Of its steps it tells nothing."""
+
+    task: Any
+
+
+@dataclass(frozen=True, slots=True)
 class RefineOutline:
     image: RgbImage
     svg_path: str
@@ -95,7 +102,7 @@ class RemoteTraceback(Exception):
     """Holds the traceback of the other process, as the cause of what is raised in this one."""
 
 
-Message: TypeAlias = RunStep | RefineOutline | Loading | Loaded | StepDone | Refined | Failed
+Message: TypeAlias = RunStep | Follow | RefineOutline | Loading | Loaded | StepDone | Refined | Failed
 
 
 class Connection:
@@ -105,8 +112,11 @@ class Connection:
         self._pipe = pipe
 
     def send(self, message: Message) -> None:
-        packed = pack(message)
-        handles = message.handles if isinstance(message, RunStep) else ()
+        self.send_packed(pack(message), message.handles if isinstance(message, RunStep) else ())
+
+    def send_packed(self, packed: Packed, handles: Iterable[int] = ()) -> None:
+        """One that may go to several."""
+        handles = list(handles)
         try:
             self._pipe.send_bytes(FOLLOWING.pack(len(packed.arrays), len(handles)) + packed.message)
             for array in packed.arrays:
@@ -137,6 +147,13 @@ class Connection:
         if isinstance(answer, Failed):
             raise answer.error from (RemoteTraceback(f"\n{answer.trace}") if answer.trace else None)
         return answer
+
+    def last_words(self) -> Message | None:
+        """What the other side had sent before it ended, if anything."""
+        try:
+            return self.receive() if self._pipe.poll() else None
+        except (EngineStopped, OSError):
+            return None
 
     def close(self) -> None:
         self._pipe.close()
