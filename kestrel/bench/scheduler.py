@@ -17,33 +17,14 @@ from kestrel.bench.processes import status_mib
 from kestrel.bench.results import append_row, command_parser, environment
 from kestrel.cache import CacheManager
 from kestrel.grammar import free_text
-from kestrel.request import FinishReason, GenerationRequest, PromptReport, SkillOutput, StreamDelta, TokenLogprobs
+from kestrel.request import GenerationRequest
 from kestrel.runtime.contract import RuntimeLimits, StepOutput, StepPlan
-from kestrel.runtime.fake import FakeRuntime, FakeStep
+from kestrel.runtime.fake import FakeRuntime, FakeStep, NullConsumer
 from kestrel.scheduler import GenerationScheduler
 from kestrel.settings import SamplingParams
-from kestrel.tokens import ImageSpan, TextToken, Token
+from kestrel.tokens import ImageSpan, TextToken
 
 NEVER_SAMPLED = 10**9
-
-
-class NullConsumer:
-    """Takes tokens and keeps none."""
-
-    def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
-        return StreamDelta()
-
-    def consume_prompt(self, report: PromptReport) -> None:
-        return None
-
-    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
-        return None
-
-    def flush(self) -> StreamDelta | None:
-        return None
-
-    def finish(self, reason: FinishReason) -> SkillOutput:
-        return SkillOutput({}, "")
 
 
 class TimedRuntime(FakeRuntime):

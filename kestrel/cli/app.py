@@ -37,6 +37,7 @@ VERBS = {
     "profile": "Show where a request's time goes: JPEG decoding, upload, resizing, vision, prefill, tokens, "
     "gaps of the host.",
     "tune": "Find the fastest block sizes of the Triton kernels on this GPU, for every later run of Kestrel on it.",
+    "simulate": "Say how many GPUs traffic needs, and how long answers take on them, without a GPU.",
     "models": "List the models that --model knows.",
     "demo": "Try every skill on a bundled scene with the embedded model.",
 }

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from kestrel.errors import NumericalError
 from kestrel.grammar import END, Carries, State
-from kestrel.request import FinishReason, ScoredToken, TokenLogprobs
+from kestrel.request import FinishReason, PromptReport, ScoredToken, SkillOutput, StreamDelta, TokenLogprobs
 from kestrel.runtime.contract import PrefillChunk, PromptPart, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
 from kestrel.settings import SamplingParams
@@ -223,6 +223,25 @@ class FakeRuntime:
     def _copy_page(self, source: int, target: int) -> None:
         size = self._limits.page_size
         self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+
+
+class NullConsumer:
+    """The skill of a request whose answer nobody wants: takes tokens and keeps none."""
+
+    def consume(self, token: Token, logprobs: TokenLogprobs | None) -> StreamDelta | None:
+        return StreamDelta()
+
+    def consume_prompt(self, report: PromptReport) -> None:
+        return None
+
+    def consume_end(self, token_id: int, logprobs: TokenLogprobs) -> None:
+        return None
+
+    def flush(self) -> StreamDelta | None:
+        return None
+
+    def finish(self, reason: FinishReason) -> SkillOutput:
+        return SkillOutput({}, "")
 
 
 def adapter_number(key: str) -> int:
