@@ -70,7 +70,9 @@ def prepared_model(
     if config.tensor_parallel_size == 1:
         return ready_model(config, progress, with_adapters=with_adapters)
     if not torch.distributed.is_available():
-        raise ConfigError("tensor_parallel_size", "this build of torch lacks torch.distributed; use 1, or another build")
+        raise ConfigError(
+            "tensor_parallel_size", "torch has no torch.distributed in this build; use 1, or another build"
+        )
     device, dtype = rank_device(config, 0), choose_dtype(config, choose_device(config))
     choose_fast_path(config, Abilities.of(device), dtype)  # a refusal comes before the download
     others = OtherRanks(config.tensor_parallel_size)

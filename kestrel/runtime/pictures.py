@@ -159,7 +159,8 @@ class VisionGraphs:
 
     def _parts(self, num_crops: int) -> list[int] | None:
         """Captured numbers that make up this one; None: it is to be encoded as a whole."""
-        if num_crops in self._graphs or not self._in_parts or not self._pool.is_idle or self._num_parted[num_crops] >= PATIENCE:
+        is_whole = num_crops in self._graphs or not self._in_parts
+        if is_whole or not self._pool.is_idle or self._num_parted[num_crops] >= PATIENCE:
             return None
         parts: list[int] = []
         while (left := num_crops - sum(parts)) > 0:
