@@ -71,7 +71,8 @@ def _runtime(task: RankTask, connection: Connection) -> ModelRuntime:
     with naming_memory_knobs(), on_device(device):
         loaded = load(task.located, device, choose_dtype(config, device), ranks=ranks)
         connection.send(Loaded(None))
-        ranks.connect(task.meeting, device)
+        ranks.meet(task.meeting)
+        ranks.connect(device)
         decoder = find_family(loaded.family).decoder(loaded)
         return ModelRuntime(decoder, config, task.with_adapters, loaded.kv_scales)
 

@@ -85,7 +85,7 @@ def prepared_model(
         others.wait_until_loaded()
 
         def start() -> ReadyModel:
-            others.group.connect(others.meeting, device)
+            others.group.connect(device)
             return ready_from(loaded, config, with_adapters)
 
         ready = others.unless_lost(start)
@@ -147,6 +147,7 @@ class OtherRanks:
         folder = Path(tempfile.mkdtemp(prefix="kestrel-ranks-"))
         self.meeting = folder / "meeting"
         self.group = RankGroup(0, size)
+        self.group.meet(self.meeting)
         self._is_closing = False
         self._lost: RankLost | None = None
         self._looking = threading.Lock()

@@ -26,22 +26,26 @@ MIN_SUM_BYTES = 4
 
 
 class RankGroup(Ranks):
-    """To be connected once all ranks are there, before anything is added up."""
+    """To meet and then connect, once all ranks are there, before anything is added up."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._group: Any = None
 
-    def connect(self, meeting: Path, device: torch.device) -> None:
-        """Waits for the others. `meeting`: a file that all of them name and nobody else uses."""
+    def meet(self, place: Path) -> None:
+        """`place`: a file that all ranks name and nobody else uses. Its folder has to be there: torch would wait for
+        it, and hold Python's lock."""
+        self._store = dist.FileStore(str(place), self.size)
+
+    def connect(self, device: torch.device) -> None:
+        """Waits for the others."""
         self._device = device
-        store = dist.FileStore(str(meeting), self.size)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._group = dist.ProcessGroupNCCL(self._store, self.rank, self.size, options)
         else:
-            self._group = _gloo(store, self.rank, self.size)
+            self._group = _gloo(self._store, self.rank, self.size)
 
     def end(self) -> None:
         """Also while a thread waits in a call, which fails then. The group's threads end here: a process that is forked

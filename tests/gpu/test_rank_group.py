@@ -21,7 +21,8 @@ pytestmark = pytest.mark.gpu
 def test_sums_are_captured_with_the_work_around_them(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
     group = RankGroup(0, 1)
-    group.connect(tmp_path / "meeting", device)
+    group.meet(tmp_path / "meeting")
+    group.connect(device)
     try:
         assert group.least(7) == 7
 

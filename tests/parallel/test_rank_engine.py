@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kestrel.adapters import save_adapter
 from kestrel.config import RuntimeConfig
@@ -129,11 +130,11 @@ async def test_a_rank_that_ends_while_the_first_waits_for_it_is_missed(
 ) -> None:
     started, connect = starts_of(monkeypatch), RankGroup.connect
 
-    def connect_too_late(self: RankGroup, *place: Any) -> None:
+    def connect_too_late(self: RankGroup, device: torch.device) -> None:
         [other] = started[0].pids
         os.kill(other, signal.SIGKILL)
-        assert eventually(lambda: has_ended(other))
-        connect(self, *place)
+        assert eventually(lambda: not started[0].meeting.parent.exists())
+        connect(self, device)
 
     monkeypatch.setattr(RankGroup, "connect", connect_too_late)
     with pytest.raises(RankLost, match="rank 1 of tensor_parallel_size was killed"):
