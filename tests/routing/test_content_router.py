@@ -1,0 +1,124 @@
+"""Requests find the replica that knows them, while it has room."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from kestrel.routing import ContentRouter, ReplicaLoad, prefix_keys
+
+REPLICAS = ("a", "b", "c", "d")
+
+
+def router_of(replicas=REPLICAS, **options):
+    router = ContentRouter(**options)
+    for replica in replicas:
+        router.add_replica(replica)
+    return router
+
+
+def loads(max_running=4, adapters=None, **running):
+    return {
+        name: ReplicaLoad(running.get(name, 0), 0, max_running, frozenset((adapters or {}).get(name, ())))
+        for name in REPLICAS
+    }
+
+
+def key(name):
+    return prefix_keys({}, [name], adapter=None, tenant=None)
+
+
+def routed(order, *, num_routers=1, at_once=1):
+    """Hits, and requests by replica, of pictures asked about in this order; each request lasts `at_once` turns."""
+    routers = [router_of() for _ in range(num_routers)]
+    has = {name: set() for name in REPLICAS}
+    running, hits, counts = [], 0, Counter()
+    for turn, picture in enumerate(order):
+        running = running[-(at_once - 1) :] if at_once > 1 else []
+        router = routers[turn % num_routers]
+        chosen = router.rank(key(picture), None, loads(16, **Counter(running)))[0]
+        hits += picture in has[chosen]
+        has[chosen].add(picture)
+        router.note(chosen, key(picture))
+        running.append(chosen)
+        counts[chosen] += 1
+    return hits, counts
+
+
+@pytest.mark.parametrize(("at_once", "num_routers"), [(1, 1), (32, 1), (48, 1), (1, 3), (16, 3)])
+def test_200_questions_about_20_pictures_over_4_replicas_find_90_percent_of_possible_hits(at_once, num_routers):
+    """Up to three quarters of 4 × 16 rows are taken; several routers know only what they sent themselves."""
+    for seed in range(10):
+        order = [f"picture {number % 20}" for number in range(200)]
+        random.Random(seed).shuffle(order)
+        hits, counts = routed(order, num_routers=num_routers, at_once=at_once)
+        assert hits >= 0.9 * 180
+        assert len(counts) == len(REPLICAS)
+
+
+def test_a_hot_picture_spreads_when_its_replica_is_full_and_no_sooner():
+    router, running = router_of(), Counter()
+    chosen = []
+    for _ in range(16):
+        best = router.rank(key("hot"), None, loads(**running))[0]
+        router.note(best, key("hot"))
+        running[best] += 1
+        chosen.append(best)
+    assert [len(set(chosen[start : start + 4])) for start in range(0, 16, 4)] == [1, 1, 1, 1]
+    assert set(chosen) == set(REPLICAS)
+
+
+def test_when_all_are_full_what_is_known_counts_within_a_batch_of_queue():
+    router = router_of()
+    router.note("b", key("p"))
+    assert router.rank(key("p"), None, loads(a=4, b=7, c=4, d=4))[0] == "b"
+    assert router.rank(key("p"), None, loads(a=4, b=8, c=4, d=4))[0] != "b"
+
+
+def test_a_longer_known_beginning_wins():
+    router = router_of()
+    keys = prefix_keys({"prompt": "x" * 2000}, ["p"], adapter=None, tenant=None)
+    router.note("a", keys[:1])
+    router.note("c", keys[:4])
+    assert router.rank(keys, None, loads())[:2] == ["c", "a"]
+
+
+def test_an_adapter_is_used_where_it_is_loaded_until_that_is_full():
+    router = router_of()
+    assert router.rank(key("p"), "birds", loads(adapters={"d": ["birds"]}, d=3))[0] == "d"
+    assert router.rank(key("p"), "birds", loads(adapters={"d": ["birds"]}, d=4))[0] != "d"
+
+
+def test_requests_without_keys_go_where_the_load_is_lowest_and_take_turns():
+    router = router_of()
+    assert router.rank((), None, loads(a=1, b=1, d=1))[0] == "c"
+    firsts = Counter(router.rank((), None, loads())[0] for _ in range(200))
+    assert set(firsts) == set(REPLICAS)
+
+
+def test_a_replica_that_left_is_forgotten_and_not_ranked():
+    router = router_of()
+    router.note("a", key("p"))
+    router.remove_replica("a")
+    assert "a" not in router.rank(key("p"), None, loads())
+    router.note("a", key("p"))
+    router.add_replica("a")
+    assert router.num_known("a", key("p")) == 0
+
+
+def test_other_pictures_stay_where_they_are_when_a_replica_leaves():
+    before = {name: router_of().rank(key(name), None, loads())[0] for name in map(str, range(50))}
+    smaller = router_of(REPLICAS[1:])
+    for name, replica in before.items():
+        if replica != "a":
+            assert smaller.rank(key(name), None, loads())[0] == replica
+
+
+def test_memory_is_bounded_and_keeps_what_was_used_last():
+    router = router_of(max_keys=100)
+    for number in range(1000):
+        router.note("a", key("kept"))
+        router.note("a", key(str(number)))
+    assert len(router._known["a"]) == 100
+    assert router.num_known("a", key("kept")) == 1
+    assert router.num_known("a", key("0")) == 0
