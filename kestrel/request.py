@@ -106,6 +106,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """A token of an answer, and where the decode rules stood behind it: enough to go on from there elsewhere."""
+
+    token: Token
+    grammar_state: int
+    phase_spent: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CacheNamespace:
     """Sequences share cached KV only inside one namespace."""
 
@@ -220,6 +230,10 @@ class GenerationRequest:
     """Someone waits for each token: while it is written, prefill of other requests is split into small chunks."""
     has_reader: bool = True
     """False: nobody looks at the answer before its end, so the stream gets none of its parts."""
+    tells_tokens: bool = False
+    """Each part of the stream comes with the tokens that it was made of."""
+    resumed: Sequence[GeneratedToken] = ()
+    """The beginning of the answer, as another engine told it. What it made of the stream is not told again."""
     num_prompt_positions: int = field(init=False)
 
     @property
@@ -287,6 +301,8 @@ class StreamUpdate:
     request_id: str
     delta: StreamDelta | None = None
     token_index: int = 0
+    tokens: tuple[GeneratedToken, ...] = ()
+    """Since the last delta, when they are to be told."""
     finish_reason: FinishReason | None = None
     output: SkillOutput | None = None
     metrics: RequestMetrics | None = None

@@ -304,6 +304,8 @@ class InferenceEngine(SkillCalls):
             generation.cache_salt, generation.priority = route.cache_salt, route.priority
             generation.is_streaming = is_stream if route.read_along is None else route.read_along
             generation.submitted_s = submitted_s
+            if generation.prompt_outputs is None:
+                generation.tells_tokens, generation.resumed = route.tells_tokens, route.resumed
             stream.adapter = None if adapter is None else adapter.name
             stream.num_prompt_tokens = generation.num_prompt_positions
             if images and adapter is None and self.model_name == default_model.NAME:

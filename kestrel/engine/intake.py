@@ -24,6 +24,7 @@ from kestrel.models.contract import OutlineRefiner
 from kestrel.ready_model import ReadyModel
 from kestrel.request import (
     FinishReason,
+    GeneratedToken,
     GenerationRequest,
     PromptReport,
     SkillOutput,
@@ -288,6 +289,10 @@ class Route:
     None: as `stream` says."""
     has_reader: bool | None
     """False for a stream of which only the result is wanted: it gets no chunks. None: as `stream` says."""
+    tells_tokens: bool = False
+    """Chunks come with what another engine needs to go on from them."""
+    resumed: tuple[GeneratedToken, ...] = ()
+    """What such chunks of another engine had."""
 
 
 def take_route(fields: dict[str, Any]) -> Route:
@@ -304,7 +309,10 @@ def take_route(fields: dict[str, Any]) -> Route:
         if value is not None:
             boolean(name, value)
     priority = 0 if priority is None else ROUTING["priority"].kind("priority", priority)
-    return Route(request_id, priority, tenant, salt, client, read_along, has_reader)
+    tells_tokens, resumed = fields.pop("tells_tokens", False), fields.pop("resumed", ())
+    if not all(isinstance(token, GeneratedToken) for token in resumed):
+        raise RequestError("resumed", "holds something that no chunk had; leave it out")
+    return Route(request_id, priority, tenant, salt, client, read_along, has_reader, tells_tokens, tuple(resumed))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from kestrel.errors import EngineStopped
-from kestrel.request import RequestMetrics, StreamUpdate
+from kestrel.request import GeneratedToken, RequestMetrics, StreamUpdate
 from kestrel.threads import Threads, listed
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ class StreamChunk:
     data: Mapping[str, Any] | None = None
     logprobs: tuple[Mapping[str, Any], ...] = ()
     """When asked for: entries, as in `EngineResult.output["logprobs"]`, of the tokens whose text begins here."""
+    tokens: tuple[GeneratedToken, ...] = ()
+    """For `tells_tokens`: those since the chunk before."""
 
 
 class EngineStream:
@@ -109,6 +111,15 @@ class EngineStream:
         if (error := self._result.exception()) is not None:
             raise error
         raise StopAsyncIteration
+
+    async def chunks(self) -> list[StreamChunk]:
+        """All that are there, after waiting for one; none at the end."""
+        taken: list[StreamChunk] = []
+        async for chunk in self:
+            taken.append(chunk)
+            if self._chunks.empty():
+                break
+        return taken
 
     async def result(self) -> EngineResult:
         try:
@@ -178,7 +189,7 @@ class EngineStream:
             data = delta.data
             if self.picture_size is not None and data is not None:
                 data = _chunk_with_pixels(data, self.picture_size)
-            self.put(StreamChunk(delta.text, update.token_index, delta.kind, data, delta.logprobs))
+            self.put(StreamChunk(delta.text, update.token_index, delta.kind, data, delta.logprobs, update.tokens))
         if update.error is not None:
             self.fail(update.error)
         elif update.output is not None and update.finish_reason is not None and update.metrics is not None:

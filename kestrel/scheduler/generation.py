@@ -112,6 +112,8 @@ class GenerationScheduler(Generic[StepT]):
             raise RequestError("adapter", "this engine has no adapter slots; raise max_adapters")
         key = self._queue.key(request.priority, self._clock())
         sequence = Sequence(request, key, max_total_tokens(request, self._limits))
+        if request.resumed:
+            sequence.resume()
         self._sequences[request.request_id] = sequence
         self._queue.push(sequence)
 

@@ -12,7 +12,16 @@ from collections.abc import Sequence as Items
 from enum import Enum
 
 from kestrel.cache import PageLease
-from kestrel.request import AdapterUse, GenerationRequest, PromptOutputs, PromptReport, RequestMetrics, TokenConstraint
+from kestrel.errors import RequestError
+from kestrel.request import (
+    AdapterUse,
+    GeneratedToken,
+    GenerationRequest,
+    PromptOutputs,
+    PromptReport,
+    RequestMetrics,
+    TokenConstraint,
+)
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken, Token, has_pictures, item_positions
 
@@ -41,6 +50,8 @@ class Sequence:
         self.put_aside_s = 0.0
         """When it was its turn and its adapter found no slot."""
 
+        self.untold: list[GeneratedToken] = []
+        """Tokens for the next part of the stream."""
         self.num_generated = 0
         self.grammar_state = 0
         self.phase_spent = 0
@@ -108,7 +119,7 @@ class Sequence:
         if self.open_report is not None:
             self.open_report = PromptReport()
         if self.metrics.num_preemptions == 0:
-            self.metrics.cached_tokens = lease.num_cached
+            self.metrics.cached_tokens = min(lease.num_cached, self.request.num_prompt_positions)
 
     def restart_later(self) -> None:
         """Give everything up but what the host knows; the context is computed again after the next start."""
@@ -123,6 +134,17 @@ class Sequence:
         if constraint is not None:
             assert isinstance(token, TextToken), "a constraint holds for text only"
             constraint.accept(token.id)
+
+    def resume(self) -> None:
+        """Take in what another engine has generated, as if this had been preempted behind it."""
+        if len(self.request.resumed) >= max(1, self.max_total_tokens):
+            raise RequestError(
+                "resumed", f"holds {len(self.request.resumed)} tokens of {self.max_total_tokens} already"
+            )
+        for known in self.request.resumed:
+            self.constrain(known.token)
+            self.append(known.token, known.grammar_state, known.phase_spent)
+            self.request.consumer.consume(known.token, known.logprobs)
 
     def append(self, token: Token, grammar_state: int, phase_spent: int) -> None:
         if isinstance(self.items, Text) and not isinstance(token, TextToken):

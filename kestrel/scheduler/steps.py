@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Generic
 
 from kestrel.errors import OutOfPages, RequestCancelled
-from kestrel.request import FinishReason, PromptReport, SkillOutput, StreamDelta, StreamUpdate
+from kestrel.request import FinishReason, GeneratedToken, PromptReport, SkillOutput, StreamDelta, StreamUpdate
 from kestrel.runtime.contract import (
     POSITIONS_PER_CROP,
     DecodeRow,
@@ -357,6 +357,9 @@ class Committer:
                 if output.finish is None:
                     sequence.constrain(output.token)
                 sequence.append(output.token, output.grammar_state, output.phase_spent)
+                if sequence.request.tells_tokens:
+                    told = GeneratedToken(output.token, output.grammar_state, output.phase_spent, output.logprobs)
+                    sequence.untold.append(told)
                 delta = sequence.request.consumer.consume(output.token, output.logprobs)
             elif output.end_id is not None and output.logprobs is not None:
                 sequence.request.consumer.consume_end(output.end_id, output.logprobs)
@@ -395,4 +398,5 @@ def _delta_updates(sequence: Sequence, delta: StreamDelta) -> list[StreamUpdate]
         raise TypeError(f"the skill returned a {type(delta).__name__} for a stream, not a StreamDelta")
     if not sequence.request.has_reader or delta == StreamDelta(ends=True):
         return []
-    return [StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated)]
+    tokens, sequence.untold = tuple(sequence.untold), []
+    return [StreamUpdate(sequence.request_id, delta=delta, token_index=sequence.num_generated, tokens=tokens)]
