@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections import ChainMap
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -37,25 +36,23 @@ from kestrel.engine.intake import (
     size_of,
     take_route,
 )
-from kestrel.engine.joint_calls import JointCall, object_names
 from kestrel.engine.pools import FormatThreads, PicturePool
 from kestrel.engine.ranks import prepared_model
-from kestrel.engine.skill_calls import SkillCalls
+from kestrel.engine.served import ServedEngine
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
-from kestrel.engine.streams import EngineResult, EngineStream
+from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
-from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
+from kestrel.errors import EngineStopped, QueueFull
 from kestrel.images.picture import Picture
 from kestrel.models.family import Progress
 from kestrel.ready_model import ReadyModel
 from kestrel.request import AdapterUse, GenerationRequest, StreamUpdate, require_free_id
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills import default_registry
-from kestrel.skills.base import ModelProfile, SkillRegistry, SkillSpec
-from kestrel.threads import Threads
+from kestrel.skills.base import SkillRegistry, SkillSpec
 
 
-class InferenceEngine(SkillCalls):
+class InferenceEngine(ServedEngine):
     """Use `await InferenceEngine.create(config)`; `await engine.shutdown()` (or `async with`) when done."""
 
     def __init__(
@@ -66,18 +63,13 @@ class InferenceEngine(SkillCalls):
         loop: asyncio.AbstractEventLoop,
         api_key: str | None = None,
     ) -> None:
-        self.config = config
-        self.skills = skills
+        limits = ready.runtime.limits
+        super().__init__(config, skills, ready.profile, limits, ready.vocab_size, ready.num_image_positions)
         self._ready = ready
         self._loop = loop
-        self._streams: dict[str, EngineStream] = {}
-        self._joint: dict[str, JointCall] = {}
         self._unsent: set[EngineStream] = set()
         self._pictures = PicturePool(config, ready.picture_form, self._computes_here)
         self._formats = FormatThreads(ready.profile.constraints)
-        self._list_threads = Threads("lists", 2)
-        self.text_threads = Threads("text", 2)
-        """Where long texts are tokenised, and large requests laid out."""
         self._adapters = AdapterLibrary(
             configured_sources(config, api_key),
             ready.adapter_shape,
@@ -88,15 +80,13 @@ class InferenceEngine(SkillCalls):
         )
         self._accepting = True
         self._fault: BaseException | None = None
-        limits = ready.runtime.limits
         self._cache = CacheManager(limits.num_pages, limits.page_size, config.enable_prefix_cache)
         self._scheduler = GenerationScheduler(
             ready.runtime,
             self._cache,
             priority_ageing_s=config.priority_ageing_s,
         )
-        max_requests = config.max_queue_size + limits.max_batch_size
-        self._room = QueueRoom(max_requests, config.max_queue_tokens, self._scheduler.has_begun)
+        self._room = QueueRoom(self.max_requests, config.max_queue_tokens, self._scheduler.has_begun)
         self._turns = ReadingTurns(loop, self._num_delays)
         self._gate = PictureGate(loop, limits.max_batch_size + PICTURES_AHEAD, config.priority_ageing_s)
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
@@ -151,34 +141,7 @@ class InferenceEngine(SkillCalls):
     # ------------------------------------------------------------------ what is loaded and how it is doing
 
     @property
-    def model_name(self) -> str:
-        return self._ready.profile.name
-
-    @property
-    def profile(self) -> ModelProfile:
-        return self._ready.profile
-
-    @property
-    def max_model_length(self) -> int:
-        return self._ready.runtime.limits.max_positions
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids run from 0 to one less."""
-        return self._ready.vocab_size
-
-    @property
-    def num_image_positions(self) -> int:
-        """Positions a picture takes in the context; 0 when the model reads text only."""
-        return self._ready.num_image_positions
-
-    @property
-    def max_batch_size(self) -> int:
-        return self._ready.runtime.limits.max_batch_size
-
-    @property
     def fault(self) -> BaseException | None:
-        """What stopped it, if anything did."""
         return self._worker.fault or self._fault
 
     @property
@@ -187,82 +150,25 @@ class InferenceEngine(SkillCalls):
 
     @property
     def busy_since_s(self) -> float | None:
-        """When the step that runs now began, by the monotonic clock; None while there is no work."""
         return self._worker.busy_since_s
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not got their answer yet."""
-        return len(self._streams)
-
-    def has_begun(self, request_id: str) -> bool:
-        """Whether a request has had its first step, or is over; False while it waits for one."""
-        if request_id in self._joint:
-            return any(map(self.has_begun, self._joint[request_id].started_ids))
-        return request_id not in self._streams or self._scheduler.has_begun(request_id)
-
-    @property
-    def taken_ids(self) -> Container[str]:
-        """Of requests, also of those that were cancelled and whose last step still runs."""
-        return ChainMap[str, Any](self._streams, self._joint)
-
-    def require_room(self, num_coming: int = 0) -> None:
-        """Raises QueueFull when the queue is full, with so many requests on their way here."""
-        num_unanswered = len(self._streams) + num_coming
-        if num_unanswered >= self.config.max_queue_size + self._ready.runtime.limits.max_batch_size:
-            raise QueueFull(f"{num_unanswered} requests are unanswered (max_queue_size); retry later")
+    def _has_begun(self, request_id: str) -> bool:
+        return self._scheduler.has_begun(request_id)
 
     async def list_adapters(self) -> Sequence[AdapterListing]:
-        """Adapters that requests can name, as far as their sources can tell."""
         return await self._adapters.list()
 
     def snapshot(self) -> EngineSnapshot:
-        """How busy it is; for the event loop, while the worker runs."""
         num_unsent = len(self._unsent) + self._worker.num_unread
         return take_snapshot(self._scheduler, self._cache, self.max_batch_size, num_unsent, self._adapters.snapshot())
 
     # ------------------------------------------------------------------ one request
 
-    async def _call(self, skill_name: str, stream: bool, fields: dict[str, Any]) -> EngineResult | EngineStream:
-        self._require_running()
-        skill = self.skills.get(skill_name)
-        wants_all = skill.yields_outline and fields.get("instances") == "all" and fields.get("object") is not None
-        if skill.finds_places and (wants_all or isinstance(fields.get("object"), (list, tuple))):
-            handle = await self._start_joint(skill, fields, stream)
-        else:
-            handle = await self._start(skill, fields, stream)
-        return handle if stream else await handle.result()
+    def _keep_pictures(self, request_id: str, part_id: str) -> Sequence[Picture] | None:
+        return self._pictures.hold(request_id, self._pictures.held(part_id))
 
-    async def _start_joint(self, skill: SkillSpec[Any], fields: dict[str, Any], is_stream: bool) -> EngineStream:
-        """A call that several requests answer; `at_once` bounds how many of them run at the same time."""
-        at_once = min(fields.pop("at_once", self.max_batch_size), self.max_batch_size)
-        asked = {name: value for name, value in fields.items() if value is not None}
-        request_id = take_route(asked).request_id or uuid.uuid4().hex
-        names = object_names(fields["object"])
-        skill.parse({**asked, "object": names[0]}, self.profile)  # says what is wrong before anything is looked for
-        require_free_id(request_id, self.taken_ids)
-        whole = EngineStream(request_id, skill.name, self.cancel, self._list_threads)
-        image, pictures = fields.pop("image", None), None
-
-        async def start(part_skill: str, part: dict[str, Any]) -> EngineStream:
-            nonlocal image, pictures
-            stream = await self._start(self.skills.get(part_skill), {**part, "image": image}, is_stream, pictures)
-            if pictures is None:
-                pictures = self._pictures.hold(request_id, self._pictures.held(stream.request_id))
-                image = pictures[0]  # the file is not needed any more
-            return stream
-
-        def end() -> None:
-            self._joint.pop(request_id, None)
-            self._pictures.release(request_id)
-
-        self._joint[request_id] = joint = JointCall(whole, start, self.cancel, at_once)
-        try:
-            await joint.begin(names, fields, end)
-        except BaseException:
-            end()
-            raise
-        return whole
+    def _drop_pictures(self, request_id: str) -> None:
+        self._pictures.release(request_id)
 
     async def _start(
         self,
@@ -271,8 +177,7 @@ class InferenceEngine(SkillCalls):
         is_stream: bool,
         pictures: Sequence[Picture] | None = None,
     ) -> EngineStream:
-        """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own. `pictures` are those of
-        the request where they are decoded already."""
+        """Parse, decode, lay out and hand over. The fields of a `Route` are the engine's own."""
         submitted_s = time.monotonic()
         route = take_route(fields)
         stream = self._open_stream(route, skill.name)
@@ -325,7 +230,6 @@ class InferenceEngine(SkillCalls):
         return AdapterUse(loaded.adapter_id, loaded.key, loaded.adapter)
 
     async def prepare_formats(self) -> None:
-        """Read the vocabulary for answer formats. The first format does it otherwise, while others wait for it."""
         await self._formats.prepare()
 
     def _is_kept(self, wanted: ResponseFormat) -> bool:
@@ -359,21 +263,11 @@ class InferenceEngine(SkillCalls):
         self._pictures.release(request_id)
         self._gate.leave(request_id)
 
-    def cancel(self, request_id: str, error: BaseException | None = None) -> None:
-        """End a request. Its caller gets `error`, by default RequestCancelled, now; its pages, its id and what its
-        pictures count come back within a step. Unknown ids are ignored."""
-        error = error or RequestCancelled(f"request {request_id} was cancelled")
-        if request_id in self._joint:
-            self._joint[request_id].end(error)
-            return
-        stream = self._streams.get(request_id)
-        if stream is None or stream.is_done:
-            return
-        stream.fail(error)
+    def _stop(self, stream: EngineStream) -> None:
         if stream in self._unsent:
-            self._gate.leave(request_id)
+            self._gate.leave(stream.request_id)
         else:
-            self._worker.try_send(Cancel(request_id))
+            self._worker.try_send(Cancel(stream.request_id))
 
     def _require_running(self) -> None:
         if not self.is_running:
@@ -400,8 +294,7 @@ class InferenceEngine(SkillCalls):
             self._loop.call_soon_threadsafe(self._fail_streams, error)
 
     def fail(self, error: BaseException) -> None:
-        """From any thread: what the model runs on is gone, or hangs. Every request gets EngineStopped, and `fault` says
-        why. The worker is told and not waited for."""
+        """The worker is told and not waited for."""
         self._fault = error
         self._worker.try_send(Fail(error))
         self._fault_from_worker(self._stopped())
@@ -425,8 +318,7 @@ class InferenceEngine(SkillCalls):
     # ------------------------------------------------------------------ the end
 
     async def shutdown(self, *, drain: bool = True, timeout_s: float = 30.0) -> None:
-        """Stop. With `drain` every accepted request may finish within `timeout_s`; the rest get EngineStopped. A worker
-        that has not ended its step by then is left behind."""
+        """A worker that has not ended its step in time is left behind."""
         self._accepting = False
         deadline = time.monotonic() + (timeout_s if self.fault is None else 0.0)
         while drain and (self._unsent or self._joint) and time.monotonic() < deadline:
@@ -489,7 +381,7 @@ TEXT_WARM_UP_FIELDS = {"prompt": "What is this?", "max_tokens": 2}
 """Of a model that knows none of those."""
 
 
-async def warm_up(engine: InferenceEngine) -> float:
+async def warm_up(engine: ServedEngine) -> float:
     """One real request per skill that the model knows, and the vocabulary for answer formats, before a server calls
     itself ready; the seconds it took."""
     began_s = time.monotonic()

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel import __version__
-from kestrel.engine import InferenceEngine
+from kestrel.engine.served import ServedEngine
 from kestrel.server.openai.chat import MAX_IMAGES
 from kestrel.server.responses import json_response
 from kestrel.server.schemas import COUNT, Schema, described, list_of, nullable, record, refusals
@@ -65,7 +65,7 @@ async def model_info(request: Request) -> Response:
     return json_response({"model": state.model_name, **model_facts(state.require_serving())})
 
 
-def model_facts(engine: InferenceEngine) -> dict[str, Any]:
+def model_facts(engine: ServedEngine) -> dict[str, Any]:
     profile, chat = engine.profile, engine.profile.chat
     skills = [skill for skill, template in SKILL_TEMPLATES.items() if template in profile.templates]
     template = "" if chat is None else chat.template or ""

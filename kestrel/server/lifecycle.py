@@ -24,8 +24,8 @@ from typing import TypeAlias
 import uvicorn
 from starlette.applications import Starlette
 
-from kestrel.engine import InferenceEngine
 from kestrel.engine.api import warm_up
+from kestrel.engine.served import ServedEngine
 from kestrel.errors import ConfigError, EngineStopped
 from kestrel.server.config import ServerConfig
 from kestrel.server.connections import (
@@ -39,8 +39,8 @@ from kestrel.server.state import Phase, ServerState, app_state
 
 logger = logging.getLogger("kestrel.server")
 
-EngineFactory: TypeAlias = Callable[[], Awaitable[InferenceEngine]]
-EngineSource: TypeAlias = InferenceEngine | EngineFactory
+EngineFactory: TypeAlias = Callable[[], Awaitable[ServedEngine]]
+EngineSource: TypeAlias = ServedEngine | EngineFactory
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 5.0
 """What is left after the drain time for responses to leave and connections to close."""
@@ -62,7 +62,7 @@ def engine_lifespan(source: EngineSource) -> Callable[[Starlette], AbstractAsync
             await asyncio.wait({starting})
             if state.drains_until_s is None:
                 state.begin_drain()
-            if state.engine is not None and not isinstance(source, InferenceEngine):
+            if state.engine is not None and not isinstance(source, ServedEngine):
                 await state.engine.shutdown(timeout_s=state.drain_left_s)
             state.close()
 
@@ -71,7 +71,7 @@ def engine_lifespan(source: EngineSource) -> Callable[[Starlette], AbstractAsync
 
 async def _start(state: ServerState, source: EngineSource) -> None:
     try:
-        state.engine = source if isinstance(source, InferenceEngine) else await source()
+        state.engine = source if isinstance(source, ServedEngine) else await source()
         seconds = await warm_up(state.engine)
         logger.info("warmed up in %.1f s", seconds)
         if state.phase is Phase.STARTING:

@@ -24,7 +24,8 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from kestrel.engine import EngineResult, EngineSnapshot, InferenceEngine
+from kestrel.engine import EngineResult, EngineSnapshot
+from kestrel.engine.served import ServedEngine
 from kestrel.request import FinishReason, RequestMetrics
 from kestrel.server.records import METRICS_PATH, RecordedRequests, RequestRecord, access_log
 from kestrel.server.schemas import refusals
@@ -56,7 +57,7 @@ class Observation:
 
     def __init__(
         self,
-        engine: Callable[[], InferenceEngine | None],
+        engine: Callable[[], ServedEngine | None],
         model_name: Callable[[], str | None],
         tracer_provider: TracerProvider | None = None,
     ) -> None:

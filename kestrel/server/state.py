@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 
 from kestrel.api_keys import ApiKeys
-from kestrel.engine import EngineResult, InferenceEngine
+from kestrel.engine import EngineResult
+from kestrel.engine.served import ServedEngine
 from kestrel.errors import EngineStopped, KestrelError, NotServing, QueueFull, RequestError, TooManyRequests
 from kestrel.server.config import ServerConfig
 from kestrel.server.request_images import ImageFetcher, NoRemoteImages
@@ -156,7 +157,7 @@ class ServerState:
     """`app.state.kestrel`."""
 
     config: ServerConfig
-    engine: InferenceEngine | None = None
+    engine: ServedEngine | None = None
     phase: Phase = Phase.STARTING
     failure: BaseException | None = None
     """Why it could not start, or could not go on."""
@@ -225,7 +226,7 @@ class ServerState:
         own = () if self.engine is None else (self.engine.model_name,)
         return next(iter((*self.config.served_model_names, *own)), None)
 
-    def require_serving(self) -> InferenceEngine:
+    def require_serving(self) -> ServedEngine:
         """The engine, for a new request. Raises NotServing while starting or draining."""
         if self.phase is Phase.READY and self.engine is not None:
             return self.engine

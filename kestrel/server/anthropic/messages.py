@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import require_readable, size_of
+from kestrel.engine.served import ServedEngine
 from kestrel.errors import RequestError, shown
 from kestrel.server.anthropic.answers import message_response
 from kestrel.server.calls import AcceptedRequest, accept
@@ -90,7 +90,7 @@ async def count_tokens(request: Request) -> Response:
         return json_response({"input_tokens": await engine.text_threads.run(_num_positions, engine, fields.values)})
 
 
-def _num_positions(engine: InferenceEngine, values: Mapping[str, Any]) -> int:
+def _num_positions(engine: ServedEngine, values: Mapping[str, Any]) -> int:
     skill, profile = engine.skills.get("chat"), engine.profile
     request = skill.parse({name: value for name, value in values.items() if value is not None}, profile)
     spans = [ImageSpan("", engine.num_image_positions) for _ in request.images]

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kestrel.engine import InferenceEngine
 from kestrel.engine.intake import MAX_CHARACTERS_PER_POSITION, require_readable, size_of
+from kestrel.engine.served import ServedEngine
 from kestrel.errors import RequestError, shown
 from kestrel.server.calls import accept
 from kestrel.server.errors import ModelNotFound
@@ -79,7 +79,7 @@ async def tokenize(request: Request) -> Response:
     return await (_chat_tokens(request, body) if "messages" in body else _text_tokens(engine, body))
 
 
-async def _text_tokens(engine: InferenceEngine, body: Body) -> Response:
+async def _text_tokens(engine: ServedEngine, body: Body) -> Response:
     if "prompt" not in body:
         raise RequestError("prompt", "is required: give some text, or messages in its place")
     for name in TEMPLATE_FIELDS:
@@ -110,7 +110,7 @@ async def _chat_tokens(request: Request, body: Body) -> Response:
         return await _tokens(engine, lambda: _written_ids(engine, fields.values))
 
 
-async def _tokens(engine: InferenceEngine, make_ids: Callable[[], list[int]]) -> Response:
+async def _tokens(engine: ServedEngine, make_ids: Callable[[], list[int]]) -> Response:
     """Of long texts there are many: they are made and written off the event loop."""
 
     def answer() -> Response:
@@ -120,7 +120,7 @@ async def _tokens(engine: InferenceEngine, make_ids: Callable[[], list[int]]) ->
     return await engine.text_threads.run(answer)
 
 
-def _written_ids(engine: InferenceEngine, fields: Mapping[str, Any]) -> list[int]:
+def _written_ids(engine: ServedEngine, fields: Mapping[str, Any]) -> list[int]:
     skill, profile = engine.skills.get("chat"), engine.profile
     request = skill.parse({name: value for name, value in fields.items() if value is not None}, profile)
     return [item.id for item in skill.prompt(request, (), profile).items if isinstance(item, TextToken)]
@@ -147,7 +147,7 @@ async def detokenize(request: Request) -> Response:
     return json_response({"prompt": await engine.text_threads.run(_text_of, engine, body["tokens"])})
 
 
-def _text_of(engine: InferenceEngine, tokens: object) -> str:
+def _text_of(engine: ServedEngine, tokens: object) -> str:
     ids = token_ids("tokens", tokens)
     for token_id in ids:
         if token_id >= engine.vocab_size:

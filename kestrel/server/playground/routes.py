@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel import __version__, default_model
-from kestrel.engine import InferenceEngine
+from kestrel.engine.served import ServedEngine
 from kestrel.server.facts import model_facts
 from kestrel.server.openai.chat import MAX_IMAGES
 from kestrel.server.responses import json_response
@@ -142,7 +142,7 @@ async def _server(request: Request) -> Response:
     return json_response(body, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
 
 
-def _model_facts(engine: InferenceEngine) -> dict[str, object]:
+def _model_facts(engine: ServedEngine) -> dict[str, object]:
     profile = engine.profile
     facts = model_facts(engine)
     unshown = ("embed", "complete") if profile.has_vision else ("embed",)
@@ -158,7 +158,7 @@ def _model_facts(engine: InferenceEngine) -> dict[str, object]:
     }
 
 
-def _max_chat_pictures(engine: InferenceEngine) -> int:
+def _max_chat_pictures(engine: ServedEngine) -> int:
     """How many the context has room for, with words beside them."""
     if not engine.profile.has_vision:
         return 0
