@@ -42,18 +42,22 @@ class EngineSnapshot:
     """Those that wait for a slot."""
     adapter_slot_loads_total: int = 0
     """Adapters copied to the device."""
-    num_kept_adapters: int = 0
+    kept_adapters: tuple[str, ...] = ()
     """In the host's memory, ready for a slot."""
     adapter_loads_total: int = 0
     """Adapters read from files."""
     adapter_load_failures_total: int = 0
     adapter_load_seconds_total: float = 0.0
     """Spent on those reads, downloads included."""
+    num_replicas: int = 1
+    """Engines that these numbers are of."""
+    retries_total: int = 0
+    """Requests that were begun again, or went on, in another engine because theirs was lost."""
 
     @property
     def kv_usage(self) -> float:
         """Share of the pages that running requests hold, 0 to 1."""
-        return self.num_used_pages / self.num_pages
+        return self.num_used_pages / max(1, self.num_pages)
 
 
 def take_snapshot(
@@ -81,7 +85,7 @@ def take_snapshot(
         running_adapters=tuple(adapters.running),
         waiting_adapters=tuple(adapters.waiting),
         adapter_slot_loads_total=adapters.loads_total,
-        num_kept_adapters=len(library.kept),
+        kept_adapters=tuple(adapter.adapter_id for adapter in library.kept),
         adapter_loads_total=library.loads_total,
         adapter_load_failures_total=library.failures_total,
         adapter_load_seconds_total=library.load_seconds_total,

@@ -316,12 +316,14 @@ class _EngineGauges(Collector):
         yield self._counter(
             "kestrel_preemptions", "Running requests sent back to the queue for want of pages.", taken.preemptions_total
         )
+        yield self._gauge("kestrel_replicas", "Engines behind this server.", taken.num_replicas)
+        yield self._counter("kestrel_retries", "Requests sent to another engine, theirs lost.", taken.retries_total)
 
     def _of_adapters(self, taken: EngineSnapshot) -> Iterator[Metric]:
         yield self._gauge("kestrel_adapter_slots", "Adapters that can be in use at once.", taken.num_adapter_slots)
         yield self._gauge("kestrel_adapters_running", "Adapters in use.", len(taken.running_adapters))
         yield self._gauge("kestrel_adapters_waiting", "Adapters that wait for a slot.", len(taken.waiting_adapters))
-        yield self._gauge("kestrel_adapters_kept", "Adapters in the host's memory.", taken.num_kept_adapters)
+        yield self._gauge("kestrel_adapters_kept", "Adapters in the host's memory.", len(taken.kept_adapters))
         yield self._counter(
             "kestrel_adapter_slot_loads", "Adapters copied to the device.", taken.adapter_slot_loads_total
         )

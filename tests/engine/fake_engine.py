@@ -20,12 +20,16 @@ from tests.engine.conftest import GOLDENS
 
 def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> InferenceEngine:
     """Started on the running loop; shut it down."""
-    runtime = runtime or FakeRuntime(fake_limits(), vocab_size=320)
+    ready = fake_ready(runtime or FakeRuntime(fake_limits(), vocab_size=320))
+    return InferenceEngine.start(RuntimeConfig(**changes), ready)
+
+
+def fake_ready(runtime: FakeRuntime) -> ReadyModel:
     described = json.loads((GOLDENS / "md3" / "config.json").read_text())
     described["tokenizer"]["templates"]["segment"] = {"prefix": [1, 313, 2], "suffix": [3]}
     config = MoondreamConfig.from_dict(described)
     tokenizer = TextTokenizer.from_file(GOLDENS / "md3" / "tokenizer.json")
-    ready = ReadyModel(
+    return ReadyModel(
         runtime=runtime,
         profile=moondream_profile(
             config, tokenizer, "fake", ConstraintCompiler(tokenizer.to_json, config.tokenizer.eos_id)
@@ -34,7 +38,6 @@ def fake_engine(runtime: FakeRuntime | None = None, **changes: Any) -> Inference
         num_image_positions=config.vision.num_patches,
         adapter_shape=adapter_shape(config.text),
     )
-    return InferenceEngine.start(RuntimeConfig(**changes), ready)
 
 
 def fake_limits(**changes: int) -> RuntimeLimits:

@@ -1,0 +1,117 @@
+"""Settings of a cluster: frozen, inert data. Neither Ray nor torch is needed to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kestrel.config import TRUTHS, RuntimeConfig, flag_names, setting
+from kestrel.errors import ConfigError, did_you_mean, shown
+from kestrel.server.config import ServerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """How many engines there are and where they run. Every field is also a flag of `kestrel cluster serve`."""
+
+    replicas: int = setting(1, "Engines; with --max-replicas the fewest of them.", group="Cluster", common=True)
+    max_replicas: int | None = setting(
+        None, "Most engines: more are started under load. Default: no more.", common=True
+    )
+    target_load: float = setting(
+        0.7,
+        "Share of its rows, or of its KV pages, that an engine should have in use: above it more are started.",
+    )
+    gpus_per_replica: float | None = setting(None, "GPUs of each engine. Default: 1, and 0 with --device cpu.")
+    cpus_per_replica: float = setting(1.0, "Cores that Ray counts for each engine; 0: any number share them.")
+    ingress_replicas: int = setting(
+        1, "Programs that speak HTTP. Limits per client and stored responses are of each one's own."
+    )
+    haproxy: bool = setting(
+        True,
+        "Let HAProxy take connections, on all addresses of each node; else Ray Serve's own proxy, which is slower.",
+    )
+    ray_address: str | None = setting(
+        None, "Ray cluster to join, or auto. Default: one that lives as long as this program, on this machine."
+    )
+    health_check_period_s: float = setting(5.0, "Seconds between two looks at each engine.")
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("replicas", 1, 10_000), ("max_replicas", 1, 10_000), ("ingress_replicas", 1, 1000)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not low <= value <= high):
+                raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
+        for name, low, high in (
+            ("target_load", 0.01, 100.0),
+            ("gpus_per_replica", 0.0, 64.0),
+            ("cpus_per_replica", 0.0, 4096.0),
+            ("health_check_period_s", 0.1, 3600.0),
+        ):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and (not is_number or not low <= value <= high):
+                raise ConfigError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError("max_replicas", f"{self.max_replicas} is below replicas ({self.replicas}); raise it")
+
+
+HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+"""By which Ray is told, when it is imported and when its processes start."""
+HELD_BY_THE_PROXY = (
+    "tls_cert_file", "receive_timeout_s", "send_timeout_s", "keep_alive_timeout_s", "max_connections",
+    "trusted_proxies", "max_header_bytes",
+)  # fmt: skip
+"""Settings of connections, which are not the server's in a cluster."""
+
+
+def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig) -> None:
+    """Refuse what has no effect in a cluster, and an ingress that anybody could use."""
+    for field in fields(server):
+        if field.name in HELD_BY_THE_PROXY and getattr(server, field.name) != field.default:
+            raise ConfigError(field.name, "is of connections, which Ray's proxy holds in a cluster; leave it out")
+    for name, value, reason in (
+        ("grpc_port", server.grpc_port is not None, "is of `kestrel serve`"),
+        ("compute_process", server.compute_process != "auto", "is of `kestrel serve`; each engine has a process here"),
+        ("port", server.port == 0, "must be given: Ray takes no free one by itself"),
+    ):
+        if value:
+            raise ConfigError(name, reason if name == "port" else f"{reason}; leave it out")
+    if cluster.haproxy and not server.has_keys and not server.insecure:
+        remedy = "set api_keys, or insecure, or haproxy: false"
+        raise ConfigError("haproxy", f"listens on all addresses of each node, and no API key is set; {remedy}")
+    if config.device.startswith("cuda:"):
+        raise ConfigError("device", "names one GPU, and Ray gives each engine its own; use cuda or auto")
+
+
+def settings_from(given: Mapping[str, Any]) -> tuple[ClusterConfig, ServerConfig, RuntimeConfig]:
+    """All settings from one mapping, by the names of their fields. Texts are read as a command line has them."""
+    groups = (ClusterConfig, ServerConfig, RuntimeConfig)
+    known = {field.name: field for group in groups for field in fields(group) if flag_names(field)}
+    for name in given:
+        if name not in known:
+            close = did_you_mean(name, known)
+            raise ConfigError(str(name), f"is not a setting; known ones: {', '.join(sorted(known))}{close}")
+    values = {name: _typed(name, str(known[name].type), value) for name, value in given.items()}
+    cluster, server, config = (
+        {field.name: values[field.name] for field in fields(group) if field.name in values} for group in groups
+    )
+    made = ClusterConfig(**cluster), ServerConfig(**server), RuntimeConfig(**config)
+    require_fitting(*made)
+    return made
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    kind = kind.removesuffix(" | None")
+    if kind.startswith("tuple"):
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not isinstance(value, str):
+        return float(value) if kind == "float" and type(value) is int else value
+    try:
+        if kind in ("int", "float"):
+            return int(value) if kind == "int" else float(value)
+        return TRUTHS[value.lower()] if kind == "bool" else value
+    except (ValueError, KeyError):
+        raise ConfigError(
+            name, f"must be {'true or false' if kind == 'bool' else 'a number'} (got {shown(value)})"
+        ) from None
