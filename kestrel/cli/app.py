@@ -44,6 +44,7 @@ VERBS = {
 GROUPS = {
     "adapters": "List, inspect and convert adapters.",
     "bench": "Measure speed.",
+    "cluster": "Serve a model from several GPUs.",
     "train": "Train models.",
 }
 """Verbs with verbs of their own."""

@@ -27,9 +27,10 @@ import typer
 from kestrel.cli.verb_help import HelpAllOption, VerbCommand, VerbGroup, rare_flags, titles
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
+from kestrel.integrations.cluster.config import ClusterConfig
 from kestrel.server.config import ServerConfig
 
-WITH_ENVIRONMENT = (RuntimeConfig, ServerConfig)
+WITH_ENVIRONMENT = (RuntimeConfig, ServerConfig, ClusterConfig)
 
 GroupT = TypeVar("GroupT")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,27 +17,30 @@ from kestrel.known_models import check_source
 from kestrel.server.config import ServerConfig
 
 
-def _take_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """For an eager option: what the file says becomes the default of the other options."""
-    if path is not None:
-        context.default_map = {**(context.default_map or {}), **_read_config_file(path)}
-    return path
+def config_option(*groups: type) -> Any:
+    """The option of a YAML file with settings of these groups."""
+
+    def take_defaults(context: typer.Context, path: Path | None) -> Path | None:
+        """What the file says becomes the default of the other options."""
+        if path is not None:
+            context.default_map = {**(context.default_map or {}), **_read_config_file(path, groups)}
+        return path
+
+    return typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="YAML file with any of the settings below, by their names with underscores. Flags and variables win.",
+        envvar="KESTREL_CONFIG",
+        show_envvar=False,
+        is_eager=True,
+        callback=take_defaults,
+    )
 
 
 @with_flags
 def serve(
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="YAML file with any of the settings below, by their names with underscores. Flags and variables win.",
-            envvar="KESTREL_CONFIG",
-            show_envvar=False,
-            is_eager=True,
-            callback=_take_defaults,
-        ),
-    ] = None,
+    config_file: Annotated[Path | None, config_option(ServerConfig, RuntimeConfig)] = None,
     *,
     server: ServerConfig,
     config: RuntimeConfig,
@@ -64,9 +67,9 @@ def serve(
 MAX_BYTES = 2**20
 
 
-def _read_config_file(path: Path) -> dict[str, str | list[str]]:
+def _read_config_file(path: Path, groups: Sequence[type]) -> dict[str, str | list[str]]:
     """The file's values as texts, as if they stood on the command line. Keys are names of fields."""
-    settings = [*fields(ServerConfig), *fields(RuntimeConfig)]
+    settings = [field for group in groups for field in fields(group)]
     known = {field.name for field in settings if flag_names(field)}
     texts = {field.name for field in settings if "str" in str(field.type)}
     lists = {field.name for field in settings if "tuple" in str(field.type)}

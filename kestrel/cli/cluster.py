@@ -1,0 +1,56 @@
+"""kestrel cluster: verbs for several engines behind one address."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kestrel.cli.config_flags import add_verb, verb_group, with_flags
+from kestrel.cli.console import note
+from kestrel.cli.serve import config_option
+from kestrel.config import RuntimeConfig
+from kestrel.errors import ConfigError
+from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, require_fitting
+from kestrel.known_models import check_source
+from kestrel.server.config import ServerConfig
+
+REMEDY = "needs Ray, which is not installed; run `pip install -e '.[ray]'` in the checkout"
+
+
+def make_group() -> typer.Typer:
+    group = verb_group("Serve a model from several GPUs.")
+    add_verb(group, "serve", serve)
+    return group
+
+
+@with_flags
+def serve(
+    config_file: Annotated[Path | None, config_option(ClusterConfig, ServerConfig, RuntimeConfig)] = None,
+    *,
+    cluster: ClusterConfig,
+    server: ServerConfig,
+    config: RuntimeConfig,
+) -> None:
+    """Serve a model over HTTP from several engines, with Ray Serve.
+
+    kestrel cluster serve --model moondream2 --replicas 4 --api-key KEY
+
+    Routes, keys and limits are those of `kestrel serve`. Questions about a known picture or prompt go to the engine
+    that has it; requests of an engine that is lost go on in another one.
+
+    SIGTERM or Ctrl-C lets accepted requests finish.
+    """
+    check_source(config)
+    require_fitting(cluster, server, config)
+    os.environ.setdefault(HAPROXY_VARIABLE, str(int(cluster.haproxy)))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        from kestrel.integrations.ray import run_cluster  # noqa: PLC0415 - nobody else needs Ray, or torch for help
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ray":
+            raise
+        raise ConfigError("cluster", REMEDY) from error
+    run_cluster(cluster, server, config, note)

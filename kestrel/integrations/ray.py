@@ -1,0 +1,307 @@
+"""Engines of a cluster over Ray Serve.
+
+    serve run kestrel.integrations.ray:app model=moondream2 replicas=4
+
+The ingress is the server's own application over a `ClusterEngine`. Its calls go to the deployment of engines, one actor
+for each; who gets a call is decided in the process of the ingress, by `ContentRequestRouter`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from kestrel.adapters.sources import AdapterListing, given_key, has_adapter_source
+from kestrel.config import RuntimeConfig
+from kestrel.engine.api import InferenceEngine, warm_up
+from kestrel.engine.compute_process import ModelDescription
+from kestrel.engine.ranks import prepared_model
+from kestrel.engine.snapshot import EngineSnapshot
+from kestrel.errors import ConfigError, EngineStopped, QueueFull
+from kestrel.integrations.cluster import reports
+from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, settings_from
+from kestrel.integrations.cluster.engine import NOTHING, ClusterEngine, ReplicaLost
+from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
+from kestrel.ready_model import ReadyModel
+from kestrel.routing import ContentRouter, ReplicaLoad
+from kestrel.server.config import ServerConfig
+from kestrel.server.http import create_app
+from kestrel.server.records import configure_logs
+from kestrel.server.state import Phase, app_state
+
+LoadModel = Callable[[RuntimeConfig], ReadyModel]
+MAX_ONGOING = 100_000
+"""Of Ray, which is never to queue: engines have queues of their own, and say when they are full."""
+REPORT_PERIOD_S = 1.0
+MAX_SENT_ADAPTERS = 64
+"""Names that a replica may never report: there is no such adapter."""
+
+
+def app(args: Mapping[str, Any]) -> Application:
+    """For `serve run` and configuration files of Ray Serve: `args` are settings by their names."""
+    cluster, server, config = settings_from(args)
+    if cluster.haproxy and os.environ.get(HAPROXY_VARIABLE) != "1":
+        raise ConfigError(
+            "haproxy", f"is chosen where Ray is started: set {HAPROXY_VARIABLE}=1 there, or haproxy: false"
+        )
+    return cluster_app(cluster, server, config)
+
+
+def run_cluster(
+    cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig, announce: Callable[[str], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, then let accepted requests finish."""
+    stopped, is_up = threading.Event(), False
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        if not is_up:
+            raise KeyboardInterrupt
+
+    ray.init(cluster.ray_address or "local", log_to_driver=False, logging_level="warning")
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        serve.start(http_options={"host": server.host, "port": server.port})
+        serve.run(cluster_app(cluster, server, config), name="kestrel", route_prefix="/")
+        is_up = True
+        announce(f"Application startup complete. Playground and API: http://{server.host}:{server.port}/")
+        stopped.wait()
+        serve.delete("kestrel")
+    finally:
+        if cluster.ray_address is None:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def load_model(config: RuntimeConfig) -> ReadyModel:
+    return prepared_model(config, with_adapters=has_adapter_source(config, given_key()))
+
+
+def cluster_app(
+    cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig, load: LoadModel = load_model
+) -> Application:
+    gpus = cluster.gpus_per_replica
+    shared = {
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_timeout_s": server.drain_timeout_s,
+        "graceful_shutdown_wait_loop_s": min(1.0, server.drain_timeout_s),
+        "health_check_period_s": cluster.health_check_period_s,
+        "logging_config": {"enable_access_log": False},
+    }
+    engines = serve.deployment(EngineReplica).options(
+        name="engines",
+        **_num_replicas(cluster),
+        **shared,
+        ray_actor_options={
+            "num_cpus": cluster.cpus_per_replica,
+            "num_gpus": gpus if gpus is not None else config.tensor_parallel_size * (config.device != "cpu"),
+        },
+        request_router_config=RequestRouterConfig(
+            request_router_class="kestrel.integrations.ray:ContentRequestRouter",
+            request_router_kwargs={"max_running": config.max_batch_size},
+            request_routing_stats_period_s=REPORT_PERIOD_S,
+        ),
+    )
+    ingress = serve.deployment(Ingress).options(
+        name="ingress", num_replicas=cluster.ingress_replicas, ray_actor_options={"num_cpus": 0}, **shared
+    )
+    return ingress.bind(engines.bind(config, server.step_timeout_s, load), config, server)
+
+
+def _num_replicas(cluster: ClusterConfig) -> dict[str, Any]:
+    if cluster.max_replicas is None:
+        return {"num_replicas": cluster.replicas}
+    policy = AutoscalingPolicy(
+        policy_function="kestrel.integrations.ray:LoadPolicy", policy_kwargs={"target_load": cluster.target_load}
+    )
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=cluster.replicas, max_replicas=cluster.max_replicas, policy=policy
+        )
+    }
+
+
+class LoadPolicy:
+    """How many engines there should be, by the loads that they report."""
+
+    def __init__(self, target_load: float) -> None:
+        self._target_load = target_load
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        loads = (ctx.aggregated_metrics or {}).get("load")
+        if not loads:
+            return ctx.target_num_replicas, {}
+        return ctx.current_num_replicas * sum(loads.values()) / len(loads) / self._target_load, {}
+
+
+# ---------------------------------------------------------------------- engines
+
+
+class EngineReplica:
+    async def __init__(self, config: RuntimeConfig, step_timeout_s: float, load: LoadModel) -> None:
+        ready = await asyncio.to_thread(load, config)
+        engine = InferenceEngine.start(config, ready, api_key=given_key())
+        await warm_up(engine)
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = Replica(name, engine, ModelDescription.of(ready), step_timeout_s)
+
+    async def answer(self, call: ReplicaCall) -> AsyncGenerator[Sequence[Message], None]:
+        async with aclosing(self._replica.answer(call)) as answers:
+            async for messages in answers:
+                yield messages
+
+    async def describe(self) -> ModelDescription:
+        return self._replica.description
+
+    async def list_adapters(self) -> Sequence[AdapterListing]:
+        return await self._replica.engine.list_adapters()
+
+    async def check_health(self) -> None:
+        self._replica.require_healthy()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        return self._replica.statistics()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Rows and queue, or the tokens in the KV cache, whichever is the tighter."""
+        taken = self._replica.engine.snapshot()
+        return {"load": max((taken.num_running + taken.num_waiting) / taken.max_batch_size, taken.kv_usage)}
+
+    async def __del__(self) -> None:
+        """Ray has waited for those who were still answered."""
+        await self._replica.engine.shutdown(drain=False, timeout_s=0.0)
+
+
+# ---------------------------------------------------------------------- the ingress
+
+
+@serve.ingress()
+class Ingress:
+    async def __init__(self, engines: DeploymentHandle, config: RuntimeConfig, server: ServerConfig) -> None:
+        self._engines = engines
+        self._config = config
+        self._server = server
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        server = self._server
+        configure_logs(server.log_format, server.log_level, access=server.access_log)
+        made = create_app(self._connect, server)
+        self._state = app_state(made)
+        return made
+
+    async def _connect(self) -> ClusterEngine:
+        description = await self._engines.describe.remote()
+        return ClusterEngine(self._config, description, RayReplicas(self._engines), self._server.seed)
+
+    async def check_health(self) -> None:
+        """A new ingress gets requests once it can answer them."""
+        await self._state.settled.wait()
+        if self._state.phase is Phase.FAILED:
+            raise EngineStopped(f"the ingress has failed: {self._state.failure}")
+
+
+class RayReplicas:
+    """`Replicas` behind the handle of their deployment."""
+
+    def __init__(self, engines: DeploymentHandle) -> None:
+        self._answering = engines.answer.options(stream=True)
+        self._listing = engines.list_adapters
+
+    async def ask(self, call: ReplicaCall) -> AsyncGenerator[Sequence[Message], None]:
+        response = self._answering.remote(call)
+        try:
+            async for messages in response:
+                yield messages
+        except BackPressureError as error:
+            raise QueueFull("the queue of the cluster is full; retry later") from error
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise ReplicaLost(type(error).__name__) from error
+        finally:
+            response.cancel()
+
+    async def list_adapters(self) -> Sequence[AdapterListing]:
+        return await self._listing.remote()
+
+    def snapshots(self) -> Sequence[EngineSnapshot]:
+        return [EngineSnapshot(**report) if report else NOTHING for report in list(reports.latest.values())]
+
+
+class ContentRequestRouter(RequestRouter):
+    """Each call to the replica that knows the most of it, while that has room."""
+
+    def initialize_state(self, max_running: int = 1) -> None:
+        self._max_running = max_running
+        self._content = ContentRouter()
+        self._sent_adapters: dict[str, set[str]] = defaultdict(set)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        given = {replica.replica_id.unique_id: replica.routing_stats for replica in replicas}
+        for name in reports.latest.keys() - given.keys():
+            self._forget(name)
+        for name, report in given.items():
+            self._content.add_replica(name)
+            self._sent_adapters[name] -= {*(report or {}).get("kept_adapters", ())}
+        reports.latest.update(given)
+        super().update_replicas(replicas)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        call = _call_of(pending_request)
+        if call is None:
+            return [candidate_replicas]
+        named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self._load(replica) for name, replica in named.items()}
+        ranked = self._content.rank(call.keys, call.adapter, loads)
+        return [[named[name]] for name in sorted(ranked, key=call.avoid.__contains__)]
+
+    def _load(self, replica: RunningReplica) -> ReplicaLoad:
+        """Ray counts what was sent and not answered; the rest is from the last report."""
+        num_requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        report = replica.routing_stats or {}
+        max_running = report.get("max_batch_size", self._max_running)
+        num_running = min(num_requests, max_running)
+        sent = self._sent_adapters[replica.replica_id.unique_id]
+        adapters = frozenset((*report.get("kept_adapters", ()), *report.get("running_adapters", ()), *sent))
+        return ReplicaLoad(num_running, num_requests - num_running, max_running, adapters)
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        call = _call_of(pending_request)
+        if call is not None:
+            self._content.note(replica_id.unique_id, call.keys)
+            sent = self._sent_adapters[replica_id.unique_id]
+            if call.adapter is not None and len(sent) < MAX_SENT_ADAPTERS:
+                sent.add(call.adapter)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        self._forget(replica_id.unique_id)
+        super().on_replica_actor_died(replica_id)
+
+    def _forget(self, name: str) -> None:
+        self._content.remove_replica(name)
+        self._sent_adapters.pop(name, None)
+        reports.latest.pop(name, None)
+
+
+def _call_of(pending: PendingRequest | None) -> ReplicaCall | None:
+    given = pending.args[0] if pending is not None and pending.args else None
+    return given if isinstance(given, ReplicaCall) else None
