@@ -31,9 +31,9 @@ from kestrel.adapters.sources import AdapterListing, given_key, has_adapter_sour
 from kestrel.config import RuntimeConfig
 from kestrel.engine.api import InferenceEngine, warm_up
 from kestrel.engine.compute_process import ModelDescription
+from kestrel.engine.ranks import prepared_model
 from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.errors import ConfigError, EngineStopped, QueueFull
-from kestrel.families import ready_model
 from kestrel.integrations.cluster import reports
 from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, settings_from
 from kestrel.integrations.cluster.engine import NOTHING, ClusterEngine, ReplicaLost
@@ -67,14 +67,21 @@ def run_cluster(
     cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig, announce: Callable[[str], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let accepted requests finish."""
-    stopped = threading.Event()
+    stopped, is_up = threading.Event(), False
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        if not is_up:
+            raise KeyboardInterrupt
+
     ray.init(cluster.ray_address or "local", log_to_driver=False, logging_level="warning")
     try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
         serve.start(http_options={"host": server.host, "port": server.port})
         serve.run(cluster_app(cluster, server, config), name="kestrel", route_prefix="/")
+        is_up = True
         announce(f"Application startup complete. Playground and API: http://{server.host}:{server.port}/")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stopped.set())
         stopped.wait()
         serve.delete("kestrel")
     finally:
@@ -84,7 +91,7 @@ def run_cluster(
 
 
 def load_model(config: RuntimeConfig) -> ReadyModel:
-    return ready_model(config, with_adapters=has_adapter_source(config, given_key()))
+    return prepared_model(config, with_adapters=has_adapter_source(config, given_key()))
 
 
 def cluster_app(
@@ -104,7 +111,7 @@ def cluster_app(
         **shared,
         ray_actor_options={
             "num_cpus": cluster.cpus_per_replica,
-            "num_gpus": gpus if gpus is not None else int(config.device != "cpu"),
+            "num_gpus": gpus if gpus is not None else config.tensor_parallel_size * (config.device != "cpu"),
         },
         request_router_config=RequestRouterConfig(
             request_router_class="kestrel.integrations.ray:ContentRequestRouter",

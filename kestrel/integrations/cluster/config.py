@@ -23,7 +23,9 @@ class ClusterConfig:
         0.7,
         "Share of its rows, or of its KV pages, that an engine should have in use: above it more are started.",
     )
-    gpus_per_replica: float | None = setting(None, "GPUs of each engine. Default: 1, and 0 with --device cpu.")
+    gpus_per_replica: float | None = setting(
+        None, "GPUs of each engine. Default: as many as its model has processes, and 0 with --device cpu."
+    )
     cpus_per_replica: float = setting(1.0, "Cores that Ray counts for each engine; 0: any number share them.")
     ingress_replicas: int = setting(
         1, "Programs that speak HTTP. Limits per client and stored responses are of each one's own."
