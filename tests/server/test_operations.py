@@ -87,7 +87,7 @@ def test_programs_can_ask_for_facts(client: httpx.Client, server: RunningServer)
     told, model = client.get("/server_info").json(), client.get("/model_info").json()
     jsonschema.validate(told, SERVER_INFO)
     jsonschema.validate(model, MODEL_INFO)
-    assert (told["status"], told["needs_key"]) == ("ready", False)
+    assert (told["status"], told["needs_key"], told["served_model_name"]) == ("ready", False, "kestrel-tiny")
     assert told["limits"]["max_body_bytes"] == server.state.config.max_body_bytes
     assert told["limits"]["max_model_len"] == model["max_model_len"] == server.engine.max_model_length
     assert model["skills"] == ["query", "caption", "point", "detect", "segment", "chat", "complete", "embed"]
