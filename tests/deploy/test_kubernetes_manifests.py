@@ -1,32 +1,82 @@
-"""The manifests are what Kubernetes' published schema allows, and fit together and with the server."""
+"""The manifests are what the published schemas allow, and fit together and with the server."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
+from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, settings_from
+from tests.deploy.custom_resources import pod_specs, require_valid
+from tests.deploy.fitting import require_servers_fit, served_paths
+
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
-MANIFESTS = {
-    str(path.relative_to(FOLDER)): yaml.safe_load(path.read_text(encoding="utf-8"))
+DOCUMENTS: dict[str, list[dict[str, Any]]] = {
+    str(path.relative_to(FOLDER)): list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     for path in sorted(FOLDER.rglob("*.yaml"))
 }
+MANIFESTS = {name: documents[0] for name, documents in DOCUMENTS.items()}
+GATEWAY = {one["kind"]: one for one in DOCUMENTS["gateway/inference-gateway.yaml"]}
+PICKER = {one["kind"]: one for one in DOCUMENTS["gateway/endpoint-picker.yaml"]}
 DEPLOYMENT = MANIFESTS["base/deployment.yaml"]
 POD = DEPLOYMENT["spec"]["template"]
 (CONTAINER,) = POD["spec"]["containers"]
 ENVIRONMENT = {variable["name"]: variable.get("value") for variable in CONTAINER["env"]}
-CHECKED = ("base/deployment.yaml", "base/service.yaml", "optional/hpa.yaml", "optional/network-policy.yaml")
-CLOSING_S = 5
-"""What the server takes after the drain time to close its connections."""
+KUBERNETES_OWN = (
+    "base/deployment.yaml", "base/service.yaml", "many/disruption-budget.yaml", "optional/hpa.yaml",
+    "optional/network-policy.yaml", "optional/model-volume/claim.yaml", "gateway/endpoint-picker.yaml",
+)  # fmt: skip
+OF_OTHERS = ("gateway/inference-gateway.yaml", "kserve.yaml", "ray-service.yaml")
+PATCHES = (
+    "gpu/one-gpu.yaml",
+    "many/sticky-service.yaml",
+    "optional/model-volume/cache.yaml",
+    "gateway/open-metrics.yaml",
+)
+NOT_SERVED = ("optional/prometheus-adapter-values.yaml", "gateway/istio.yaml")
+"""Values of a chart, and a kind that Istio alone knows: no schema here."""
 
 
-@pytest.mark.parametrize("version", ["1.28", "1.31"])
-@pytest.mark.parametrize("name", CHECKED)
+def test_every_manifest_is_checked() -> None:
+    known = {*KUBERNETES_OWN, *OF_OTHERS, *PATCHES, *NOT_SERVED}
+    assert {name for name in DOCUMENTS if not name.endswith("kustomization.yaml")} == known
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.31", "1.34"])
+@pytest.mark.parametrize("name", KUBERNETES_OWN)
 def test_a_manifest_fits_the_published_schema(name: str, version: str) -> None:
-    kubernetes_validate.validate(MANIFESTS[name], version, strict=True)
+    for document in DOCUMENTS[name]:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_a_manifest_of_another_kind_fits_its_published_definition(name: str) -> None:
+    for document in DOCUMENTS[name]:
+        require_valid(document)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("gateway/inference-gateway.yaml", ("spec",)),
+        ("kserve.yaml", ("spec", "predictor")),
+        ("kserve.yaml", ("spec", "predictor", "containers", 0)),
+        ("ray-service.yaml", ("spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0)),
+    ],
+)
+def test_a_wrong_field_of_another_kind_is_noticed(name: str, place: tuple[str | int, ...]) -> None:
+    wrong = copy.deepcopy(DOCUMENTS[name][-1])
+    part: Any = wrong
+    for step in place:
+        part = part[step]
+    part["colour"] = "red"
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        require_valid(wrong)
 
 
 def test_the_schema_check_notices_a_wrong_field() -> None:
@@ -48,19 +98,23 @@ def test_the_gpu_patch_makes_a_valid_deployment() -> None:
     assert changed["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
-@pytest.mark.parametrize("name", ["base/kustomization.yaml", "gpu/kustomization.yaml"])
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name.endswith("kustomization.yaml")])
 def test_a_kustomization_names_files_that_exist(name: str) -> None:
-    folder = (FOLDER / name).parent
-    named = MANIFESTS[name]["resources"] + [patch["path"] for patch in MANIFESTS[name].get("patches", [])]
-    assert named
+    folder, told = (FOLDER / name).parent, MANIFESTS[name]
+    named = told["resources"] + told.get("components", []) + [patch["path"] for patch in told.get("patches", [])]
     assert [entry for entry in named if not (folder / entry).exists()] == []
 
 
-def test_the_grace_period_covers_pre_stop_drain_and_closing() -> None:
-    (command, seconds) = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
-    assert command == "sleep"
-    needed_s = int(seconds) + float(ENVIRONMENT["KESTREL_DRAIN_TIMEOUT_S"] or "") + CLOSING_S
-    assert needed_s < POD["spec"]["terminationGracePeriodSeconds"] <= needed_s + 30
+@pytest.mark.parametrize("name", ["base/deployment.yaml", "kserve.yaml"])
+def test_a_server_can_be_started_asked_and_ended_as_the_manifest_says(name: str) -> None:
+    assert require_servers_fit(MANIFESTS[name]) == 1
+
+
+def test_an_option_that_the_server_does_not_have_is_noticed() -> None:
+    wrong = copy.deepcopy(MANIFESTS["kserve.yaml"])
+    wrong["spec"]["predictor"]["containers"][0]["args"] += ["--colour", "red"]
+    with pytest.raises(Exception, match="No such option: --colour"):
+        require_servers_fit(wrong)
 
 
 def test_probes_ask_the_right_routes() -> None:
@@ -77,8 +131,10 @@ def test_the_container_has_no_more_rights_than_it_needs() -> None:
     assert CONTAINER["securityContext"]["readOnlyRootFilesystem"] is True
     assert CONTAINER["securityContext"]["capabilities"]["drop"] == ["ALL"]
     assert POD["spec"]["automountServiceAccountToken"] is False
-    (key,) = [variable for variable in CONTAINER["env"] if variable["name"] == "KESTREL_API_KEY"]
-    assert "value" not in key
+    (keys,) = [volume for volume in POD["spec"]["volumes"] if volume["name"] == "keys"]
+    assert keys["secret"]["defaultMode"] == 0o440
+    assert "KESTREL_API_KEY" not in ENVIRONMENT
+    assert ENVIRONMENT["KESTREL_CONFIG"] == "/etc/kestrel/kestrel.yaml"
 
 
 def selects(selector: dict[str, Any]) -> bool:
@@ -89,6 +145,8 @@ def test_everything_points_at_the_deployments_pods() -> None:
     assert selects(DEPLOYMENT["spec"]["selector"]["matchLabels"])
     assert selects(MANIFESTS["base/service.yaml"]["spec"]["selector"])
     assert selects(MANIFESTS["optional/network-policy.yaml"]["spec"]["podSelector"]["matchLabels"])
+    assert selects(MANIFESTS["many/disruption-budget.yaml"]["spec"]["selector"]["matchLabels"])
+    assert selects(GATEWAY["InferencePool"]["spec"]["selector"]["matchLabels"])
     target = MANIFESTS["optional/hpa.yaml"]["spec"]["scaleTargetRef"]
     assert (target["kind"], target["name"]) == ("Deployment", DEPLOYMENT["metadata"]["name"])
     (port,) = MANIFESTS["base/service.yaml"]["spec"]["ports"]
@@ -102,3 +160,39 @@ def test_the_autoscaler_asks_for_the_name_the_adapter_gives() -> None:
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     assert rule["name"]["matches"] == "^vllm:num_requests_waiting$"
     assert '__name__="vllm:num_requests_waiting"' in rule["seriesQuery"]
+
+
+def test_the_gateway_finds_the_servers_and_the_endpoint_picker() -> None:
+    pool, picker = GATEWAY["InferencePool"], PICKER["Deployment"]["spec"]["template"]
+    assert [port["number"] for port in pool["spec"]["targetPorts"]] == [CONTAINER["ports"][0]["containerPort"]]
+    reference, service = pool["spec"]["endpointPickerRef"], PICKER["Service"]
+    assert reference["name"] == service["metadata"]["name"]
+    assert reference["port"]["number"] == service["spec"]["ports"][0]["port"]
+    assert service["spec"]["selector"] == picker["metadata"]["labels"]
+    (container,) = picker["spec"]["containers"]
+    flags = dict(argument.removeprefix("--").split("=") for argument in container["args"])
+    assert flags["pool-name"] == pool["metadata"]["name"]
+    assert int(flags["grpc-port"]) == reference["port"]["number"]
+    pooled, others = GATEWAY["HTTPRoute"]["spec"]["rules"]
+    assert pooled["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    assert {match["path"]["value"] for match in pooled["matches"]} <= served_paths()
+    back = MANIFESTS["base/service.yaml"]
+    assert others["backendRefs"] == [{"name": back["metadata"]["name"], "port": back["spec"]["ports"][0]["port"]}]
+
+
+def test_the_endpoint_picker_may_read_the_metrics() -> None:
+    (container,) = MANIFESTS["gateway/open-metrics.yaml"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == CONTAINER["name"]
+    assert container["env"] == [{"name": "KESTREL_METRICS_OPEN", "value": "true"}]
+
+
+def test_the_ray_service_has_settings_that_there_are() -> None:
+    spec = MANIFESTS["ray-service.yaml"]["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    assert application["import_path"] == "kestrel.integrations.ray:app"
+    engines, server, _ = settings_from(application["args"])
+    (workers,) = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert workers["replicas"] == engines.replicas
+    assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > server.drain_timeout_s
+    variables = [pod["containers"][0]["env"] for pod in pod_specs(spec)]
+    assert variables == [[{"name": HAPROXY_VARIABLE, "value": str(int(engines.haproxy))}]] * 2

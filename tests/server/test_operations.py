@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import jsonschema
 import pytest
+import yaml
 
 from kestrel import __version__
 from kestrel.config import RuntimeConfig
@@ -92,6 +94,17 @@ def test_programs_can_ask_for_facts(client: httpx.Client, server: RunningServer)
     assert told["limits"]["max_model_len"] == model["max_model_len"] == server.engine.max_model_length
     assert model["skills"] == ["query", "caption", "point", "detect", "segment", "chat", "complete", "embed"]
     assert (model["model"], model["reads_pictures"], model["tool_parser"]) == ("kestrel-tiny", True, None)
+
+
+def test_metrics_have_what_the_endpoint_picker_of_the_gateway_reads(client: httpx.Client) -> None:
+    manifest = Path(__file__).parents[2] / "deploy" / "kubernetes" / "gateway" / "endpoint-picker.yaml"
+    config = yaml.safe_load(next(yaml.safe_load_all(manifest.read_text(encoding="utf-8")))["data"]["config.yaml"])
+    (extractor,) = [plugin for plugin in config["plugins"] if plugin["type"] == "core-metrics-extractor"]
+    (engine,) = extractor["parameters"]["engineConfigs"]
+    page = client.get("/metrics").text
+    gauges = set(re.findall(r"^# TYPE (\S+) gauge$", page, re.MULTILINE))
+    assert {name for spec, name in engine.items() if spec.endswith("Spec")} <= gauges
+    assert re.search(r"^vllm:cache_config_info{(?=.*block_size=)(?=.*num_gpu_blocks=)", page, re.MULTILINE)
 
 
 async def asked(app: object, path: str, method: str = "GET") -> httpx.Response:
