@@ -37,7 +37,7 @@ OUTPUT, ERROR = "output", "error"
 def require_ray(field: str) -> None:
     """`field`: what asks for it."""
     if find_spec("ray") is None or find_spec("pyarrow") is None:
-        raise ConfigError(field, "needs Ray, which is not installed; run `pip install kestrel[ray]`")
+        raise ConfigError(field, "needs Ray, which is not installed; run `pip install -e '.[ray]'` in the checkout")
 
 
 class ActorEngine:

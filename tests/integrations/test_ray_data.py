@@ -115,7 +115,7 @@ async def test_a_skill_that_the_model_lacks_is_refused_when_the_engine_starts() 
 
 def test_without_ray_the_message_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_data, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"ray: needs Ray.*pip install kestrel\[ray\]"):
+    with pytest.raises(ConfigError, match=r"ray: needs Ray.*pip install -e '\.\[ray\]'"):
         require_ray("ray")
 
 
@@ -150,7 +150,7 @@ rows.repartition(target_num_rows_per_block=4).map_batches(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install kestrel[ray]")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 def test_rays_checkpoints_answer_each_row_once(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     (tmp_path / "picture.png").write_bytes(turned_scenes()[0])

@@ -101,7 +101,7 @@ def test_sources_that_a_machine_of_the_cluster_does_not_have_end_the_job(tmp_pat
 
 def test_clusters_are_refused_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_data, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"ray: needs Ray.*pip install kestrel\[ray\]"):
+    with pytest.raises(ConfigError, match=r"ray: needs Ray.*pip install -e '\.\[ray\]'"):
         RayCluster("auto")
     monkeypatch.setattr(ray_data, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="ray: ray://head:10001 is no address of a cluster"):
@@ -124,7 +124,7 @@ def test_an_engines_error_is_told_without_what_ray_wraps_around_it() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install kestrel[ray]")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 def test_killed_and_resumed_on_a_cluster_it_leaves_the_files_of_one_machine(tmp_path: Path) -> None:
     from tests.scene import turned_scenes  # noqa: PLC0415
 
