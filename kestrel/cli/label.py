@@ -88,8 +88,8 @@ class OutputFlags:
     """What is written."""
 
     format: tuple[str, ...] = flag(
-        "coco, yolo, voc, csv, jsonl, labelstudio; separated by commas, repeatable. Default: coco, of query and "
-        "caption jsonl.",
+        "coco, yolo, voc, csv, jsonl, labelstudio, parquet, webdataset; separated by commas, repeatable. Default: "
+        "coco, of query and caption jsonl.",
         (),
         metavar="NAME,...",
         group="What is written",
@@ -110,6 +110,7 @@ class OutputFlags:
         flags=("--skip-missing",),
         show_default=False,
     )
+    upload: str | None = flag("Copy what is written to an object store too.", metavar="s3://...")
     review: bool = flag(
         "Write a page to look through the labels.", False, flags=("--review",), show_default=False, common=True
     )
@@ -143,8 +144,13 @@ class RunFlags:
         "A Kestrel server to ask instead of a model loaded here.", metavar="URL", group="Who answers", common=True
     )
     api_key: str | None = flag(f"The server's key. Default: that of {KEY_VARIABLE}, if any.", metavar="KEY")
+    ray: str | None = flag(
+        "A Ray cluster to label on, an engine per GPU: auto, HOST:PORT or local.", metavar="ADDRESS", common=True
+    )
+    ray_engines: int | None = flag("Engines on the cluster. Default: one per GPU, or one.", metavar="N")
     concurrency: int | None = flag(
-        "Pictures asked about at the same time. Default: twice --max-batch-size; 32 of a server.", metavar="N"
+        "Pictures an engine is asked about at the same time. Default: twice --max-batch-size; 32 of a server.",
+        metavar="N",
     )
     retry_errors: bool = flag(
         "Label pictures again that failed in an earlier run.", False, flags=("--retry-errors",), show_default=False
@@ -162,6 +168,12 @@ class RunFlags:
             raise ConfigError("concurrency", f"must be at least 1 (got {self.concurrency})")
         if self.api_key is not None and self.endpoint is None:
             raise ConfigError("api_key", "is the key of a server; add --endpoint, or leave it out")
+        if self.ray_engines is not None and self.ray is None:
+            raise ConfigError("ray_engines", "is for a cluster; add --ray, or leave it out")
+        if self.ray is not None and self.endpoint is not None:
+            raise ConfigError("ray", "cannot be used together with endpoint; choose who answers")
+        if self.ray is not None and self.dry_run:
+            raise ConfigError("dry_run", "measures one engine here; leave --ray out to see what one takes")
 
 
 @with_flags
@@ -169,7 +181,8 @@ def label(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCE...", help="Folders, pictures, videos, globs, .txt lists, .zip, .tar, .jsonl, .parquet."
+            metavar="SOURCE...",
+            help="Folders, pictures, videos, globs, .txt lists, .zip, .tar, .jsonl, .parquet; s3://, gs://.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Folder for the labels and the journal.")],
@@ -189,9 +202,11 @@ def label(
     """
     for name in sources:
         require_named(name)
+    if ":/" in str(output):
+        raise ConfigError("output", "must be a folder here, for the journal; --upload copies it to an address")
     # Here and not above: help, and paths without a file, need none of the libraries that read pictures.
     from kestrel.cli.run_label import Work, run_label  # noqa: PLC0415
 
     asked = task.label_task()
     work = Work(sources, asked, source.options(output), source.limit, output, outputs.plan(asked, config), run, config)
-    run_label(work, outputs.apply_review)
+    run_label(work, outputs.apply_review, outputs.upload)

@@ -10,7 +10,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
@@ -23,11 +25,14 @@ from kestrel.cli.loading import note_default_model, open_engine, refuse_local_se
 from kestrel.cli.options import check_adapter
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
+from kestrel.known_models import check_source
 from kestrel.labelling.askers import ENDPOINT_REQUESTS, Asker, EndpointAsker, EngineAsker
 from kestrel.labelling.endpoint import Endpoint
 from kestrel.labelling.job import LabelJob, Progress, open_journal
 from kestrel.labelling.journal import Journal
+from kestrel.labelling.object_stores import require_store, upload
 from kestrel.labelling.outputs import OutputPlan, apply_decisions, named_faults, write_outputs
+from kestrel.labelling.ray_job import RayCluster, RayJob
 from kestrel.labelling.review import read_decisions
 from kestrel.labelling.sources import SourceOptions, count, items
 from kestrel.labelling.task import LabelTask
@@ -58,6 +63,8 @@ class Work:
         self.task.require_complete(self.sources)
         if any(Path(source).resolve() == self.output.resolve() for source in self.sources):
             raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
+        if self.cluster is not None:
+            check_source(self.config)
         if self.run.endpoint is not None:
             refuse_local_settings(self.config)
         elif self.task.adapter is not None:
@@ -77,15 +84,16 @@ class Work:
         return Endpoint(url, key, num_connections=num_requests, told=note)
 
     def job(self, journal: Journal) -> LabelJob:
-        return LabelJob(
-            self.sources,
-            self.task,
-            journal,
-            self.asker,
-            options=self.options,
-            limit=self.limit,
-            retry_errors=self.run.retry_errors,
-        )
+        what = (self.sources, self.task, journal)
+        how: dict[str, Any] = {"options": self.options, "limit": self.limit, "retry_errors": self.run.retry_errors}
+        if self.cluster is not None:
+            note_default_model(self.config)
+            return RayJob(*what, self.cluster, self.config, num_requests=self.run.concurrency, **how)
+        return LabelJob(*what, self.asker, **how)
+
+    @cached_property
+    def cluster(self) -> RayCluster | None:
+        return None if self.run.ray is None else RayCluster(self.run.ray, self.run.ray_engines)
 
     @asynccontextmanager
     async def asker(self) -> AsyncIterator[Asker]:
@@ -105,10 +113,12 @@ class Work:
         return found if found is None or self.limit is None else min(found, self.limit)
 
 
-def run_label(work: Work, review: Path | None) -> None:
-    """`review`: decisions of a review page to apply."""
+def run_label(work: Work, review: Path | None, address: str | None) -> None:
+    """`review`: decisions of a review page to apply; `address`: where to copy the output to."""
     decisions = None if review is None else read_decisions(review)
     work.check()
+    if address is not None:
+        require_store(address, "upload")
     if work.run.dry_run:
         if decisions is not None:
             raise ConfigError(
@@ -131,6 +141,8 @@ def run_label(work: Work, review: Path | None) -> None:
             written = write_outputs(journal, work.task, work.sources, work.options, work.plan)
             if written.num_missing:
                 note(f"left out, because they are gone or have changed: {written.num_missing} pictures")
+            if address is not None:
+                upload(work.output, address)
             for path in written.paths:
                 write(f"{path}\n")
         except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from functools import partial
 from lzma import LZMAError
 from tarfile import HeaderError, ReadError
 
+from kestrel.labelling.object_stores import is_stored, open_file
 from kestrel.labelling.pictures import (
     HIDDEN,
     NO_PICTURE,
@@ -48,19 +49,21 @@ def zip_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
 
 def _zip_items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     try:
-        archive = zipfile.ZipFile(path)
+        archive = zipfile.ZipFile(open_file(path) if is_stored(path) else path)
     except ZIP_DAMAGE as error:
         yield from gathering.bad(text(path), label or text(path), f"{text(path)} is no whole zip file ({error})")
         return
     lock = threading.Lock()
     for member in archive.infolist():
         if not member.is_dir() and _is_wanted(path, member.filename, gathering):
-            read = partial(_read_zipped, archive, member, lock, gathering.options.max_bytes)
-            yield from gathering.one(_key(path, member.filename), joined(label, member.filename), read)
+            key = _key(path, member.filename)
+            read = partial(_read_zipped, archive, key, member, lock, gathering.options.max_bytes)
+            yield from gathering.one(key, joined(label, member.filename), read)
 
 
-def _read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, lock: threading.Lock, max_bytes: int) -> bytes:
-    name = _key(archive.filename or "", member.filename)
+def _read_zipped(
+    archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo, lock: threading.Lock, max_bytes: int
+) -> bytes:
     if member.flag_bits & 1:
         raise ValueError(f"{name} is encrypted; unpack the archive with its password")
     require_small(name, member.file_size, max_bytes)
@@ -102,11 +105,15 @@ class _Tar(tarfile.TarFile):
     tarinfo = _Member
 
 
+def _opened(path: str) -> tarfile.TarFile:
+    return _Tar.open(fileobj=open_file(path)) if is_stored(path) else _Tar.open(path)
+
+
 def tar_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
     def number() -> int | None:
         """Of a plain archive; a compressed one has no table of contents."""
         try:
-            with _Tar.open(path) as archive:
+            with _opened(path) as archive:
                 is_plain = isinstance(archive.fileobj, io.BufferedReader)
         except DAMAGE:
             return None
@@ -119,7 +126,7 @@ def tar_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
 def _tar_items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     last = "nothing"
     try:
-        with _Tar.open(path) as archive:
+        with _opened(path) as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]
                 if not member.isdir() and _is_wanted(path, member.name, gathering):
@@ -157,7 +164,7 @@ def _tar_item(
 
 
 def _read_slice(path: str, key: str, start: int, size: int) -> bytes:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         file.seek(start)
         data = file.read(size)
     if len(data) < size:

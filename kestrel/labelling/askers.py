@@ -7,18 +7,14 @@ import base64
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
 
-from kestrel.errors import CapacityError
+from kestrel.engine.patient import PatientEngine
 from kestrel.labelling.endpoint import Endpoint
 
-if TYPE_CHECKING:
-    from kestrel.engine import InferenceEngine
-
 ENDPOINT_REQUESTS = 32
-FULL_WAIT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +37,12 @@ OpenAsker = Callable[[], AbstractAsyncContextManager[Asker]]
 """Called when there is something to ask: a job that is done needs no model."""
 
 
-class EngineAsker:
-    """An engine of this process. While its queue is full, or pictures fill its memory, what is asked waits."""
-
-    def __init__(self, engine: InferenceEngine, num_requests: int | None = None) -> None:
-        self._engine = engine
-        self.num_requests = num_requests or 2 * engine.max_batch_size
-        self._num_asked = 0
+class EngineAsker(PatientEngine):
+    """An engine of this process."""
 
     async def ask(self, skill: str, image: bytes, fields: Mapping[str, Any]) -> Answer:
-        while True:
-            self._num_asked += 1
-            try:
-                result = await self._engine.run(skill, image=image, **fields)
-                return Answer(result.output, result.metrics.input_tokens, result.metrics.output_tokens)
-            except CapacityError:
-                if self._num_asked == 1:  # nothing else takes up room
-                    raise
-            finally:
-                self._num_asked -= 1
-            await asyncio.sleep(FULL_WAIT_S)
+        result = await self.run(skill, image=image, **fields)
+        return Answer(result.output, result.metrics.input_tokens, result.metrics.output_tokens)
 
 
 class EndpointAsker:

@@ -20,7 +20,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,19 +30,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kestrel.config import RuntimeConfig
-from kestrel.errors import (
-    CapacityError,
-    ConfigError,
-    KestrelError,
-    NumericalError,
-    RequestError,
-    RequestFailed,
-    ServerAway,
-)
+from kestrel.engine.patient import is_about_request
+from kestrel.errors import ConfigError, KestrelError
 from kestrel.images.encoded import EncodedPicture, ImageLimits
-from kestrel.labelling.askers import Asker, EndpointAsker, EngineAsker, OpenAsker
+from kestrel.labelling.askers import Answer, Asker, EndpointAsker, EngineAsker, OpenAsker
 from kestrel.labelling.endpoint import Endpoint
 from kestrel.labelling.journal import Journal
+from kestrel.labelling.object_stores import is_stored
 from kestrel.labelling.outputs import OutputPlan, named_faults, rows_of, write_outputs
 from kestrel.labelling.records import Item, Row
 from kestrel.labelling.sources import Notes, SourceOptions, items
@@ -135,6 +129,49 @@ class ReadAhead:
         return None if item is None else read_picture(item)
 
 
+# ---------------------------------------------------------------------- asking
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which pictures a job is about."""
+
+    sources: Sequence[str]
+    options: SourceOptions
+    task: LabelTask
+    limit: int | None
+
+    def items(self, done: Done, notes: Notes) -> Iterator[Item]:
+        for num_given, item in enumerate(items(self.sources, self.options, done, notes)):
+            if self.limit is not None and done.num_met + num_given >= self.limit:
+                return
+            try:
+                self.task.require_askable(item)
+            except ConfigError as error:
+                item = replace(item, read=partial(_refuse, str(error)))
+            yield item
+
+
+async def answered(asker: Asker, task: LabelTask, picture: Picture) -> tuple[Row, Answer | None]:
+    """The row of a picture. One that cannot be read or answered is a row with an error; other errors are raised."""
+    item = picture.item
+    if picture.error is not None:
+        return Row(**_about(item), error=picture.error), None
+    row = Row(**_about(item), digest=picture.digest, question=task.question_of(item))
+    has_own = item.objects is not None or item.question is not None
+    own_fields = ("image", "object", "question", "prompt") if has_own else ("image",)
+    try:
+        answer = await asker.ask(task.task, picture.data, task.fields(item))
+    except KestrelError as error:
+        if is_about_request(error, own_fields):
+            return replace(row, error=str(error).removeprefix("image: ")), None
+        raise
+    size = answer.output.get("image")
+    width, height = (size["width"], size["height"]) if size is not None else size_of(picture.data)
+    found = task.found_in(answer.output, task.objects_of(item))
+    return replace(row, width=width, height=height, found=found, answer=task.answer_in(answer.output)), answer
+
+
 # ---------------------------------------------------------------------- the job
 
 
@@ -180,14 +217,12 @@ class LabelJob:
         """`limit`: only the first so many pictures. `retry_errors`: pictures whose row is an error are asked again."""
         task.require_complete(sources)
         self.task = task
+        self.wanted = Wanted(sources, options or SourceOptions(), task, limit)
         self.journal = journal
         self.progress = Progress()
         self.notes = Notes()
-        self._sources = sources
-        self._options = options or SourceOptions()
         self._open_asker = open_asker
-        self._limit = limit
-        self._done = _Done(journal)
+        self._done = Done(journal)
         self._labelled: dict[bytes, str] = {}
         self._waiting: dict[bytes, list[Item]] = {}
         for row in rows_of(journal):
@@ -218,15 +253,7 @@ class LabelJob:
             await pictures.close()
 
     def _items(self) -> Iterator[Item]:
-        found = items(self._sources, self._options, self._done, self.notes)
-        for num_given, item in enumerate(found):
-            if self._limit is not None and self._done.num_met + num_given >= self._limit:
-                return
-            try:
-                self.task.require_askable(item)
-            except ConfigError as error:
-                item = replace(item, read=partial(_refuse, str(error)))
-            yield item
+        return self.wanted.items(self._done, self.notes)
 
     async def _rows(self, asker: Asker, pictures: ReadAhead, first: Picture) -> AsyncIterator[Row]:
         """Takes pictures as long as the asker has room, and gives rows as answers come."""
@@ -283,30 +310,15 @@ class LabelJob:
         return self._finish(replace(row, **_about(item), found=found, decision=None))
 
     async def _asked(self, asker: Asker, picture: Picture) -> Row:
-        item, task = picture.item, self.task
-        row = Row(**_about(item), digest=picture.digest, question=task.question_of(item))
-        try:
-            answer = await asker.ask(task.task, picture.data, task.fields(item))
-        except KestrelError as error:
-            if self._is_about_picture(error, item):
-                return replace(row, error=str(error).removeprefix("image: "))
-            raise
-        self.progress.num_asked += 1
-        self.progress.input_tokens += answer.input_tokens
-        self.progress.output_tokens += answer.output_tokens
-        size = answer.output.get("image")
-        width, height = (size["width"], size["height"]) if size is not None else size_of(picture.data)
-        found = task.found_in(answer.output, task.objects_of(item))
-        return replace(row, width=width, height=height, found=found, answer=task.answer_in(answer.output))
+        row, answer = await answered(asker, self.task, picture)
+        self._count(answer)
+        return row
 
-    def _is_about_picture(self, error: KestrelError, item: Item) -> bool:
-        """Otherwise every picture would meet it."""
-        if isinstance(error, RequestError):
-            has_own = item.objects is not None or item.question is not None
-            name = error.field.partition("[")[0]  # of object[2]
-            return name == "image" or (has_own and name in ("object", "question", "prompt"))
-        is_full = isinstance(error, CapacityError) and not isinstance(error, ServerAway)
-        return is_full or isinstance(error, (NumericalError, RequestFailed))
+    def _count(self, answer: Answer | None) -> None:
+        if answer is not None:
+            self.progress.num_asked += 1
+            self.progress.input_tokens += answer.input_tokens
+            self.progress.output_tokens += answer.output_tokens
 
     def _finish(self, row: Row) -> Row:
         self.journal.add(row.key, row.as_json())
@@ -328,16 +340,16 @@ class LabelJob:
         return hashlib.blake2b(orjson.dumps([digest, objects, question]), digest_size=16).digest()
 
 
-class _Done:
+class Done:
     """The keys of a journal, `but` some; counts those it was asked about."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, keys: Container[str]) -> None:
+        self._keys = keys
         self.but: set[str] = set()
         self.num_met = 0
 
     def __contains__(self, key: object) -> bool:
-        is_done = key in self._journal and key not in self.but
+        is_done = isinstance(key, str) and key in self._keys and key not in self.but
         self.num_met += is_done
         return is_done
 
@@ -360,7 +372,7 @@ def open_journal(output: Path, task: LabelTask, model: str, sources: Sequence[st
     """That of a job in its output folder, new or to go on with. Another job's is refused with what differs."""
     output.mkdir(parents=True, exist_ok=True)
     frames = {name: getattr(options, name) for name in ("recursive", "every", "fps", "scenes")}
-    named = [os.path.abspath(os.path.expanduser(name)) for name in sources]
+    named = [name if is_stored(name) else os.path.abspath(os.path.expanduser(name)) for name in sources]
     return Journal.open(output / JOURNAL, {**task.identity(), "model": model, "sources": named, **frames})
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from kestrel.labelling.object_stores import is_stored
 from kestrel.labelling.pictures import Bulk, Gathering, Notes, SourceOptions, read_file
 from kestrel.labelling.records import Item
 from kestrel.labelling.sources import Names, parts_of
@@ -54,7 +55,7 @@ class PictureFinder:
     def _list(self) -> Iterator[tuple[str, Item]]:
         for part in self._parts:
             if isinstance(part, Item):
-                if part.key != part.path:  # its name is no Unicode
+                if part.key != part.path or is_stored(part.key):  # its name is no Unicode, or an address
                     yield part.key, part
             elif part.is_light:
                 yield from ((item.key, item) for item in part.items(_whole(self._options)))

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
+from kestrel.labelling.object_stores import is_stored, open_file, size_of_file
 from kestrel.labelling.records import Item
 
 PICTURES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff")
@@ -176,6 +177,13 @@ def is_hidden(path: str) -> bool:
 
 
 def read_file(path: str, max_bytes: int) -> bytes:
+    if is_stored(path):
+        num_bytes = size_of_file(path)
+        if num_bytes is None:
+            raise ValueError(f"{path} is not there, or is a folder")
+        require_small(path, num_bytes, max_bytes)
+        with open_file(path) as file:
+            return file.read(max_bytes + 1)
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{text(path)} is {'a folder' if stat.S_ISDIR(status.st_mode) else 'not a regular file'}")
@@ -207,7 +215,7 @@ ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 
 
 def why_no_path(name: str) -> str | None:
-    if ADDRESS.match(name):
+    if ADDRESS.match(name) and not is_stored(name):
         return "is an address; download it, and name the file"
     return "holds a zero byte; is this a file of text?" if "\0" in name else None
 
@@ -221,14 +229,21 @@ def require_named(name: str) -> None:
     if reason:
         raise ConfigError("SOURCE", f"{name!r} {reason}")
     path = os.path.expanduser(name)
-    if not os.path.lexists(path) and GLOB_SIGNS.search(path) is None:
+    if not is_stored(name) and not os.path.lexists(path) and GLOB_SIGNS.search(path) is None:
         raise ConfigError("SOURCE", f"there is no {text(path)!r}; name a folder, picture, video, archive or list")
 
 
 def absolute(path: str) -> str:
-    """Links to folders are resolved; a link to a file keeps its own name."""
+    """Links to folders are resolved; a link to a file keeps its own name. An address stays as it is."""
+    if is_stored(path):
+        return path
     folder, name = os.path.split(path)
     return os.path.join(os.path.realpath(folder), name)
+
+
+def named_in(folder: str, name: str) -> str:
+    """The absolute path or address of what is named in a file of this folder."""
+    return name if is_stored(name) else absolute(os.path.join(folder, os.path.expanduser(name)))
 
 
 def below(path: str, folder: str) -> str:

@@ -5,9 +5,9 @@ is walked by sorted names; what is no picture in it is counted in `Notes`. A pic
 whose `read` says why.
 
 The key of a file is its absolute path, in which links above the named folder are resolved: another spelling, another
-working folder or further sources do not change it. Things within a file add their place: `data.zip!/cats/a.png`,
-`rows.jsonl#id=17`, `clip.mp4#000120`. The name for outputs is short: relative to the first source; those of further
-folders, archives and tables are put under a name of their own.
+working folder or further sources do not change it. That of a file in an object store is its address. Things within a
+file add their place: `data.zip!/cats/a.png`, `rows.jsonl#id=17`, `clip.mp4#000120`. The name for outputs is short:
+relative to the first source; those of further folders, archives and tables are put under a name of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from itertools import count as counting
 from kestrel.errors import ConfigError
 from kestrel.images.encoded import FORMATS
 from kestrel.labelling.archives import TARS, ZIPS, tar_parts, zip_parts
+from kestrel.labelling.object_stores import files_below, is_stored, kind_of, open_file
 from kestrel.labelling.pictures import (
     EXCLUDED,
     GLOB_SIGNS,
@@ -38,6 +39,7 @@ from kestrel.labelling.pictures import (
     is_hidden,
     is_picture_name,
     joined,
+    named_in,
     named_read,
     read_file,
     require_named,
@@ -111,6 +113,8 @@ def _label(path: str, taken: set[str]) -> str:
 def _source(name: str) -> tuple[str, Reader]:
     """What a name stands for: its absolute path (of a glob, that of the folder it begins in), and what reads it."""
     require_named(name)
+    if is_stored(name):
+        return _stored(name)
     path = os.path.expanduser(name)
     if not os.path.lexists(path):
         return _glob(path)
@@ -120,6 +124,25 @@ def _source(name: str) -> tuple[str, Reader]:
     if kind in REQUIREMENTS:
         REQUIREMENTS[kind](path)
     return (os.path.realpath if kind == "folder" else absolute)(path), READERS[kind]
+
+
+def _stored(name: str) -> tuple[str, Reader]:
+    """As `_source`, for an address."""
+    sign = GLOB_SIGNS.search(name)
+    folder, pattern = name, ""
+    if sign is not None:
+        folder, _, _ = name[: sign.start()].rpartition("/")
+        pattern = name[len(folder) + 1 :]
+    kind = kind_of(folder, "SOURCE")
+    if kind == "nothing":
+        raise ConfigError("SOURCE", f"there is no {folder!r}; compare it with what the store lists")
+    if kind == "folder":
+        return folder.rstrip("/"), partial(_store_parts, pattern=[piece for piece in pattern.split("/") if piece])
+    if _kind(name) == "video":
+        raise ConfigError("SOURCE", f"{name} is a video, which is read from a file; download it, and name the file")
+    if _kind(name) in REQUIREMENTS:
+        REQUIREMENTS[_kind(name)](name)
+    return name, READERS[_kind(name)]
 
 
 def _kind(path: str) -> str:
@@ -155,6 +178,22 @@ def _folder_parts(folder: str, gathering: Gathering, label: str, pattern: Sequen
             yield from _file_item(entry.path, file, gathering)
         else:
             gathering.notes.add(NO_PICTURE, text(entry.path))
+
+
+def _store_parts(folder: str, gathering: Gathering, label: str, pattern: Sequence[str]) -> Parts:
+    is_deep = gathering.options.recursive or "**" in pattern
+    for relative in files_below(folder, is_deep or len(pattern) > 1):
+        path, kind, file = f"{folder}/{relative}", _kind(relative), joined(label, relative)
+        if not _fits(relative.split("/"), pattern, as_far_as_it_goes=False):
+            continue
+        if is_hidden(relative):
+            gathering.notes.add(HIDDEN, path)
+        elif pattern and kind in MEANT_BY_A_PATTERN and kind != "video":
+            yield from READERS[kind](path, gathering, stem_of(file))
+        elif is_picture_name(path):
+            yield from _file_item(path, file, gathering)
+        else:
+            gathering.notes.add(NO_PICTURE, path)
 
 
 def _begins_like_a_picture(path: str) -> bool:
@@ -251,20 +290,21 @@ def _file_item(path: str, file: str, gathering: Gathering) -> Iterator[Item]:
 
 
 def _picture_parts(path: str, gathering: Gathering, label: str) -> Parts:
-    return _file_item(path, below(path, os.path.realpath(".")), gathering)
+    file = path.partition("://")[2] if is_stored(path) else below(path, os.path.realpath("."))
+    return _file_item(path, file, gathering)
 
 
 def _list_parts(path: str, gathering: Gathering, label: str) -> Parts:
     """A path per line, relative to the list's own folder. What begins with # is a comment: ./#1.png is a picture."""
     folder = os.path.dirname(path)
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, 1):
             name = os.fsdecode(line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
             place, reason = f"line {number} of {text(path)}", why_no_path(name)
             if reason:
                 yield from gathering.bad(text(name), joined(label, name), f"{place}: {text(name)} {reason}")
             elif name.strip() and not name.startswith("#"):
-                named = absolute(os.path.join(folder, os.path.expanduser(name)))
+                named = named_in(folder, name)
                 yield from _listed(named, place, gathering, joined(label, below(named, folder)))
 
 

@@ -22,12 +22,13 @@ import orjson
 
 from kestrel.errors import ConfigError, shown
 from kestrel.images.encoded import base64_start, decode_base64, require_decodable
+from kestrel.labelling.object_stores import REMEDY, is_stored, open_file
 from kestrel.labelling.pictures import (
     Bulk,
     Gathering,
-    absolute,
     below,
     joined,
+    named_in,
     named_read,
     require_small,
     short_digest,
@@ -42,7 +43,6 @@ MAX_LINE = 2**28
 """Of one row, in bytes: a picture as a data URL takes four thirds of its size."""
 BATCH_ROWS = 16
 LEFT_OUT = "columns of bytes"
-PYARROW_REMEDY = "needs pyarrow, which is not installed; run `pip install -e '.[parquet]'` in the checkout"
 OWN_FIELDS = ("image", "question", "object", "objects", "id")
 
 
@@ -87,7 +87,7 @@ class _Table:
         if reason:
             raise ValueError(f"image {shown(path)} {reason}")
         folder = os.path.dirname(self.path)
-        whole = absolute(os.path.join(folder, os.path.expanduser(path)))
+        whole = named_in(folder, path)
         return below(whole, folder), named_read(place, whole, limit), whole
 
 
@@ -154,7 +154,7 @@ def _jsonl_rows(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """With their numbers, those that hold something; after one that is too long, no other."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1
@@ -178,7 +178,7 @@ def _json(line: bytes) -> Any:
 
 def require_pyarrow(path: str) -> None:
     if find_spec("pyarrow") is None:
-        raise ConfigError("SOURCE", f"{text(path)} {PYARROW_REMEDY}")
+        raise ConfigError("SOURCE", f"{text(path)} {REMEDY}")
 
 
 def parquet_parts(path: str, gathering: Gathering, label: str) -> Iterator[Bulk]:
@@ -197,7 +197,7 @@ def _parquet(path: str) -> Any:
     require_pyarrow(path)
     from pyarrow.parquet import ParquetFile  # noqa: PLC0415
 
-    return ParquetFile(path)
+    return ParquetFile(open_file(path) if is_stored(path) else path)
 
 
 def _parquet_rows(path: str, label: str, gathering: Gathering) -> Iterator[Item]:

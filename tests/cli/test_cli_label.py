@@ -237,6 +237,10 @@ def test_a_dry_run_tells_what_all_would_take_and_writes_nothing(kestrel: Kestrel
         (("--max-tokens", "3", "--objects", "bee"), "--max-tokens"),
         ((), "--objects: is needed by detect"),
         (("--task", "query"), "--question: is needed by query"),
+        (("--objects", "bee", "--ray-engines", "2"), "--ray-engines: is for a cluster; add --ray"),
+        (("--objects", "bee", "--ray", "auto", "--endpoint", "http://x"), "--ray: cannot be used together with"),
+        (("--objects", "bee", "--ray", "auto", "--dry-run"), "--dry-run: measures one engine here"),
+        (("--objects", "bee", "--upload", "labels"), "--upload: must be an address such as s3://bucket/labels"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(
@@ -257,6 +261,9 @@ def test_wrong_sources_and_folders_leave_nothing_behind(kestrel: Kestrel, tmp_pa
     itself = kestrel("label", tmp_path, *ASK, "--output", tmp_path / "." / "")
     assert itself.code == 2
     assert "is labelled itself" in itself.err
+    address = kestrel("label", tmp_path / "a.png", *ASK, "--output", "s3://bucket/labels")
+    assert address.code == 2
+    assert "--output: must be a folder here" in address.err
     outcome = kestrel("label", tmp_path / "a.png", *ASK, "--output", tmp_path / "a.png" / "out")
     assert outcome.code == 2
     assert "--output: " in outcome.err

@@ -20,6 +20,7 @@ from kestrel.labelling.formats import (
     FormatOptions,
     parse_split,
     require_fits,
+    shards,
     split_of,
     stable_classes,
     write_labels,
@@ -28,7 +29,7 @@ from kestrel.labelling.records import ACCEPTED, REJECTED, Found, Frame, Row
 from tests.labelling.label_rows import contents, place, row, scene_rows, write
 
 BOX = (0.1, 0.2, 0.5, 0.6)
-FOLDERS = ["coco", "yolo", "voc", "labelstudio"]
+FOLDERS = ["coco", "yolo", "voc", "labelstudio", "webdataset"]
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -122,14 +123,17 @@ def test_an_error_while_writing_leaves_the_old_set(format_name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_few_rows_are_in_memory_at_a_time(format_name: str, tmp_path: Path) -> None:
+def test_few_rows_are_in_memory_at_a_time(format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number, size = 60, 30_000
+    monkeypatch.setattr(shards, "ROWS_PER_GROUP", 4)
+    options = FormatOptions(place=lambda row, path: path.write_bytes(b"x") and None)
+    write_labels(format_name, lambda: iter([row("a.png")]), tmp_path, options)  # loads what it needs
 
     def rows() -> Iterator[Row]:
-        return (row(f"{index:03}", extra={"text": f"{index:{size}}"}) for index in range(number))
+        return (row(f"{index:03}.png", extra={"text": f"{index:{size}}"}) for index in range(number))
 
     tracemalloc.start()
-    write_labels(format_name, rows, tmp_path, FormatOptions(place=lambda row, path: None))
+    write_labels(format_name, rows, tmp_path, options)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < number * size / 3

@@ -51,7 +51,7 @@ def write_jsonl(labels: LabelSet, output: Path) -> list[Path]:
     path = output / "labels.jsonl"
     with whole_file(path) as file:
         for row in labels.rows_and_errors():
-            file.write(orjson.dumps(_line(labels, row)) + b"\n")
+            file.write(orjson.dumps(line_of(labels, row)) + b"\n")
     return [path]
 
 
@@ -90,7 +90,7 @@ def _pixels(row: Row, one: Found) -> Iterator[tuple[str, float]]:
         yield from zip("xy", pixel_point(row, one.point), strict=True)
 
 
-def _line(labels: LabelSet, row: Row) -> dict[str, Any]:
+def line_of(labels: LabelSet, row: Row) -> dict[str, Any]:
     if row.error is not None:
         return {"file": row.file, "key": row.key, "error": row.error}
     line = {name: getattr(row, name) for name in ("file", "key", "width", "height")}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from kestrel.errors import ConfigError, did_you_mean, shown
 from kestrel.labelling.formats.coco import write_coco
 from kestrel.labelling.formats.label_set import FormatOptions, LabelSet, RowSource
 from kestrel.labelling.formats.label_studio import write_label_studio
+from kestrel.labelling.formats.shards import write_parquet, write_webdataset
 from kestrel.labelling.formats.tables import write_csv, write_errors, write_jsonl
 from kestrel.labelling.formats.voc import write_voc
 from kestrel.labelling.formats.yolo import write_yolo
+from kestrel.labelling.object_stores import REMEDY
 
 OBJECTS = frozenset({"detect", "segment"})
 EVERYTHING = OBJECTS | {"point", "query", "caption"}
@@ -32,6 +35,8 @@ FORMATS: Mapping[str, Format] = {
     "csv": Format(write_csv, EVERYTHING),
     "jsonl": Format(write_jsonl, EVERYTHING),
     "labelstudio": Format(write_label_studio, EVERYTHING),
+    "parquet": Format(write_parquet, EVERYTHING),
+    "webdataset": Format(write_webdataset, EVERYTHING),
 }
 
 
@@ -42,6 +47,8 @@ def require_fits(format_name: str, task: str) -> None:
         raise ConfigError(
             "format", f"must be one of {known} (got {shown(format_name)}){did_you_mean(format_name, FORMATS)}"
         )
+    if format_name == "parquet" and find_spec("pyarrow") is None:
+        raise ConfigError("format", f"{format_name} {REMEDY}")
     if task not in FORMATS[format_name].tasks:
         able = ", ".join(name for name, one in FORMATS.items() if task in one.tasks)
         raise ConfigError("format", f"{format_name} cannot hold the results of {task}; choose among {able}")
