@@ -127,15 +127,13 @@ from kestrel.config import RuntimeConfig
 from kestrel.integrations.ray_data import KestrelPredictor
 from ray.data.checkpoint import CheckpointConfig
 
-folder, model, num_rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, model = sys.argv[1:]
 ray.init(address="local", num_cpus=8, object_store_memory=80 << 20, log_to_driver=False, include_dashboard=False)
 context = ray.data.DataContext.get_current()
 context.checkpoint_config = CheckpointConfig(
     id_column="id", checkpoint_path=f"{folder}/checkpoint", delete_checkpoint_on_success=False
 )
-picture = open(f"{folder}/picture.png", "rb").read()
-rows = ray.data.from_items([{"id": n, "image": picture, "question": f"{n}?"} for n in range(num_rows)])
-rows.repartition(target_num_rows_per_block=4).map_batches(
+ray.data.read_parquet(f"{folder}/rows.parquet").repartition(target_num_rows_per_block=4).map_batches(
     KestrelPredictor,
     fn_constructor_kwargs={
         "skill": "query",
@@ -153,10 +151,12 @@ rows.repartition(target_num_rows_per_block=4).map_batches(
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 def test_rays_checkpoints_answer_each_row_once(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "picture.png").write_bytes(turned_scenes()[0])
+    pyarrow = pytest.importorskip("pyarrow")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     for num_rows in (8, 16):
-        command = [sys.executable, "-c", PIPELINE, str(tmp_path), str(CONFIG.model_path), str(num_rows)]
+        rows = {"id": range(num_rows), "image": turned_scenes()[:1] * num_rows, "question": ["?"] * num_rows}
+        parquet.write_table(pyarrow.table(rows), tmp_path / "rows.parquet")
+        command = [sys.executable, "-c", PIPELINE, str(tmp_path), str(CONFIG.model_path)]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stderr
         table = parquet.read_table(tmp_path / "answers").to_pylist()
