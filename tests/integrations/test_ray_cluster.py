@@ -73,7 +73,10 @@ def test_questions_about_a_known_picture_find_it(url: str) -> None:
 
 
 def test_a_killed_replica_costs_no_request_and_changes_no_text(url: str, expected: list[object]) -> None:
-    for _ in range(2):
+    num_kills = 0
+    while num_kills < 2 or not retries(url):  # on a slow machine a kill may meet an engine that has nothing to do yet
+        assert num_kills < 10
+        num_kills += 1
         while len(engine_pids()) < 2:
             time.sleep(0.1)
 
@@ -85,7 +88,6 @@ def test_a_killed_replica_costs_no_request_and_changes_no_text(url: str, expecte
         killing.start()
         assert [said(body) for body in asyncio.run(crowd(url, ASKS))] == expected
         killing.join()
-    assert retries(url) > 0
 
 
 def test_an_update_and_a_smaller_cluster_fail_nobody(url: str, expected: list[object]) -> None:
