@@ -130,7 +130,7 @@ def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int
     starts = [SHARED_PAGES * PAGE_SIZE + 7 * row for row in range(5)]
     rows = [RowQueries(*numbers) for numbers in zip(firsts, counts, starts, range(5), strict=True)]
     dice = torch.Generator().manual_seed(0)
-    cache = torch.randn(2, 15 * NUM_PAGES * PAGE_SIZE, 2, 8, generator=dice)
+    cache = torch.randn(2, 15 * NUM_PAGES, PAGE_SIZE, 2, 8, generator=dice)
     q_THD = torch.randn(sum(counts), 4, 8, generator=dice)
     layer = LayerInputs(q_THD, q_THD, q_THD, cache[0], cache[1], 1.0, 1.0)
 
@@ -173,7 +173,7 @@ def test_a_row_of_numbers_that_are_not_finite_spoils_no_other(which: str, bad: f
     table = table_of(1, 1, 1, 1)
     rows = [RowQueries(row, 1, SHARED_PAGES * PAGE_SIZE + 5, row) for row in range(4)]
     dice = torch.Generator().manual_seed(0)
-    cache = torch.randn(2, 15 * NUM_PAGES * PAGE_SIZE, 2, 8, generator=dice)
+    cache = torch.randn(2, 15 * NUM_PAGES, PAGE_SIZE, 2, 8, generator=dice)
     q_THD = torch.randn(4, 4, 8, generator=dice)
 
     def attended() -> Tensor:
@@ -185,7 +185,7 @@ def test_a_row_of_numbers_that_are_not_finite_spoils_no_other(which: str, bad: f
 
     healthy = attended()
     own = slots_of(table, PAGE_SIZE, torch.tensor([2]), torch.tensor([SHARED_PAGES * PAGE_SIZE + 1]))
-    cache[0 if which == "keys" else 1, own] = bad
+    cache.flatten(1, 2)[0 if which == "keys" else 1, own] = bad
     spoilt = attended()
     torch.testing.assert_close(spoilt[[0, 1, 3]], healthy[[0, 1, 3]], rtol=1e-5, atol=2e-6)
     assert not torch.equal(spoilt[2], healthy[2])
