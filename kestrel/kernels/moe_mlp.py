@@ -163,6 +163,10 @@ def mix_experts(
     num_tokens, k = ids_TK.shape
     if num_tokens == 0:
         return x_TD
+    if num_tokens == 1:  # nothing to sort: a fifth of the time of a small model's layer on a CPU
+        at_1 = torch.zeros(1, dtype=torch.long, device=x_TD.device)
+        out_KD = torch.cat([run_expert(expert, at_1, x_TD) for expert in ids_TK[0].tolist()])
+        return (out_KD * weights_TK.T).sum(dim=0, keepdim=True).to(x_TD.dtype)
     flat_ids = ids_TK.reshape(-1)
     counts: list[int] = torch.bincount(flat_ids, minlength=num_experts).tolist()
     order = flat_ids.argsort(stable=True)

@@ -237,7 +237,9 @@ def padded_groups(
         apart = SharedRows(shared_slots_S, own)
         yield JoinedRows.of(apart) if is_small else apart
     left = [one for one in rows if one not in taken]
-    if left:
+    if len(left) == 1 and left[0].count == 1:
+        yield OneChunk.of_row(left[0], slots_of, table.device)
+    elif left:
         yield PaddedRows(PaddedKeys.of(left, 0, slots_of, table.device))
 
 
@@ -334,6 +336,12 @@ class OneChunk:
         needs_mask = not is_span and chunk.start > 0 and chunk.num_positions > 1
         mask_QK = causal_mask(chunk.num_positions, num_keys, device) if needs_mask else None
         return cls(first, first + chunk.num_positions, kv_slots_K, mask_QK, is_causal)
+
+    @classmethod
+    def of_row(cls, row: RowQueries, slots_of: SlotsOf, device: torch.device) -> OneChunk:
+        """A single query, which sees all positions of its row."""
+        keys_K = torch.arange(row.start + 1, device=device)
+        return cls(row.first, row.first + 1, slots_of(torch.full_like(keys_K, row.row), keys_K), None, False)
 
     def attend(self, layer: LayerInputs, out_THD: Tensor) -> None:
         q_QHD = layer.q_THD[self.first : self.last]

@@ -14,6 +14,7 @@ from kestrel.runtime.attention import (
     AttentionGroup,
     JoinedRows,
     LayerInputs,
+    OneChunk,
     PaddedRows,
     RowQueries,
     SharedRows,
@@ -140,10 +141,10 @@ def test_a_mixed_batch_gives_what_its_rows_give_for_themselves(counts: tuple[int
             group.attend(layer, out_THD)
         return [type(group) for group in groups]
 
+    alone = [OneChunk if one.count == 1 else PaddedRows for one in rows]
     together, apart = torch.full_like(q_THD, torch.nan), torch.full_like(q_THD, torch.nan)
-    assert attended(rows, together) == [kind, PaddedRows]
-    for one in rows:
-        assert attended([one], apart) == [PaddedRows]
+    assert attended(rows, together) == [kind, alone[-1]]
+    assert [attended([one], apart) for one in rows] == [[kind] for kind in alone]
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=2e-6)
 
 
