@@ -6,11 +6,11 @@ import string
 import unicodedata
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel.adapters import AdapterId
 from kestrel.errors import RequestError
+from tests.exhaustive import given_examples
 
 LETTERS = string.ascii_letters + string.digits + "-_"
 
@@ -83,7 +83,7 @@ def test_everything_else_is_refused_with_the_form_it_should_have(text: object) -
     assert len(str(caught.value)) < 300
 
 
-@given(st.text(max_size=80))
+@given_examples(20, 100, st.text(max_size=80))
 def test_any_text_is_refused_or_made_of_safe_letters_only(text: str) -> None:
     try:
         adapter_id = AdapterId.parse(text)
@@ -94,7 +94,7 @@ def test_any_text_is_refused_or_made_of_safe_letters_only(text: str) -> None:
     assert unicodedata.normalize("NFKC", text) == text
 
 
-@given(st.text(alphabet=LETTERS, min_size=1, max_size=64), st.none() | st.integers(0, 10**12 - 1))
+@given_examples(20, 100, st.text(alphabet=LETTERS, min_size=1, max_size=64), st.none() | st.integers(0, 10**12 - 1))
 def test_every_well_formed_id_is_read_back_as_written(name: str, step: int | None) -> None:
     text = name if step is None else f"{name}@{step}"
     assert str(AdapterId.parse(text)) == text

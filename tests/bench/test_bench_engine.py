@@ -77,6 +77,7 @@ def test_a_text_model_is_asked_ids_that_nobody_shares() -> None:
     assert counts == ["random-Ltiny", 3 * 128, 0, 9, 0]
 
 
+@pytest.mark.exhaustive
 def test_requests_take_random_adapters_in_turn(picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[str] = []
     fill = AdapterSlots.load

@@ -75,6 +75,7 @@ def test_a_clock_takes_each_span_once() -> None:
     assert clock.take() == []
 
 
+@pytest.mark.exhaustive
 async def test_the_parts_of_real_requests_add_up_to_the_whole(picture_folder: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     plan = ProfilePlan(tokens=5, requests=3, warm_up=1, picture_folder=picture_folder, trace=trace)

@@ -207,6 +207,7 @@ def test_clear_drops_unlocked_nodes_only() -> None:
     assert manager.num_free_pages == 8
 
 
+@pytest.mark.exhaustive
 def test_memory_stays_flat_over_many_sequences() -> None:
     manager = CacheManager(num_pages=64, page_size=4)
 

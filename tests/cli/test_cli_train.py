@@ -124,6 +124,7 @@ def test_the_same_run_gives_the_same_weights_with_any_number_of_workers(
     assert found["a"] != found["c"]
 
 
+@pytest.mark.exhaustive
 def test_a_batch_in_which_no_task_fits_does_no_harm(
     kestrel: Kestrel, tmp_path: Path, atlas_file: Path, small_folder: Path
 ) -> None:

@@ -209,6 +209,7 @@ def test_the_embedded_model_answers_by_name_and_without_one(kestrel: Kestrel, na
     assert "not photographs" in "".join(answer["warnings"])
 
 
+@pytest.mark.exhaustive
 def test_demo_runs_every_skill_on_the_embedded_model_and_gets_it_right(kestrel: Kestrel, tmp_path: Path) -> None:
     saved = tmp_path / "demo.png"
     outcome = kestrel("demo", "--save", saved)

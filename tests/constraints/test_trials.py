@@ -217,6 +217,7 @@ def hostile(seed: int) -> ResponseFormat:
     return of_schema(schema)
 
 
+@pytest.mark.exhaustive
 def test_no_hostile_format_costs_much_here_whether_it_is_refused_or_followed() -> None:
     """Judged by its text, tried, compiled and followed where it would be served."""
     compiler = ConstraintCompiler(tokenizer().to_json, EOS)

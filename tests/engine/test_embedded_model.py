@@ -86,6 +86,7 @@ def corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
     return box["x_min"], box["y_min"], box["x_max"], box["y_max"]
 
 
+@pytest.mark.exhaustive
 async def test_thinking_points_at_what_it_counts() -> None:
     async with await engine(dtype="bfloat16") as running:  # which has seen the picture above
         result = await running.query(SCENE, "How many bees are there?", reasoning=True, **GREEDY)

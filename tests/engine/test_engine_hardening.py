@@ -264,6 +264,7 @@ async def test_absurd_numbers_are_refused_by_name(name: str, sign: int) -> None:
     await engine.shutdown()
 
 
+@pytest.mark.exhaustive
 async def test_many_different_grammars_leave_the_tables_small(
     make_coarse_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ async def test_eight_schemas_and_strangers_share_a_batch(make_coarse_engine: Mak
         assert_valid(result.output["answer"], schema)
 
 
-@pytest.mark.parametrize("skill", ["query", "chat", "complete"])
+@sweep("skill", ["query", "chat", "complete"], always=["chat"])
 async def test_each_text_skill_takes_a_format_with_a_picture(skill: str, make_coarse_engine: MakeEngine) -> None:
     engine = await make_coarse_engine("md3")
     schema = SCHEMAS["person"]
@@ -174,6 +174,7 @@ async def test_the_embedded_model_fills_in_a_form() -> None:
         assert (await engine.run("query", image=SCENE, **question, response_format=choice)).text == plain.text
 
 
+@pytest.mark.exhaustive
 async def test_tight_memory_changes_no_structured_answer(make_coarse_engine: MakeEngine) -> None:
     """Few pages: sequences are preempted in the middle of their answer."""
     how = {"reasoning": False, "temperature": 0.0, "max_tokens": 250, "response_format": of_schema(SCHEMAS["nested"])}

@@ -138,6 +138,7 @@ def test_the_worst_picture_comes_first_and_its_places_say_what_is_wrong() -> Non
     ]
 
 
+@pytest.mark.exhaustive
 async def test_training_is_judged_as_the_adapter_will_be_served_and_changes_nothing(data: Path, tmp_path: Path) -> None:
     run = AdapterRun(data=data, output=tmp_path / "a.safetensors", rank=2, targets="qkv", device="cpu")
     loaded = load_base(run)

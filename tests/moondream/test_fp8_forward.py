@@ -121,6 +121,7 @@ def test_a_short_text_through_the_whole_model_is_that_of_rounded_weights(family:
     assert relative(found, all_logits(paged(g.model), family, names)) > 1e-2
 
 
+@pytest.mark.exhaustive
 def test_with_experts_alone_in_float8_pictures_and_texts_are_those_of_rounded_experts() -> None:
     g = golden("md3")
     names = ["query_small", "query_text_only"]

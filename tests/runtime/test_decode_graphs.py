@@ -54,6 +54,7 @@ def test_what_is_prepared_is_tried_out_first() -> None:
     assert pool.has_run == [False] * (2 * 2 * 5)
 
 
+@pytest.mark.exhaustive
 def test_after_tables_have_moved_everything_runs_again_before_it_is_captured() -> None:
     """Wider tables need other kernels, and inside a capture none can be compiled."""
     g, pool = coarse("md2"), RepeatingPool()
@@ -67,6 +68,7 @@ def test_after_tables_have_moved_everything_runs_again_before_it_is_captured() -
     assert (graphs._steps, graphs._samplings, graphs._steps_run, graphs._samplings_run) == ({}, {}, set(), set())
 
 
+@pytest.mark.exhaustive
 def test_odd_mixtures_are_launched_once_enough_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kestrel.runtime.decode.MAX_CAPTURED", 2)
     g, pool = coarse("md2"), RepeatingPool()

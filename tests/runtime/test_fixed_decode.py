@@ -33,7 +33,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize(("family", "steps_in_flight"), [("md2", 1), ("md3", 0)])
+@sweep(("family", "steps_in_flight"), [("md2", 1), ("md3", 0)], always=[("md3", 0)])
 def test_every_skill_in_one_batch_equals_the_dense_loop(
     family: str, steps_in_flight: int, sizes: list[tuple[int, int]]
 ) -> None:

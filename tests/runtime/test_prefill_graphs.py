@@ -89,6 +89,7 @@ def test_a_form_is_captured_when_it_comes_up_again_and_the_usual_ones_at_the_sta
     assert [form.num_positions for form in graphs._captured] == [320, 2048, 64, 192], "a full step goes first"
 
 
+@pytest.mark.exhaustive
 def test_while_the_gpu_waits_a_step_runs_in_a_captured_form_that_holds_it_and_then_in_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,6 +110,7 @@ def test_while_the_gpu_waits_a_step_runs_in_a_captured_form_that_holds_it_and_th
         assert (len(graphs._captured) > len(usual)) == has_more, tag
 
 
+@pytest.mark.exhaustive
 def test_the_smallest_form_with_room_for_all_of_a_step_is_taken() -> None:
     pool = RepeatingPool()
     _, graphs = captured("md2", pool, 2048)

@@ -151,6 +151,7 @@ def test_a_flood_for_one_adapter_gives_the_slot_to_another_clients(num_waiting: 
     assert order.index("one") <= 12
 
 
+@pytest.mark.exhaustive
 def test_turns_that_are_over_take_no_room() -> None:
     scheduler, _ = make(vocab_size=ENDLESS)
     for number in range(600):

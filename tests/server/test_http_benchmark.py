@@ -6,8 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-import pytest
-
+from tests.exhaustive import sweep
 from tests.scene import SCENE
 from tests.server.conftest import RunningServer
 
@@ -52,7 +51,7 @@ def run_example(*flags: object) -> int:
     return module.main([str(flag) for flag in flags])
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@sweep("stream", [False, True], always=[True])
 def test_a_ramp_on_the_real_server(server: RunningServer, tmp_path: Path, stream: bool) -> None:
     output, page = tmp_path / "bs8.json", tmp_path / "bs8.html"
     flags = ["--url", f"{server.url}/v1/query", "--image", SCENE, "--prompt", "Is there a dog?"]

@@ -82,6 +82,7 @@ def is_ended(connection: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 def test_a_slow_but_steady_reader_is_told_that_its_time_is_over(brief: RunningServer) -> None:
     body = {**verbose_chat(end_id_of(brief.engine)), "n": 1, "logprobs": False, "top_logprobs": None}
     with brief.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:

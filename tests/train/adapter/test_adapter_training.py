@@ -149,6 +149,7 @@ def assert_same_file(a: Path, b: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.exhaustive
 def test_the_same_run_gives_the_same_bits_and_another_seed_others(data: Path, tmp_path: Path) -> None:
     outputs = [tmp_path / f"{name}.safetensors" for name in "abc"]
     for output, seed in zip(outputs, (0, 0, 1), strict=True):
@@ -187,6 +188,7 @@ def test_a_run_that_was_stopped_and_resumed_is_an_uninterrupted_one_bit_by_bit(
         assert picture.width > 100
 
 
+@pytest.mark.exhaustive
 def test_figures_of_held_out_pictures_go_to_lines_curves_and_the_file_and_change_no_bit(
     uninterrupted: tuple[AdapterRun, Trained, QuietReport], tmp_path: Path
 ) -> None:
@@ -291,6 +293,7 @@ def test_without_pictures_to_judge_by_the_last_adapter_is_kept(data: Path, tmp_p
     assert report.begun[0].num_val_tasks == 0
 
 
+@pytest.mark.exhaustive
 def test_pictures_beyond_the_memory_bound_are_computed_again_with_the_same_result(data: Path, tmp_path: Path) -> None:
     kept, none = (options(data, tmp_path / f"{mb}.safetensors", steps=2, picture_memory_mb=mb) for mb in (64, 0))
     assert run(kept)[1].num_pictures == 4

@@ -37,6 +37,7 @@ def test_every_sprite_and_character_is_cut_tight(atlas: SpriteAtlas):
         assert min(edge.max() for edge in (alpha[0], alpha[-1], alpha[:, 0], alpha[:, -1])) > 127
 
 
+@pytest.mark.exhaustive
 def test_sprites_are_sharp_colourful_and_different(atlas: SpriteAtlas):
     assert len(atlas.sprites) == NUM_SPRITE_KINDS
     assert len({sprite.tobytes() for sprite in atlas.sprites}) == NUM_SPRITE_KINDS

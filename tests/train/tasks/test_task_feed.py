@@ -132,6 +132,7 @@ def test_a_cut_message_is_reported_as_the_end_of_its_worker() -> None:
             next(feed)
 
 
+@pytest.mark.exhaustive
 def test_closing_does_not_wait_for_workers_that_are_busy_or_starting() -> None:
     starting = ExampleFeed(_big_plan(), workers=2)
     assert _close(starting) == [-signal.SIGKILL] * 2

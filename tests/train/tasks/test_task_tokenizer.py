@@ -104,6 +104,7 @@ def test_templates_are_distinct_and_use_whole_words() -> None:
     assert config == TokenizerConfig(0, 0, 3, 4, 5, 6, 7, 9, config.templates)
 
 
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_tokenizer() -> None:
     tokenizer_json, config = build_tokenizer()
     assert prompt_format(tokenizer_json, config) == task_format()
