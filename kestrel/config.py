@@ -36,8 +36,8 @@ class RuntimeConfig:
 
     model: str | None = setting(
         None,
-        "A name of `kestrel models`, or a repository of the hub as org/name; fetched from the hub unless --model-path "
-        "is given. Default: kestrel-tiny, which comes with the package and knows drawn scenes only.",
+        "A name that `kestrel models` lists, or a repository of the hub as org/name. It is downloaded unless "
+        "--model-path is given. Default: kestrel-tiny, which comes with the package and knows drawn scenes only.",
         group="Model",
         common=True,
     )
@@ -55,29 +55,29 @@ class RuntimeConfig:
     weights_path: str | os.PathLike[str] | None = setting(None, "Another name for model_path.", flags=())
     tokenizer_path: str | os.PathLike[str] | None = setting(None, "tokenizer.json to use with a single weights file.")
     chat_template: str | os.PathLike[str] | None = setting(
-        None, "A jinja file that writes conversations, for a text model. Default: the model's own template."
+        None, "A jinja file that formats conversations, for a text model. Default: the model's own template."
     )
     tool_parser: str | None = setting(
         None,
-        "How a text model calls tools: hermes, llama3 or mistral. Default: as its chat template writes calls; without "
-        "any, tools are refused.",
+        "How a text model calls tools: hermes, llama3 or mistral. Default: the format that its chat template writes; "
+        "if there is none, tools are refused.",
     )
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.", common=True)
     tensor_parallel_size: int = setting(
         1,
-        "Processes that have the model together, each a part of every layer: one per GPU, from the first one on, or "
-        "on a CPU side by side.",
+        "Processes that share the model: each has a part of every layer. On GPUs each process has its own GPU, "
+        "beginning with the first one; on a CPU they share the cores.",
     )
     dtype: Any = setting(
         "auto", "auto, float32, bfloat16 or float16. auto: bfloat16 on a GPU, float32 on a CPU.", group="Numbers"
     )
     quantization: str = setting(
         "none",
-        "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (experts alone). "
-        "float8 needs a GPU of compute capability 8.9.",
+        "none, fp8 (matrices of vision, dense text blocks and experts in float8) or fp8-experts (only the experts). "
+        "float8 needs a GPU of compute capability 8.9 or later.",
     )
     kv_cache_dtype: str = setting(
-        "auto", "Numbers of the KV cache: auto (the model's dtype), bf16, or fp8 (half the memory; GPU only)."
+        "auto", "Number format of the KV cache: auto (the model's dtype), bf16, or fp8 (half the memory; GPU only)."
     )
     attention_backend: str = setting(
         "auto",
@@ -89,11 +89,11 @@ class RuntimeConfig:
         None, "Longest prompt plus answer in tokens. Default: the model's own context."
     )
     page_size: int = setting(16, "Positions per KV cache page.")
-    kv_cache_pages: int | None = setting(None, "Pages in the KV cache. Default: planned from free memory.")
+    kv_cache_pages: int | None = setting(None, "Pages in the KV cache. Default: calculated from free memory.")
     kv_cache_memory_fraction: float | None = setting(
         None,
-        "Share of the memory left by weights and steps that a planned KV cache may take. Default: 0.8 on a GPU, "
-        "0.25 on a CPU.",
+        "Without kv_cache_pages, the KV cache takes at most this share of the memory that weights and steps leave "
+        "free. Default: 0.8 on a GPU, 0.25 on a CPU.",
     )
     refiner_path: str | os.PathLike[str] | None = setting(
         None,
@@ -101,7 +101,7 @@ class RuntimeConfig:
         group="Model",
     )
     adapter_dir: str | os.PathLike[str] | None = setting(
-        None, "A folder of adapters; files may come, change and go while the engine runs.", group="Adapters"
+        None, "A folder of adapters; files may be added, changed and removed while the engine runs.", group="Adapters"
     )
     adapter_url_template: str | None = setting(
         None, "Where to download adapters from, such as https://example.org/adapters/{id}.safetensors."
@@ -111,39 +111,39 @@ class RuntimeConfig:
     )
     adapter_cache_bytes: int = setting(
         20 * 2**30,
-        "Downloaded adapters kept on disk, in bytes, those being downloaded included; the least recently used make "
-        "way.",
+        "Disk space for downloaded adapters, in bytes, with those being downloaded; the least recently used are "
+        "removed.",
     )
     max_adapters: int = setting(4, "Adapters that are on the device at the same time.")
-    max_adapter_rank: int = setting(64, "Largest rank of an adapter; its memory is set aside.")
-    adapter_memory_bytes: int = setting(2 * 2**30, "Loaded adapters kept in the memory of the host, in bytes.")
+    max_adapter_rank: int = setting(64, "Largest rank of an adapter; memory for it is reserved.")
+    adapter_memory_bytes: int = setting(2 * 2**30, "Host memory for loaded adapters, in bytes.")
     enable_prefix_cache: bool = setting(
         True, "Reuse the KV of repeated images, prompts and earlier answers.", group="Batches and KV cache"
     )
     max_prefill_tokens: int | None = setting(
         None,
-        "Prompt positions one step may hold, so that running streams keep moving. Default: 2048; on a GPU 4096 "
-        "with 16 rows or more, and 6144 with 64 or more of a model that reads pictures.",
+        "Most prompt positions in one step, so that running streams are not held up. Default: 2048; on a GPU 4096 "
+        "with a max_batch_size of 16 or more, and 6144 with 64 or more if the model reads pictures.",
         group="Steps and queue",
     )
     streaming_prefill_tokens: int | None = setting(
         None,
-        "Prompt positions one step may hold while an answer is streamed. Pictures are then encoded in slices, so "
-        "that tokens come evenly; on a CPU they always are. 0 encodes pictures whole and leaves max_prefill_tokens "
-        "as the only limit. Default: 768 on a GPU, 256 on a CPU.",
+        "Most prompt positions in one step while an answer is streamed. Pictures are then encoded in slices, so that "
+        "tokens come evenly; on a CPU they always are. With 0 pictures are encoded whole, and max_prefill_tokens is "
+        "the only limit. Default: 768 on a GPU, 256 on a CPU.",
     )
     vision_batch_crops: int | None = setting(
         None,
-        "Crops of pictures that are encoded together. Default: 72 on a GPU, fewer on one with little memory, 16 on "
-        "a CPU.",
+        "Crops of pictures that are encoded together. Default: 72 on a GPU, fewer if it has little memory; 16 on a "
+        "CPU.",
     )
-    max_queue_size: int = setting(1024, "Requests beyond `max_batch_size` before new ones are refused.")
+    max_queue_size: int = setting(1024, "Most requests beyond `max_batch_size`; further ones are refused.")
     max_queue_tokens: int | None = setting(
-        None, "Prompt tokens of waiting requests before new ones are refused. Default: no limit."
+        None, "Most prompt tokens of waiting requests; further requests are refused. Default: no limit."
     )
-    priority_ageing_s: float = setting(5.0, "Seconds of waiting that weigh as much as one priority level.")
+    priority_ageing_s: float = setting(5.0, "Seconds of waiting that count as much as one priority level.")
     enable_cuda_graphs: bool = setting(
-        True, "Capture steps as CUDA graphs, the usual ones at the start; without effect on a CPU."
+        True, "Run steps as CUDA graphs; the usual ones are captured at the start. No effect on a CPU."
     )
     compile: bool = setting(False, "Compile the model with torch.compile (not available yet: refused when set).")
     honour_exif_orientation: bool = setting(
@@ -152,20 +152,20 @@ class RuntimeConfig:
     max_image_pixels: int = setting(100_000_000, "Largest picture in pixels, read from its header before decoding.")
     max_image_bytes: int = setting(64 * 2**20, "Largest encoded picture in bytes.")
     max_pending_image_bytes: int = setting(
-        4 * 2**30, "Pictures of unanswered requests, in bytes as they are kept, before new ones are refused."
+        4 * 2**30, "Most memory for pictures of unanswered requests, in bytes; further ones are refused."
     )
     image_work_bytes: int = setting(
         2 * 2**30,
-        "Memory for decoding and resizing pictures, in bytes, reckoned from their headers: a picture waits until "
-        "there is room for it.",
+        "Memory for decoding and resizing pictures, in bytes, calculated from their headers; a picture waits until "
+        "it fits.",
     )
     recent_image_bytes: int = setting(
         64 * 2**20, "Memory for decoded picture files, in bytes, so that a file sent again is not decoded again."
     )
     image_threads: int | None = setting(
         None,
-        "Threads that decode pictures; those above 16.8 megapixels have a few of their own. Default: half as many "
-        "as cores, from 2 to 8.",
+        "Threads that decode pictures; pictures above 16.8 megapixels have separate threads. Default: half the number "
+        "of cores, from 2 to 8.",
     )
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class ServerConfig:
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "A key that clients must send. Repeatable: any of them opens.",
+        "A key that clients must send. Repeatable: each of the keys is accepted.",
         flags=("--api-key",),
         metavar="KEY",
         is_shown=False,
@@ -38,7 +38,7 @@ class ServerConfig:
     )
     urgent_api_keys: tuple[str, ...] = setting(
         (),
-        "A key that opens as well, and whose requests may have a priority below 0. Repeatable. Default: none.",
+        "A key that is accepted too, and whose requests may have a priority below 0. Repeatable. Default: none.",
         flags=("--urgent-api-key",),
         metavar="KEY",
         is_shown=False,
@@ -50,7 +50,7 @@ class ServerConfig:
     root_path: str = setting("", "Path under which a proxy shows this server, such as /vision.")
     trusted_proxies: tuple[str, ...] = setting(
         (),
-        "Address or network (10.0.0.0/8) of a proxy whose X-Forwarded-For and -Proto are believed. Repeatable. "
+        "Address or network (10.0.0.0/8) of a proxy whose X-Forwarded-For and -Proto are trusted. Repeatable. "
         "Default: none.",
         flags=("--trusted-proxy",),
         metavar="ADDRESS",
@@ -63,68 +63,68 @@ class ServerConfig:
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "A name by which clients call this server, beside its address and localhost, or *. Repeatable. "
-        "Default: any with a key or --insecure, else none.",
+        "A host name that clients use for this server, in addition to its address and localhost; * for any name. "
+        "Repeatable. Default: any name with a key or --insecure, otherwise none.",
         flags=("--allowed-host",),
         metavar="NAME",
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "A name that clients use for the model, beside its own. Repeatable; the first is the one that answers show.",
+        "Another name that clients may use for the model. Repeatable; answers show the first one.",
         flags=("--served-model-name",),
         metavar="NAME",
         group="Requests",
         common=True,
     )
     default_max_new_tokens: int | None = setting(
-        None, "Longest answer in tokens when a request names none. Default: the model's own."
+        None, "Longest answer in tokens if a request gives no limit. Default: the model's own limit."
     )
     max_body_bytes: int = setting(32 * 2**20, "Largest request body in bytes.")
     max_body_values: int = setting(
         2**19,
         "Most values in a large body, weighted by what they cost to read: a number counts 1, a text 4, an object 8, "
-        "a list 12, a key 14. An escape in a text counts a half, and so does every fourth byte outside of long plain "
+        "a list 12, a key 14. An escape in a text counts 0.5, and so does every fourth byte outside of long plain "
         "texts.",
     )
     max_logprobs: int = setting(
         2**20,
         "Most log-probabilities in one answer, over all its prompts and likely tokens. "
-        "One prompt of full length may always have them all.",
+        "One prompt of full length may always have all of its log-probabilities.",
     )
     max_header_bytes: int = setting(64 * 2**10, "Largest request line with headers, in bytes.")
     max_pending_body_bytes: int = setting(
-        2**30, "Bodies of unanswered requests, fetched pictures included, in bytes, before new ones are refused."
+        2**30, "Most bytes in bodies of unanswered requests, with fetched pictures; further requests are refused."
     )
     receive_timeout_s: float = setting(
         60.0, "Seconds a client may take to send a request.", group="Connections and time limits"
     )
-    send_timeout_s: float = setting(60.0, "Seconds a client may take to read an answer that is complete.")
+    send_timeout_s: float = setting(60.0, "Seconds a client may take to read a complete answer.")
     request_timeout_s: float = setting(
-        600.0, "Seconds a request may take once it has been received, whatever it consists of."
+        600.0, "Seconds a request may take after it was received, with all its pictures, prompts and choices."
     )
     queue_timeout_s: float = setting(
-        120.0, "Seconds a request may wait for its first step, pictures and adapters fetched, before it is refused."
+        120.0, "Seconds until the first step of a request must begin, with the time to fetch pictures and adapters."
     )
     step_timeout_s: float = setting(
         300.0,
-        "Seconds without a finished step, while work waits, after which the model counts as hung and the server "
-        "ends with exit code 1. After a tenth of it the server is not ready.",
+        "If no step ends for this many seconds while requests wait, the model is considered hung and the server ends "
+        "with exit code 1. After a tenth of this time the server is not ready.",
     )
     drain_timeout_s: float = setting(30.0, "Seconds that accepted requests get to finish after SIGTERM.")
     keep_alive_timeout_s: int = setting(65, "Seconds an idle connection stays open.")
     max_connections: int | None = setting(
-        None, "Connections open at once over HTTP. Default: 4096, or what the limit of open files leaves."
+        None, "Most open HTTP connections. Default: 4096, or fewer if the limit of open files is low."
     )
     ping_interval_s: float = setting(15.0, "Seconds of silence in a stream after which a comment keeps it open.")
     max_grpc_calls: int = setting(
-        1024, "gRPC calls with a key, open streams among them, at once. One client may have a quarter of them."
+        1024, "Most gRPC calls with a key at the same time, with open streams. One client may have a quarter of them."
     )
     stream_idle_timeout_s: float = setting(
-        600.0, "Seconds a gRPC stream may wait for its next request while none of it runs."
+        600.0, "Seconds a gRPC stream may wait for its next request while none of its requests runs."
     )
     max_requests_per_client: int | None = setting(
         None,
-        "Unanswered requests one key, or one address, may have; each prompt, choice and input counts. "
+        "Most unanswered requests of one key, or of one address; each prompt, choice and input counts. "
         "Default: no limit.",
     )
     allowed_image_hosts: tuple[str, ...] = setting(
@@ -146,15 +146,16 @@ class ServerConfig:
     )
     seed: int | None = setting(
         None,
-        "Draw the seeds of requests that give none from this one, so that a run can be repeated. Default: chance.",
+        "Requests without a seed get one that is derived from this seed, so that a run can be repeated. Default: "
+        "random.",
         group="Requests",
     )
     log_format: str = setting("text", "How requests are logged: text or json.", group="Log and process")
-    log_level: str = setting("info", "What is logged: debug, info, warning or error, each with those after it.")
+    log_level: str = setting("info", "What is logged: debug, info, warning or error; each includes those after it.")
     access_log: bool = setting(True, "Log a line for every request.")
     compute_process: str = setting(
         "auto",
-        "Where the model runs: in a process of its own, or in one shared with HTTP. auto: own on a CPU under Linux.",
+        "Where the model runs: own (a separate process) or shared (with HTTP). auto: own on a CPU under Linux.",
     )
     otlp_endpoint: str | None = setting(
         None, "Address that OpenTelemetry spans are sent to over HTTP; needs the extra otel."
