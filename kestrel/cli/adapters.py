@@ -32,7 +32,7 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Registered name of the base model, or org/name on the hub, of which config.json alone is fetched.",
+        help="Registered name of the base model, or org/name on the hub; only its config.json is downloaded.",
     ),
 ]
 ModelPathOption = Annotated[Path | None, typer.Option("--model-path", help="Folder of the base model.")]

@@ -29,11 +29,11 @@ VERBS = {
     "chat": "Talk with a model in the terminal.",
     "complete": "Continue a text, as it is: no template is added.",
     "label": "Label folders of pictures and videos.",
-    "schedule": "Ask many questions at once and show what each took.",
+    "schedule": "Ask many questions at the same time and show how long each took.",
     "serve": "Serve a model over HTTP.",
     "mcp": "Offer a model to assistants as tools of the Model Context Protocol.",
     "batch": "Answer a file of requests, or of prompts, into a file.",
-    "eval": "Judge a model on held-out scenes, drawn on the spot, whose truth is exact.",
+    "eval": "Evaluate a model on new drawn scenes with exact annotations.",
     "profile": "Show where a request's time goes: JPEG decoding, upload, resizing, vision, prefill, tokens, "
     "gaps of the host.",
     "tune": "Find the fastest block sizes of the Triton kernels on this GPU, for every later run of Kestrel on it.",

@@ -53,10 +53,11 @@ class BatchOptions:
         "Where plain prompts go: /v1/chat/completions (default) or /v1/completions.", metavar="PATH"
     )
     prompt_body: str | None = flag(
-        "Fields for every plain prompt, such as '{\"max_tokens\": 64}'; those of its line win.", metavar="JSON"
+        "Fields for every plain prompt, such as '{\"max_tokens\": 64}'; fields of its line override them.",
+        metavar="JSON",
     )
     served_model_names: tuple[str, ...] = flag(
-        "A name that lines use for the model, beside its own. Repeatable.",
+        "Another name that lines may use for the model. Repeatable.",
         (),
         flags=("--served-model-name",),
         metavar="NAME",
@@ -84,7 +85,7 @@ def batch(
     kestrel batch questions.jsonl --output answers.jsonl --model qwen3-4b
 
     Lines have OpenAI's batch form (custom_id, method, url, body), or {"prompt": …}. Answers are kept in
-    OUT.jsonl.journal as they come: whatever ends a run, the same command goes on with it.
+    OUT.jsonl.journal as they come. If a run ends early, the same command continues it.
     """
     _check(options, config)
     check_parent_folder("--output", output)
@@ -119,7 +120,7 @@ def _finish(job: BatchJob, options: BatchOptions, config: RuntimeConfig) -> None
     try:
         run_to_end(_ask_all(job, options, config))
     except (Interrupted, KestrelError):
-        note(f"{job.counts.answered} of {counts.total} lines are answered; run the same command to go on")
+        note(f"{job.counts.answered} of {counts.total} lines are answered; run the same command to continue")
         raise
 
 

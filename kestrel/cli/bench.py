@@ -72,8 +72,8 @@ class EngineRun:
         common=True,
     )
     modes: tuple[str, ...] = flag(
-        "flood: all requests at once; closed: a client per row, one request in flight each; streams: the same with "
-        "answers read as they come. Default: flood and closed.",
+        "flood: all requests at the same time; closed: a client per row, one request in flight each; streams: the "
+        "same with answers read as they come. Default: flood and closed.",
         (),
         metavar="NAME,...",
         common=True,
@@ -144,7 +144,7 @@ def engine(
 @with_flags
 def text(
     random: Annotated[
-        str | None, typer.Option("--random", metavar="NAME", help="One model of the suite alone. Default: all.")
+        str | None, typer.Option("--random", metavar="NAME", help="Only this model of the suite. Default: all.")
     ] = None,
     output: OutputOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print whole rows, one JSON object per line.")] = False,

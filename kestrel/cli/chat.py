@@ -40,7 +40,7 @@ PROMPT = "> "
 @with_flags
 def chat(
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="What the model should be. /system changes it.")
+        str | None, typer.Option("--system", metavar="TEXT", help="A system prompt. /system changes it.")
     ] = None,
     image: Annotated[
         str | None, typer.Option("--image", metavar="FILE", help="A picture for the first message.")

@@ -38,10 +38,10 @@ def serve(
 
     kestrel cluster serve --model moondream2 --replicas 4 --api-key KEY
 
-    Routes, keys and limits are those of `kestrel serve`. Questions about a known picture or prompt go to the engine
-    that has it; requests of an engine that is lost go on in another one.
+    Routes, keys and limits are the same as with `kestrel serve`. Questions about a cached picture or prompt go to the
+    engine that has it. If an engine is lost, its requests continue in another one.
 
-    SIGTERM or Ctrl-C lets accepted requests finish.
+    After SIGTERM or Ctrl-C accepted requests may finish.
     """
     check_source(config)
     require_fitting(cluster, server, config)

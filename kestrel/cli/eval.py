@@ -60,12 +60,12 @@ def eval(
     *,
     config: RuntimeConfig,
 ) -> None:
-    """Judge a model on held-out scenes, drawn on the spot, whose truth is exact.
+    """Evaluate a model on new drawn scenes with exact annotations.
 
     kestrel eval --weights my-model --n 1000 --json figures.json
 
-    Answers are greedy. The tables go to stdout. Scenes are never those a model was trained on. Your own annotated
-    pictures judge a model, or an adapter over it, with `kestrel eval adapter` (it has a --help of its own).
+    Answers are greedy. The tables go to stdout. No model was trained on these scenes. To evaluate a model or an adapter
+    on your own annotated pictures, use `kestrel eval adapter`.
     """
     plan = EvalPlan(
         num_questions=n,
@@ -91,9 +91,11 @@ def eval(
 class AdapterFlags:
     """What is asked about annotated pictures, and what is written."""
 
-    adapter: str | None = flag("Judge this adapter of --adapter-dir. Default: the model.", metavar="NAME", common=True)
+    adapter: str | None = flag(
+        "Evaluate this adapter of --adapter-dir. Default: the model.", metavar="NAME", common=True
+    )
     baseline: bool = flag(
-        "Judge the model without the adapter too.", False, flags=("--baseline",), show_default=False, common=True
+        "Also evaluate the model without the adapter.", False, flags=("--baseline",), show_default=False, common=True
     )
     skill: str = flag("What to ask.", LocatePlan.skill, metavar="detect|point", common=True)
     images: Path | None = field(
@@ -107,8 +109,8 @@ class AdapterFlags:
         },
     )
     negatives: float = flag(
-        "COCO: share of the questions that ask for something which is not there. 1 asks for every category in every "
-        "picture, as COCO judges.",
+        "COCO: share of the questions that ask for something that is not there. 1 asks for every category in every "
+        "picture, as COCO does.",
         LocatePlan.negatives,
     )
     json_file: Path | None = field(
@@ -161,12 +163,12 @@ def adapter(
     options: AdapterFlags,
     config: RuntimeConfig,
 ) -> None:
-    """Judge a model, or an adapter over it, on your own annotated pictures.
+    """Evaluate a model, or an adapter of it, on your own annotated pictures.
 
     kestrel eval adapter --data bolts --adapter bolts --adapter-dir adapters --baseline --page bolts.html
 
-    AP and AP50 are COCO's; precision, recall and F1 count boxes that overlap a true one by half, or points inside of
-    it, at the score threshold with the best F1. Answers are greedy. The tables go to stdout.
+    AP and AP50 are computed as in COCO. Precision, recall and F1 count boxes that overlap a true box by half, or points
+    inside it, at the score threshold with the best F1. Answers are greedy. The tables go to stdout.
     """
     plan = options.plan(config)
     if not data.exists():

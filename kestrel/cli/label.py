@@ -28,20 +28,22 @@ class TaskFlags:
         "detect, point, segment (every instance), query or caption.", "detect", group="What is asked", common=True
     )
     objects: tuple[str, ...] = flag(
-        "What to look for, separated by commas; repeatable. Of detect, point, segment.",
+        "What to look for, separated by commas; repeatable. For detect, point, segment.",
         (),
         metavar="NAME,...",
         common=True,
     )
-    question: str | None = flag("What to ask about every picture. Of query.", metavar="TEXT", common=True)
-    length: str | None = flag("short, normal or long. Of caption. Default: normal.", show_default=False)
+    question: str | None = flag("What to ask about every picture. For query.", metavar="TEXT", common=True)
+    length: str | None = flag("short, normal or long. For caption. Default: normal.", show_default=False)
     adapter: str | None = flag("Name of the adapter to answer with.", metavar="NAME")
-    min_score: float | None = flag("Leave out objects of a lower score, from 0 to 1.", metavar="S")
-    max_crops: int | None = flag("Most crops a picture is cut into: fewer are faster and see less.", metavar="N")
-    max_objects: int | None = flag("Most objects of a name in a picture. Of detect and point.", metavar="N")
-    max_tokens: int | None = flag("Longest answer in tokens. Of query, caption, segment.", metavar="N")
+    min_score: float | None = flag("Leave out objects with a lower score, from 0 to 1.", metavar="S")
+    max_crops: int | None = flag(
+        "Most crops that a picture is cut into: fewer are faster, with less detail.", metavar="N"
+    )
+    max_objects: int | None = flag("Most objects of each name in a picture. For detect and point.", metavar="N")
+    max_tokens: int | None = flag("Longest answer in tokens. For query, caption, segment.", metavar="N")
     temperature: float | None = flag("0 takes the most likely token. Default: 0.", metavar="T", show_default=False)
-    seed: int | None = flag("Of answers with a temperature. Default: 0.", metavar="N", show_default=False)
+    seed: int | None = flag("Seed for answers with a temperature. Default: 0.", metavar="N", show_default=False)
 
     def label_task(self) -> LabelTask:
         from kestrel.labelling.task import LabelTask  # noqa: PLC0415
@@ -69,11 +71,11 @@ def _names(text: str) -> list[str]:
 class SourceFlags:
     """Which pictures."""
 
-    recursive: bool = flag("Go into folders within folders.", True, group="Which pictures")
-    every: int | None = flag("Of a video, one of so many frames.", metavar="N")
-    fps: float | None = flag("Of a video, so many frames per second. Default: 1.", metavar="R", show_default=False)
-    scenes: bool = flag("Of a video, a frame at each change of scene.", False, flags=("--scenes",), show_default=False)
-    limit: int | None = flag("Only the first so many pictures.", metavar="N", common=True)
+    recursive: bool = flag("Also read subfolders.", True, group="Which pictures")
+    every: int | None = flag("Videos: take every Nth frame.", metavar="N")
+    fps: float | None = flag("Videos: take R frames per second. Default: 1.", metavar="R", show_default=False)
+    scenes: bool = flag("Videos: take a frame at each change of scene.", False, flags=("--scenes",), show_default=False)
+    limit: int | None = flag("Label only the first N pictures.", metavar="N", common=True)
 
     def options(self, output: Path) -> SourceOptions:
         if self.limit is not None and self.limit < 1:
@@ -89,30 +91,30 @@ class OutputFlags:
 
     format: tuple[str, ...] = flag(
         "coco, yolo, voc, csv, jsonl, labelstudio, parquet, webdataset; separated by commas, repeatable. Default: "
-        "coco, of query and caption jsonl.",
+        "coco; for query and caption jsonl.",
         (),
         metavar="NAME,...",
         group="What is written",
         common=True,
     )
     split: str | None = flag(
-        "Parts of the pictures by shares, such as train=0.9,val=0.1.", metavar="NAME=S,...", common=True
+        "Divide the pictures into parts, such as train=0.9,val=0.1.", metavar="NAME=S,...", common=True
     )
     with_pictures: bool = flag(
-        "Put the pictures beside the labels too; YOLO and VOC always have them.",
+        "Also copy the pictures to the labels; YOLO, VOC and WebDataset always have them.",
         False,
         flags=("--with-pictures",),
         show_default=False,
     )
     skip_missing: bool = flag(
-        "Leave out labelled pictures that are gone or have changed since.",
+        "Leave out labelled pictures that are missing or have changed.",
         False,
         flags=("--skip-missing",),
         show_default=False,
     )
-    upload: str | None = flag("Copy what is written to an object store too.", metavar="s3://...")
+    upload: str | None = flag("Also copy the output to an object store.", metavar="s3://...")
     review: bool = flag(
-        "Write a page to look through the labels.", False, flags=("--review",), show_default=False, common=True
+        "Write a page on which the labels can be checked.", False, flags=("--review",), show_default=False, common=True
     )
     apply_review: Path | None = field(
         default=None, metadata={"help": "Decisions that a review page exported.", "metavar": "FILE"}
@@ -141,22 +143,22 @@ class RunFlags:
     """Who answers, and how."""
 
     endpoint: str | None = flag(
-        "A Kestrel server to ask instead of a model loaded here.", metavar="URL", group="Who answers", common=True
+        "Use this Kestrel server instead of loading a model.", metavar="URL", group="Who answers", common=True
     )
-    api_key: str | None = flag(f"The server's key. Default: that of {KEY_VARIABLE}, if any.", metavar="KEY")
+    api_key: str | None = flag(f"The key of the server. Default: the value of {KEY_VARIABLE}.", metavar="KEY")
     ray: str | None = flag(
-        "A Ray cluster to label on, an engine per GPU: auto, HOST:PORT or local.", metavar="ADDRESS", common=True
+        "Label on this Ray cluster, with one engine per GPU: auto, HOST:PORT or local.", metavar="ADDRESS", common=True
     )
     ray_engines: int | None = flag("Engines on the cluster. Default: one per GPU, or one.", metavar="N")
     concurrency: int | None = flag(
-        "Pictures an engine is asked about at the same time. Default: twice --max-batch-size; 32 of a server.",
+        "Pictures in progress at the same time in each engine. Default: twice --max-batch-size; 32 with --endpoint.",
         metavar="N",
     )
     retry_errors: bool = flag(
-        "Label pictures again that failed in an earlier run.", False, flags=("--retry-errors",), show_default=False
+        "Try pictures again that failed in an earlier run.", False, flags=("--retry-errors",), show_default=False
     )
     dry_run: bool = flag(
-        "Label a few dozen pictures, tell what all would take, write nothing.",
+        "Label a few dozen pictures, say how long all would take, and write nothing.",
         False,
         flags=("--dry-run",),
         show_default=False,
@@ -197,8 +199,8 @@ def label(
 
     kestrel label photos --objects gear,bolt --output labels --format coco,yolo --split train=0.9,val=0.1
 
-    Every picture is remembered in DIR/journal.jsonl as soon as it is done: the same command goes on where the last run
-    ended. Files appear whole at the end. Their names go to stdout.
+    Every picture is written to DIR/journal.jsonl as soon as it is labelled: the same command continues where the last
+    run ended. Files appear complete at the end. Their names go to stdout.
     """
     for name in sources:
         require_named(name)

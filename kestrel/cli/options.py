@@ -104,9 +104,9 @@ class ObjectSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     as_json: bool = flag(
-        "Print JSON; one object per line where there are several.", False, flags=("--json",), show_default=False
+        "Print JSON; if there are several objects, one per line.", False, flags=("--json",), show_default=False
     )
-    stream: bool = flag("Print pieces as they come.", False, flags=("--stream",), show_default=False)
+    stream: bool = flag("Print the answer while it is generated.", False, flags=("--stream",), show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

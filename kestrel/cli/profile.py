@@ -44,8 +44,8 @@ def profile(
 
     kestrel profile --random MD2 --tokens 30 --picture profile.svg
 
-    Questions about fresh pictures of 9 crops are asked one at a time. On a GPU phases lie between events of its
-    stream: a gap is time in which none was under way. Inside a phase the GPU may wait for the host too; --trace shows.
+    Questions about new pictures of 9 crops are asked one at a time. On a GPU, phases are measured with events of its
+    stream; a gap is time without a phase. Inside a phase the GPU may also wait for the host: use --trace to see it.
     """
     for name, value, least in (("--tokens", tokens, 1), ("--requests", requests, 1), ("--warm-up", warm_up, 0)):
         if value < least:

@@ -39,7 +39,7 @@ from kestrel.labelling.task import LabelTask
 
 LINE_INTERVAL_S = 15.0
 """Between two lines about how far the work is, without a terminal."""
-GO_ON = "run the same command to go on"
+GO_ON = "run the same command to continue"
 SAMPLE = 48
 """Pictures that a dry run labels."""
 

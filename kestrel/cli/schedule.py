@@ -44,7 +44,9 @@ def schedule(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Questions, all asked at the same time.")],
     image: Annotated[
         list[str] | None,
-        typer.Option("--image", metavar="FILE", help="A picture to ask about. Repeatable: pictures take turns."),
+        typer.Option(
+            "--image", metavar="FILE", help="A picture to ask about. Repeatable: each prompt gets the next picture."
+        ),
     ] = None,
     reasoning: ReasoningOption = None,
     *,
@@ -52,9 +54,9 @@ def schedule(
     output: OutputOptions,
     config: RuntimeConfig,
 ) -> None:
-    """Ask many questions at once and show what each took.
+    """Ask many questions at the same time and show how long each took.
 
-    Answers go to stdout, each line with the number of its prompt; the table of counts and times goes to stderr.
+    Answers go to stdout, each line with the number of its prompt. The table of counts and times goes to stderr.
     """
     check_settings("query", settings, output)
     if image and len(image) > len(prompts):

@@ -49,10 +49,10 @@ def serve(
 
     kestrel serve --model moondream2
 
-    POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64;
-    /v1/chat/completions, /v1/completions and /v1/embeddings speak OpenAI's dialect.
+    POST /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment take JSON with the picture as base64, or a form.
+    /v1/chat/completions, /v1/completions and /v1/embeddings are routes of the OpenAI API.
     --grpc-port also offers the skills in the protocol of KServe and Triton.
-    SIGTERM or Ctrl-C lets accepted requests finish; a second one ends immediately.
+    After SIGTERM or Ctrl-C accepted requests may finish; a second signal ends the server immediately.
     """
     check_source(config)
     # Here and not above: help and refused settings need neither torch nor a web framework.

@@ -39,12 +39,16 @@ class Simulated:
     )
     rate: float | None = flag("Requests a second, at random times.", metavar="N", group="Traffic")
     clients: int | None = flag("Instead of a rate: clients with one request at a time.", metavar="N")
-    at_once: bool = flag("Instead of a rate: all requests at once.", False, flags=("--at-once",), show_default=False)
+    at_once: bool = flag(
+        "Instead of a rate: all requests arrive at the same time.", False, flags=("--at-once",), show_default=False
+    )
     requests: int | None = flag(
-        f"How many. Default: those of {SECONDS:g} seconds, {PER_CLIENT} of each client, {AT_ONCE} at once.", metavar="N"
+        f"Number of requests. Default: {SECONDS:g} seconds of a rate, {PER_CLIENT} per client, {AT_ONCE} with "
+        f"--at-once.",
+        metavar="N",
     )
     crops: int | None = flag(
-        f"Crops of each picture; 0: text alone. Default: {Traffic.crops}, or 0 for a text model.", metavar="N"
+        f"Crops of each picture; 0: no pictures. Default: {Traffic.crops}, or 0 for a text model.", metavar="N"
     )
     repeated: float = flag("Share of the requests about one of the latest pictures.", Traffic.repeated, metavar="0..1")
     among: int | None = flag(f"How many pictures are the latest. Default: {Traffic.among}.", metavar="N")

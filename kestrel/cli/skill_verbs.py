@@ -109,7 +109,7 @@ def point(
 ) -> None:
     """Point at every instance of an object.
 
-    Prints x and y of each, from 0 to 1 across and down the picture.
+    Prints x and y of each instance: fractions of the picture's width and height, from 0 to 1.
     """
     fields = {"object": object_or_objects(object), "spatial_refs": parse_spatial_refs(spatial_ref)}
     _run_skill(_SkillCall("point", fields, image, settings, output, config))
@@ -126,7 +126,7 @@ def detect(
 ) -> None:
     """Find the box of every instance of an object.
 
-    Prints the sides of each, from 0 to 1 across and down the picture; a box may reach beyond it.
+    Prints the sides of each box as fractions of the picture's width and height; a box may extend beyond the picture.
     """
     _run_skill(_SkillCall("detect", {"object": object_or_objects(object)}, image, settings, output, config))
 
@@ -137,7 +137,10 @@ def segment(
     object: ObjectArgument,
     spatial_ref: SpatialRefOption = None,
     instances: Annotated[
-        str | None, typer.Option("--instances", help="one, or all: then they are looked for first.", show_default=False)
+        str | None,
+        typer.Option(
+            "--instances", help="one, or all: find every instance first, then outline each.", show_default=False
+        ),
     ] = None,
     *,
     settings: TextSettings,
@@ -146,7 +149,7 @@ def segment(
 ) -> None:
     """Outline an object.
 
-    Prints its box, from 0 to 1 across and down the picture, and an SVG path relative to that box.
+    Prints its box, as fractions of the picture's width and height, and an SVG path relative to that box.
     """
     fields = {"object": object_or_objects(object), "spatial_refs": parse_spatial_refs(spatial_ref)}
     fields["instances"] = instances

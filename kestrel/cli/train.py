@@ -42,7 +42,7 @@ def tiny(
         typer.Option(
             "--sizes",
             metavar="HxW,...",
-            help="Picture sizes; each batch takes one by chance. Repeatable. Default: 378x378.",
+            help="Picture sizes; each batch takes one at random. Repeatable. Default: 378x378.",
         ),
     ] = None,
     courses: Annotated[
@@ -50,7 +50,7 @@ def tiny(
         typer.Option(
             "--courses",
             metavar="NAME=SHARE,...",
-            help="What is shown and asked; each batch takes one by chance. Repeatable. Known: beginning, everything, "
+            help="What is shown and asked; each batch takes one at random. Repeatable. Known: beginning, everything, "
             "reading. Default: everything=1.",
         ),
     ] = None,
@@ -61,8 +61,8 @@ def tiny(
 
     kestrel train tiny --folder out/tiny --steps 20000
 
-    A run goes on from the weights in the folder, with scenes that no run before it has seen, and leaves weights, curves
-    (CSV and PNG) and progress.json there. Ctrl-C ends a run early and saves it.
+    A run continues with the weights in the folder and uses new scenes. It writes weights, curves (CSV and PNG) and
+    progress.json to the folder. Ctrl-C ends a run early and saves it.
     """
     if sizes is not None:
         options = replace(options, sizes=tuple(parse_size("--sizes", text) for text in split_names(sizes)))
@@ -87,10 +87,10 @@ def adapter(*, options: AdapterRun) -> None:
 
     kestrel train adapter --data bolts --output bolts.safetensors
 
-    The folder holds pictures and train.jsonl, one task per line: {"image": "a.png", "question": ..., "answer": ...},
+    The folder has pictures and train.jsonl, one task per line: {"image": "a.png", "question": ..., "answer": ...},
     or {"image", "object", "points"}, {"image", "object", "boxes"}, {"image", "caption"}; or COCO's annotations.json.
-    The best adapter by validation loss is written; curves (CSV and PNG), the names of the held-out pictures and the
-    state for --resume go to NAME.training. Ctrl-C ends a run early and saves it.
+    The adapter with the best validation loss is written. Curves (CSV and PNG), the names of the held-out pictures and
+    the state for --resume go to NAME.training. Ctrl-C ends a run early and saves it.
     """
     options.check_files()
     # As above.
@@ -107,7 +107,7 @@ def adapter(*, options: AdapterRun) -> None:
     )
     note(f"{done.output}: {written}; {done.ending}")
     if done.ending in ("interrupted", "the time is up"):
-        note("the same command with --resume goes on from here")
+        note("the same command with --resume continues from here")
     if done.ending == "interrupted":
         raise Interrupted
 
@@ -231,7 +231,7 @@ class AdapterReport(_Report):
             write(f"{sum(objects.values())} places to learn: {', '.join(shown)}{more}\n")
         write(
             f"saved every {_counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
-            "--resume goes on from there, also after a crash\n"
+            "--resume continues from there, also after a crash\n"
         )
 
     def picture(self, done: int, total: int) -> None:
@@ -257,7 +257,7 @@ class AdapterReport(_Report):
         )
 
     def stopping(self) -> None:
-        note("stopping after this step, then saving; --resume goes on. Ctrl-C again leaves immediately")
+        note("stopping after this step, then saving; --resume continues. Ctrl-C again leaves immediately")
 
 
 def _adapter_line(line: StepLine) -> str:

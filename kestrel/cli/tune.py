@@ -37,15 +37,16 @@ def tune(
         typer.Option("--output", metavar="FILE", help="The table. Default: that of this GPU in the user's cache."),
     ] = None,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", metavar="S", help="Start nothing more after so many seconds.")
+        float | None,
+        typer.Option("--time-limit", metavar="S", help="Start no new measurement after this many seconds."),
     ] = None,
 ) -> None:
     """Find the fastest block sizes of the Triton kernels on this GPU, for every later run of Kestrel on it.
 
     kestrel tune
 
-    It may take half an hour. The table is written as it grows: what was measured stays when the run is stopped, and a
-    later one with other --ops adds to it. What the kernels compute stays the same.
+    It may take half an hour. Results are written while it runs, so a stopped run keeps what it has measured. A later
+    run with other --ops adds to the table. The results of the kernels stay the same.
     """
     named = None if ops is None else split_names(ops)
     _check_flags(random, named, output, time_limit)
@@ -115,7 +116,7 @@ def run_tuning(run: TuningRun, table: GrowingTable) -> None:
             write(f"{result}\n")
             bar.update(task, description=run.unfinished[0], advance=len(result.cases))
     if run.unfinished:
-        note(f"the time is up; go on with `kestrel tune --ops {','.join(run.unfinished)}`")
+        note(f"the time is up; continue with `kestrel tune --ops {','.join(run.unfinished)}`")
 
 
 def _make_folder(folder: Path) -> None:

@@ -116,7 +116,7 @@ class Endpoint:
     def _failed(self, response: httpx.Response, said: str) -> KestrelError:
         self._num_failed += 1
         if self._num_failed >= MAX_FAILED:
-            return ServerAway(f"{self.url} fails at every request ({said}); look at its log, then go on")
+            return ServerAway(f"{self.url} fails at every request ({said}); look at its log, then continue")
         return RequestFailed(f"the server failed {MAX_FAULTS} times ({said})")
 
     def _require_patience(self, said: str) -> None:

@@ -143,7 +143,7 @@ def _require_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any
             raise ConfigError(
                 "output",
                 f"{path} is of a run with {name} = {found.get(name)!r}, not {wanted.get(name)!r}; "
-                "run the same command to go on, or choose another output",
+                "run the same command to continue, or choose another output",
             )
 
 

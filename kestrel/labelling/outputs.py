@@ -154,7 +154,7 @@ def named_faults(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in NO_SPACE or "disk is full" in str(error):
-            remedy = "free some space and run the same command to go on"
+            remedy = "free some space and run the same command to continue"
             raise CapacityError(f"{output}: the disk is full; {remedy}") from error
         if not _is_about(error, output.absolute()):
             raise

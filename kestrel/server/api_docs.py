@@ -19,17 +19,18 @@ from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 Schema = Mapping[str, Any]
 HEAD = """# HTTP API
 
-With this page you call the server from any language: every route, field and setting. [serving.md](serving.md) explains
-streams, errors and operations in words. A field in **bold** is required, or always there; null means not given.
+This page lists every route, field and setting, so that you can call the server from any language.
+[serving.md](serving.md) explains streams, errors and operations in words. A field in **bold** is required in a request,
+and always present in an answer. Null means not given.
 (`python -m kestrel.server.api_docs docs/api.md` wrote this page from `/openapi.json` and `kestrel/settings.py`.)
 """
 SETTINGS_HEAD = """## Settings
 
-The same values with the same meaning in Python, in the dialects of HTTP, over gRPC and on the command line. In Python
-and in the routes of the skills a setting stands in `settings` or beside it.
+Settings have the same values and meaning in Python, in all HTTP dialects, over gRPC and on the command line. In Python
+and in the routes of the skills, put a setting inside `settings` or next to it.
 """
-FORM_TOLD = """the same fields, with the picture as the file `image` in place of `image_url`. Texts are written as they
-are, other values as JSON; a field whose value is a list of texts is repeated ([example](serving.md#skills))."""
+FORM_TOLD = """the same fields, with the picture as the file `image` instead of `image_url`. Write texts as they are and
+other values as JSON. Repeat a field whose value is a list of texts ([example](serving.md#skills))."""
 
 
 def api_document(schema: Schema) -> str:
@@ -39,11 +40,11 @@ def api_document(schema: Schema) -> str:
 def _settings() -> Iterator[str]:
     """The table of settings, in three parts."""
     yield SETTINGS_HEAD
-    yield "Every skill but embed, which generates nothing:\n"
+    yield "For every skill except embed, which generates nothing:\n"
     yield from _setting_rows(setting for setting in SETTINGS.values() if not setting.in_words)
-    yield "Answers in words only (query, caption, chat, complete):\n"
+    yield "Only for answers in text (query, caption, chat, complete):\n"
     yield from _setting_rows(setting for setting in SETTINGS.values() if setting.in_words)
-    yield "Every request, beside `settings`:\n"
+    yield "For every request, next to `settings`:\n"
     yield from _setting_rows(ROUTING.values())
 
 
@@ -138,7 +139,7 @@ def _refusals(schema: Schema) -> Iterator[str]:
         for operation in item.values():
             if "requestBody" in operation:
                 meanings |= {status: told["description"] for status, told in operation["responses"].items()}
-    yield "| status | of a route that takes a body |\n|---|---|"
+    yield "| status | meaning, for a route that takes a body |\n|---|---|"
     for status in sorted(meanings):
         yield f"| {status} | {meanings[status]} |"
     yield ""

@@ -155,13 +155,13 @@ def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRou
 
 
 async def healthy(request: Request) -> Response:
-    """200 once the engine is warm and as long as its worker lives and gets on; draining is healthy."""
+    """200 while the engine is warm and its worker makes progress, also while the server drains."""
     state = state_of(request)
     return _status(state, state.is_warm)
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken and steps end in time."""
+    """200 while new requests are accepted and steps end in time."""
     state = state_of(request)
     return _status(state, state.ready)
 
@@ -186,8 +186,14 @@ def _answer(description: str, schema: Schema) -> dict[str, Any]:
 
 _ROUTES = {"/healthz": healthy, "/health": healthy, "/readyz": ready, "/ready": ready, "/version": version}
 _RESPONSES: dict[Callable[[Request], Awaitable[Response]], dict[int | str, dict[str, Any]]] = {
-    healthy: {200: _answer("It is warm and alive.", _STATUS), 503: _answer("Not yet, or no more.", _STATUS)},
-    ready: {200: _answer("New requests are taken.", _STATUS), 503: _answer("Starting, draining or stalled.", _STATUS)},
+    healthy: {
+        200: _answer("The engine is warm and works.", _STATUS),
+        503: _answer("Starting, failed or stalled.", _STATUS),
+    },
+    ready: {
+        200: _answer("New requests are accepted.", _STATUS),
+        503: _answer("Starting, draining or stalled.", _STATUS),
+    },
     version: {200: _answer("The program and the model.", _VERSION)},
 }
 

@@ -274,19 +274,19 @@ ERROR = record(
 )
 REFUSALS = {
     400: "A field or the body is wrong, or the prompt is longer than the context.",
-    401: "No key, or not a known one.",
-    403: "The key may not do that, or a foreign web page asks, or the Host is not one of this server's.",
+    401: "No key, or an unknown key.",
+    403: "The key may not do that, or the request comes from another web page, or the Host is not allowed.",
     404: "No such model, adapter or stored response.",
     408: "The request arrived too slowly, or took too long.",
-    410: "The adapter has been removed where it came from.",
+    410: "The source of the adapter has removed it.",
     413: "The body is too large.",
-    415: "The body is not declared as JSON (or, for a skill, as a form), or compressed in a way that is not read here.",
+    415: "The body is not declared as JSON (or, for a skill, as a form), or it is compressed.",
     429: "This client has too many unanswered requests; see Retry-After.",
     431: "The request line and headers are too large.",
-    500: "A fault of the server.",
-    502: "The place where adapters come from failed.",
+    500: "An internal error of the server.",
+    502: "The source of the adapter failed.",
     503: "Starting, draining or full; see Retry-After.",
-    504: "The place where adapters come from did not deliver in time.",
+    504: "The source of the adapter did not answer in time.",
 }
 EVENT: Schema = {
     "type": "object",

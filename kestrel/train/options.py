@@ -19,14 +19,14 @@ class TinyRun:
     """One run, from a folder to a folder. Every field is also a CLI flag."""
 
     folder: Path = required(
-        "Model folder to train in: a run goes on from its weights, or makes a fresh model.", metavar="DIR", common=True
+        "Model folder to train in: a run continues with its weights, or makes a new model.", metavar="DIR", common=True
     )
     steps: int = required("Batches to train on.", common=True)
     batch_size: int = setting(128, "Scenes in a batch.", common=True)
     tasks_per_scene: int = setting(14, "Tasks drawn for each scene.")
-    length: int = setting(294, "Positions for tasks behind each picture; tasks that do not fit are left out.")
+    length: int = setting(294, "Positions for tasks after each picture; tasks that do not fit are left out.")
     sizes: tuple[tuple[int, int], ...] = setting(
-        ((378, 378),), "Heights and widths; each batch takes one by chance.", flags=()
+        ((378, 378),), "Heights and widths; each batch takes one at random.", flags=()
     )
     courses: tuple[tuple[str, float], ...] = setting(
         (("everything", 1.0),), "Names of what is shown and asked, with their shares of the batches.", flags=()
@@ -34,18 +34,18 @@ class TinyRun:
     lr: float = setting(1e-3, "Learning rate after the warm-up.", group="Learning", common=True)
     final_lr: float = setting(1e-3, "Learning rate at the end, reached along a half cosine.")
     warmup_steps: int = setting(200, "Steps in which the learning rate rises.")
-    ema_decay: float = setting(0.999, "How slowly the averaged weights follow; they are saved.")
+    ema_decay: float = setting(0.999, "Decay of the averaged weights, which are saved.")
     orthogonal: bool = setting(True, "Orthogonal steps for the matrices inside blocks, instead of AdamW.")
     max_seconds: float = setting(
         math.inf,
-        "End after so many seconds of training, even if steps are left. Loading is not counted.",
+        "End after this many seconds of training, even if steps are left. Loading is not counted.",
         show_default=False,
         group="Run",
         common=True,
     )
-    seed: int = setting(0, "Of a fresh model's weights and tokenizer.")
+    seed: int = setting(0, "Seed for the weights and the tokenizer of a new model.")
     workers: int = setting(4, "Processes that make batches; 0 makes them between the steps.")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.", common=True)
     log_every: int = setting(25, "Steps between two rows of the curves.")
     shards: int = setting(1, "Weights files to save.")
     atlas: Path = setting(

@@ -150,7 +150,7 @@ def test_when_the_time_is_up_the_rest_is_named_and_what_was_found_stays(
     # Seconds by the clock: 0 at the start, 1 for the size of the norm, 2 before it is measured, 3 for the next.
     run = TuningRun(cases, MadeUpTimer(us), time_limit_s=3, clock=lambda: float(next(ticks)))
     run_tuning(run, GrowingTable(tmp_path / "t.json", HERE))
-    assert "go on with `kestrel tune --ops row_inputs,rows_to_fp8`" in capsys.readouterr().err
+    assert "continue with `kestrel tune --ops row_inputs,rows_to_fp8`" in capsys.readouterr().err
     assert RawTable.read(tmp_path / "t.json").checked().ops == {"layer_norm": {}}
 
 

@@ -95,7 +95,7 @@ def test_killed_and_interrupted_it_goes_on_and_answers_every_line_once(
         assert not output.exists()
     num_before = len(answered(journal))
     assert 4 <= num_before < NUM_LINES
-    assert "lines are answered; run the same command to go on\ninterrupted\n" in (tmp_path / "errors").read_text()
+    assert "lines are answered; run the same command to continue\ninterrupted\n" in (tmp_path / "errors").read_text()
     outcome = kestrel(*command)
     assert (outcome.code, outcome.out) == (0, "")
     assert f"going on: {num_before} of {NUM_LINES} lines are answered already" in outcome.err

@@ -279,7 +279,7 @@ def test_a_full_disk_ends_the_run_with_what_to_do(
     monkeypatch.setattr(Journal, "add", full)
     outcome = kestrel("label", made_folder(tmp_path / "in", 1), *ASK, "--output", tmp_path / "out", *MD3)
     assert outcome.code == 4
-    assert "the disk is full; free some space and run the same command to go on" in outcome.err
+    assert "the disk is full; free some space and run the same command to continue" in outcome.err
 
 
 # ---------------------------------------------------------------------- interrupted runs
@@ -315,7 +315,7 @@ def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(
         errors = (tmp_path / f"part{number}.err").read_text()
         if sent == signal.SIGINT and code:
             assert code == 130
-            assert "run the same command to go on" in errors
+            assert "run the same command to continue" in errors
     assert kestrel(*command, "--output", tmp_path / "parts").code == 0
     rows = rows_in(tmp_path / "parts")
     assert len({row["key"] for row in rows}) == len(rows) == num_scenes + num_damaged
@@ -374,7 +374,7 @@ def test_a_server_that_dies_is_no_picture_s_error_and_another_one_goes_on(
         program.kill()
     assert died.code == 4, died.err
     assert "has answered nothing for" in died.err
-    assert "run the same command to go on" in died.err
+    assert "run the same command to continue" in died.err
     assert 1 <= len(rows_in(output)) < 3
     monkeypatch.setattr(run_label.View, "show", show)
     for server in start_server(ServerConfig(port=0), runtime_config()):

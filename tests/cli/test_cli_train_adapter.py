@@ -47,7 +47,7 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
     assert first.startswith("4 pictures, 9 tasks to learn from, 3 to judge by, 4 of other skills left out; ")
     assert "beside md3, steps 0 to 2" in first
     assert objects == "6 places to learn: cat 6"
-    assert resume.startswith("saved every 2 steps and at Ctrl-C: the same command with --resume goes on from there")
+    assert resume.startswith("saved every 2 steps and at Ctrl-C: the same command with --resume continues from there")
     assert looked == "looked at 4 pictures"
     assert [line.split()[1] for line in lines] == ["1", "2"]
     assert re.search(r"val loss [\d.]+  F1 [\d.]+  AP50 [\d.]+$", lines[1])
@@ -62,7 +62,7 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
     assert [(row["val_loss"] != "", row["val_f1"] != "") for row in rows] == [(False, False), (True, True)]
     again = kestrel("train", "adapter", *flags)
     assert (again.code, again.out) == (2, "")
-    assert "give --resume to go on, --overwrite to start anew, or another name" in again.err
+    assert "give --resume to continue, --overwrite to start again, or another name" in again.err
     assert kestrel("train", "adapter", *flags, "--resume").code == 0
 
 
@@ -90,7 +90,7 @@ def test_ctrl_c_saves_an_adapter_and_resume_goes_on(kestrel: Kestrel, data: Path
     assert "stopping after this step, then saving" in errors
     assert "interrupted" in errors
     assert output.exists()
-    assert "the same command with --resume goes on from here" in errors
+    assert "the same command with --resume continues from here" in errors
     last = int([seen[4], *rest.splitlines()][-1].split()[1])
     resumed = kestrel(*flags, "--resume", "--max-seconds", "0.2")
     assert resumed.code == 0, resumed.err

@@ -15,29 +15,31 @@ from kestrel.server.config import ServerConfig
 class ClusterConfig:
     """How many engines there are and where they run. Every field is also a flag of `kestrel cluster serve`."""
 
-    replicas: int = setting(1, "Engines; with --max-replicas the fewest of them.", group="Cluster", common=True)
+    replicas: int = setting(
+        1, "Number of engines; with --max-replicas the smallest number.", group="Cluster", common=True
+    )
     max_replicas: int | None = setting(
-        None, "Most engines: more are started under load. Default: no more.", common=True
+        None, "Largest number of engines: more are started under load. Default: as --replicas.", common=True
     )
     target_load: float = setting(
         0.7,
-        "Share of its rows, or of its KV pages, that an engine should have in use: above it more are started.",
+        "Share of its rows, or of its KV pages, that an engine should use: above it more engines are started.",
     )
     gpus_per_replica: float | None = setting(
         None, "GPUs of each engine. Default: as many as its model has processes, and 0 with --device cpu."
     )
-    cpus_per_replica: float = setting(1.0, "Cores that Ray counts for each engine; 0: any number share them.")
+    cpus_per_replica: float = setting(1.0, "Cores that Ray reserves for each engine; 0: none.")
     ingress_replicas: int = setting(
-        1, "Programs that speak HTTP. Limits per client and stored responses are of each one's own."
+        1, "Number of HTTP servers. Each has its own limits per client and stored responses."
     )
     haproxy: bool = setting(
         True,
-        "Let HAProxy take connections, on all addresses of each node; else Ray Serve's own proxy, which is slower.",
+        "HAProxy accepts connections, on all addresses of each node. Without it Ray Serve's own, slower proxy does.",
     )
     ray_address: str | None = setting(
-        None, "Ray cluster to join, or auto. Default: one that lives as long as this program, on this machine."
+        None, "Ray cluster to join, or auto. Default: a new one on this machine, which ends with this program."
     )
-    health_check_period_s: float = setting(5.0, "Seconds between two looks at each engine.")
+    health_check_period_s: float = setting(5.0, "Seconds between two checks of each engine.")
 
     def __post_init__(self) -> None:
         for name, low, high in (("replicas", 1, 10_000), ("max_replicas", 1, 10_000), ("ingress_replicas", 1, 1000)):

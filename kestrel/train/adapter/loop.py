@@ -378,7 +378,7 @@ def write_state(state: TrainingState, made_with: Mapping[str, Any], path: Path) 
 def read_state(path: Path, made_with: Mapping[str, Any]) -> TrainingState:
     """Refuses a run that was started with other options, naming the first that differs."""
     if not path.is_file():
-        raise ConfigError("resume", f"there is nothing to go on from at {path}; leave --resume out to start")
+        raise ConfigError("resume", f"there is nothing to continue from at {path}; leave --resume out to start")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         stored, state = content["made_with"], TrainingState(**content["state"])

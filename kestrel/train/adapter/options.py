@@ -42,7 +42,7 @@ class AdapterRun:
     )
     model: str | None = setting(
         None,
-        "Base model: a name of `kestrel models`. Default: kestrel-tiny, the embedded one.",
+        "Base model: a name that `kestrel models` lists. Default: kestrel-tiny, the embedded one.",
         metavar="NAME",
         group="Base model",
         common=True,
@@ -62,10 +62,10 @@ class AdapterRun:
     )
     steps: int | None = setting(None, "Batches to train on, instead of passes over the data.", common=True)
     batch_size: int = setting(4, "Pictures in a batch, each with its tasks.", common=True)
-    length: int = setting(256, "Positions for tasks behind a picture; more tasks make more rows.")
+    length: int = setting(256, "Positions for tasks after a picture; further tasks go into more rows.")
     lr: float | None = setting(
         None,
-        "Learning rate after the warm-up; it falls along a half cosine. Default: half over the model's width, "
+        "Learning rate after the warm-up; it falls along a half cosine. Default: 0.5 / the model's width, "
         "0.002 for kestrel-tiny and 0.00024 for Moondream 2.",
         common=True,
     )
@@ -74,39 +74,43 @@ class AdapterRun:
     weight_decay: float = setting(0.01, "Weight decay of the factors.")
     clip_norm: float = setting(1.0, "Largest norm of a step's gradients.")
     val_share: float = setting(
-        0.1, "Share of the pictures to judge by, without a file for it; 0 judges by none.", group="Validation"
+        0.1,
+        "Share of the pictures held out for validation, if there is no file for it; 0 for none.",
+        group="Validation",
     )
-    negatives: float = setting(0.2, "COCO: share of the questions that ask for something which is not there.")
-    val_every: int | None = setting(
-        None, "Steps between two looks at the validation loss. Default: one pass over the data."
-    )
+    negatives: float = setting(0.2, "COCO: share of the questions that ask for something that is not there.")
+    val_every: int | None = setting(None, "Steps between two validations. Default: one pass over the data.")
     val_pictures: int = setting(
-        16, "Held-out pictures in which objects are located at each look, for F1 and AP50; 0 for none."
+        16, "Held-out pictures in which objects are located at each validation, for F1 and AP50; 0 for none."
     )
-    patience: int = setting(5, "Looks without a better validation loss before training ends early; 0 never does.")
+    patience: int = setting(5, "Validations without a better loss after which training ends early; 0 never ends early.")
     max_seconds: float = setting(
         math.inf,
-        "Stop after so many seconds of steps and validation, and save; --resume goes on. What comes before the first "
-        "step (loading, and a look at each picture) is not counted.",
+        "Stop after this many seconds of steps and validation, and save; --resume continues. The time before the first "
+        "step (loading, and reading each picture) is not counted.",
         show_default=False,
         group="Run",
         common=True,
     )
     resume: bool = setting(
-        False, "Go on where a run with the same options stopped.", flags=("--resume",), show_default=False, common=True
+        False,
+        "Continue where a run with the same options stopped.",
+        flags=("--resume",),
+        show_default=False,
+        common=True,
     )
     overwrite: bool = setting(
-        False, "Start anew over an earlier run's files.", flags=("--overwrite",), show_default=False
+        False, "Start again and replace the files of an earlier run.", flags=("--overwrite",), show_default=False
     )
-    seed: int = setting(0, "Of the first factors, the split and the order of the data.")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto takes a GPU when there is one.", common=True)
+    seed: int = setting(0, "Seed for the first factors, the split and the order of the data.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N. auto uses a GPU if there is one.", common=True)
     dtype: str = setting(
         "auto",
-        "Of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32. On a processor that "
-        "computes bfloat16 only slowly, bfloat16 is read as float32.",
+        "Number format of the frozen base. auto: bfloat16 on a GPU, float32 on a CPU; factors are float32. On a "
+        "processor that computes bfloat16 only slowly, bfloat16 is read as float32.",
     )
     picture_memory_mb: int = setting(
-        2048, "Memory for what the vision tower made of pictures; the rest is computed each time."
+        2048, "Memory for outputs of the vision encoder; pictures that do not fit are encoded each time."
     )
     max_image_pixels: int = setting(RuntimeConfig.max_image_pixels, "Largest picture in pixels, read from its header.")
     max_image_bytes: int = setting(RuntimeConfig.max_image_bytes, "Largest picture file in bytes.")
@@ -140,7 +144,7 @@ class AdapterRun:
         taken = next((path for path in (self.output, self.folder / STATE) if path.exists()), None)
         if taken is not None and not self.resume and not self.overwrite:
             raise ConfigError(
-                "output", f"{taken} exists; give --resume to go on, --overwrite to start anew, or another name"
+                "output", f"{taken} exists; give --resume to continue, --overwrite to start again, or another name"
             )
 
     @property

@@ -220,7 +220,7 @@ def test_figures_of_held_out_pictures_go_to_lines_curves_and_the_file_and_change
 
 def test_resuming_with_other_options_data_or_nothing_is_refused(data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors", steps=2)
-    with pytest.raises(ConfigError, match="resume: there is nothing to go on from"):
+    with pytest.raises(ConfigError, match="resume: there is nothing to continue from"):
         run(replace(chosen, resume=True))
     run(chosen)
     with pytest.raises(ConfigError, match=r"lr: is 0.02, the run to resume has 0.01"):
