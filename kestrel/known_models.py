@@ -75,7 +75,8 @@ def repository_of(name: str) -> str:
     repo = name if short is None else short.repo
     if not is_repository(repo):
         raise ConfigError(
-            "model", f"{shown(name)} is no name of a repository (org/name); pass files of this machine as --model-path"
+            "model",
+            f"{shown(name)} is not the name of a repository (org/name); pass files of this machine as --model-path",
         )
     known = [spec.name for spec in registered_models() if spec.source is not None and spec.source.weights.repo == repo]
     if known:

@@ -61,13 +61,13 @@ class Pictures:
         try:
             path = (self.folders[0] / Path(image).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError) as error:
-            raise RequestError("image", f"{name} is no path ({error}); give the path of a picture") from None
+            raise RequestError("image", f"{name} is not a path ({error}); give the path of a picture") from None
         if not any(path.is_relative_to(folder) for folder in self.folders):
             message = f"{name} is outside the allowed folders; start kestrel mcp with --allow and its folder"
             raise RequestError("image", message)
         try:
             if not path.is_file():
-                raise RequestError("image", f"{name} is no file; give the path of a picture")
+                raise RequestError("image", f"{name} is not a file; give the path of a picture")
             if path.stat().st_size > self._max_bytes:
                 limit = f"{self._max_bytes} bytes (max_image_bytes)"
                 raise RequestError("image", f"{name} has more than {limit}; give a smaller picture")

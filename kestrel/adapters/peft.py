@@ -306,7 +306,7 @@ def _modules(path: Path, tensors: Mapping[str, Tensor], config: PeftConfig) -> _
     if strange:
         names = ", ".join(module for module in MODULES if module not in _PARAMETERS)
         raise CheckpointError(
-            f"{path} holds tensors that are no LoRA factors of {names} or experts of a layer: {_listed(strange)}; "
+            f"{path} holds tensors that are not LoRA factors of {names} or experts of a layer: {_listed(strange)}; "
             "train the adapter on these matrices alone (target_modules, target_parameters)"
         )
     return found

@@ -235,7 +235,7 @@ def _check_queue(cases: Sequence[Case], config: RuntimeConfig) -> None:
 
 def _check_output(path: Path | None) -> None:
     if path is not None and (path.suffix != ".csv" or path.is_dir()):
-        raise ConfigError("--output", f"{path} is no CSV file; name a file that ends in .csv")
+        raise ConfigError("--output", f"{path} is not a CSV file; name a file that ends in .csv")
     if path is not None:
         check_parent_folder("--output", path)
 
@@ -243,7 +243,7 @@ def _check_output(path: Path | None) -> None:
 def _counts(flag: str, texts: Sequence[str]) -> list[int]:
     parts = split_names(texts)
     if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(flag, f"{','.join(texts)!r} are no numbers from 1 on; write them as in {flag} 1,4,16")
+        raise ConfigError(flag, f"{','.join(texts)!r} are not numbers from 1 on; write them as in {flag} 1,4,16")
     return [int(part) for part in parts]
 
 

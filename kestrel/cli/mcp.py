@@ -98,7 +98,7 @@ def _folders(names: tuple[str, ...]) -> list[Path]:
     folders = [Path(name).expanduser() for name in names or (".",)]
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError("--allow", f"{str(folder)!r} is no folder; name one that holds pictures")
+            raise ConfigError("--allow", f"{str(folder)!r} is not a folder; name one that holds pictures")
     return folders
 
 
@@ -106,7 +106,7 @@ def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
-        raise ConfigError("--http", f"{shown(text)} is no address; write it as in 127.0.0.1:8090")
+        raise ConfigError("--http", f"{shown(text)} is not an address; write it as in 127.0.0.1:8090")
     if host in EVERY_ADDRESS:
         message = f"{host} is no name that clients could ask for; give the machine's own address, or 127.0.0.1"
         raise ConfigError("--http", message)

@@ -152,7 +152,7 @@ def check_adapter(adapter: str, config: RuntimeConfig) -> None:
     if not has_adapter_source(config, given_key()):
         raise RequestError(
             "adapter",
-            f"'{AdapterId.parse(adapter)}' has nowhere to come from; add --adapter-dir or "
+            f"'{AdapterId.parse(adapter)}' has no source; add --adapter-dir or "
             f"--adapter-url-template, or set {API_KEY_VARIABLE}",
         )
 

@@ -63,7 +63,7 @@ def tune(
 
 def _check_flags(random: str | None, ops: list[str] | None, output: Path | None, time_limit: float | None) -> None:
     if random is not None and random not in MODELS:
-        raise ConfigError("--random", f"{random!r} is no model with kernels to tune; use one of: {', '.join(MODELS)}")
+        raise ConfigError("--random", f"{random!r} has no kernels to tune; use one of: {', '.join(MODELS)}")
     if random is not None and ops is not None:
         raise ConfigError("--ops", "--random decides which operations are tuned; give one of them")
     if ops == []:
@@ -71,7 +71,7 @@ def _check_flags(random: str | None, ops: list[str] | None, output: Path | None,
     if time_limit is not None and not time_limit > 0:
         raise ConfigError("--time-limit", f"must be above 0 seconds (got {time_limit:g})")
     if output is not None and (output.suffix != ".json" or output.is_dir()):
-        raise ConfigError("--output", f"{output} is no table; name a file that ends in .json")
+        raise ConfigError("--output", f"{output} is not a table; name a file that ends in .json")
     if output is not None:
         check_parent_folder("--output", output)
 
@@ -105,7 +105,7 @@ def run_tuning(run: TuningRun, table: GrowingTable) -> None:
     )
 
     if table.made_anew is not None:
-        note(f"the table is made anew: {table.made_anew}")
+        note(f"the table is made again: {table.made_anew}")
     console = stderr_console()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     # Lines go above the bar on a terminal, and where they belong when stdout is a file.

@@ -54,7 +54,7 @@ def vl(
         given = {"model": model, "device": device, "config": config, **options}
         for name, value in given.items():
             if value is not None:
-                raise ConfigError(name, "is the server's to decide; leave it out, or leave out endpoint")
+                raise ConfigError(name, "is decided by the server; leave it out, or leave out endpoint")
         return Model(ServerBackend(endpoint, api_key), adapter)
     return Model(EngineBackend(_config(model, device, config, options), api_key), adapter)
 
@@ -71,7 +71,7 @@ def _config(
         changed["device"] = device
     if config is not None:
         if changed:
-            raise ConfigError(next(iter(changed)), "stands beside config; put it in there")
+            raise ConfigError(next(iter(changed)), "is given next to config; put it into config")
         return config
     try:
         return RuntimeConfig(**changed)
@@ -79,7 +79,7 @@ def _config(
         known = RuntimeConfig.__dataclass_fields__
         unknown = next(name for name in changed if name not in known)
         close = did_you_mean(unknown, known)
-        raise ConfigError(unknown, f"is no option; docs/configuration.md lists them{close}") from None
+        raise ConfigError(unknown, f"is not an option; docs/configuration.md lists them{close}") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +231,7 @@ def _file_of(image: Any) -> bytes:
         image = Image.fromarray(image)
     if not hasattr(image, "save"):
         raise RequestError(
-            "image", f"{type(image).__name__} is no picture; give a path, bytes, a PIL image or an array"
+            "image", f"{type(image).__name__} is not a picture; give a path, bytes, a PIL image or an array"
         )
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "PNG", compress_level=1)

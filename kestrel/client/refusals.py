@@ -19,7 +19,7 @@ def base_url(url: str, field: str) -> str:
     except httpx.InvalidURL:
         is_address = False
     if not is_address:
-        raise ConfigError(field, f"{url!r} is no address of a server; write it as in http://127.0.0.1:8080")
+        raise ConfigError(field, f"{url!r} is not the address of a server; write it as in http://127.0.0.1:8080")
     return url
 
 

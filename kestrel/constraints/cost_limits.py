@@ -46,7 +46,7 @@ def check_shape(name: str, schema: Mapping[str, Any]) -> int:
     for _, value in _walk(name, schema):
         size += _size(name, value)
         if size > MAX_FORMAT_BYTES:
-            raise RequestError(name, f"is larger than {MAX_FORMAT_BYTES} bytes; ask for less at once")
+            raise RequestError(name, f"is larger than {MAX_FORMAT_BYTES} bytes; make it shorter")
     return size
 
 
@@ -67,7 +67,8 @@ def check_schema(name: str, schema: Mapping[str, Any]) -> None:
     if met.num_patterns > 1 and met.at_once > MAX_PLACES_MET:
         where = f"the values of {shown(met.name)} have" if met.name.strip("*") else "one value has"
         raise RequestError(
-            name, f"{where} to match {met.num_patterns} intricate patterns at once; write one pattern instead of them"
+            name,
+            f"{where} to match {met.num_patterns} complex patterns at the same time; write one pattern instead of them",
         )
 
 
@@ -79,7 +80,7 @@ def _require_separable(name: str, patterns: Mapping[str, Extent]) -> None:
         )
     widest = sorted(extent.at_once for extent in patterns.values())[-2:]
     if len(widest) > 1 and math.prod(widest) > MAX_PLACES_MET:
-        raise RequestError(name, "holds intricate patterns in patternProperties; use smaller counts of repetition")
+        raise RequestError(name, "holds complex patterns in patternProperties; use smaller counts of repetition")
 
 
 def check_pattern(name: str, pattern: str) -> None:
@@ -144,7 +145,7 @@ def _size(name: str, value: Any) -> int:
         return 20
     if isinstance(value, float) and math.isfinite(value):
         return 20
-    raise RequestError(name, f"holds a {type(value).__name__} that JSON schema has no room for; give plain JSON")
+    raise RequestError(name, f"holds a {type(value).__name__} that JSON cannot represent; give plain JSON")
 
 
 def _combined(name: str, divisor: int, value: Any) -> int:

@@ -68,7 +68,7 @@ class MatcherConstraint:
             self._allowed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise RequestError(
-                self._field, f"became too intricate while it was answered ({_reason(self._matcher)}); simplify it"
+                self._field, f"became too complex while it was answered ({_reason(self._matcher)}); simplify it"
             )
         self._left_s += FOLLOWING_TOKEN_S - (time.thread_time() - began_s)
         if self._left_s < 0:
@@ -113,7 +113,7 @@ def compile_format(vocabulary: LLTokenizer, wanted: ResponseFormat) -> Compiled:
         try:
             grammar = LLMatcher.grammar_from_json_schema(wanted.text, overrides=_SPELLING)  # pyright: ignore[reportArgumentType]
         except ValueError as error:
-            raise RequestError(wanted.field, f"is no JSON schema ({error}); correct it") from None
+            raise RequestError(wanted.field, f"is not a JSON schema ({error}); correct it") from None
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_limits())
     first_mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     # One step ahead: a format without an end, such as a reference to itself, shows here and not in the batch.

@@ -54,7 +54,7 @@ def base64_start(value: str, field: str) -> int:
         return 0
     head = _DATA_URL.match(value)
     if head is None:
-        raise RequestError(field, "is no data URL; write data:image/png;base64, and then the data")
+        raise RequestError(field, "is not a data URL; write data:image/png;base64, and then the data")
     if "base64" not in head.group(2).lower().split(";"):
         raise RequestError(field, "is a data URL without base64; write data:image/png;base64, and then the data")
     return head.end()
@@ -285,7 +285,7 @@ class _CountedFile(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self.num_reads += 1
         if self.num_reads > MAX_READS:
-            raise RequestError("image", f"this file is cut into more than {MAX_READS} pieces; save it anew")
+            raise RequestError("image", f"this file is cut into more than {MAX_READS} pieces; save it again")
         return super().read(size)
 
 
@@ -380,7 +380,7 @@ def _require_few_scans(data: bytes) -> None:
     num_scans = data.count(b"\xff\xda")
     if num_scans > MAX_SCANS:
         raise RequestError(
-            "image", f"this JPEG file has {num_scans} scans, at most {MAX_SCANS} are read; save it anew with fewer"
+            "image", f"this JPEG file has {num_scans} scans, at most {MAX_SCANS} are read; save it again with fewer"
         )
 
 

@@ -148,7 +148,7 @@ async def read_call(tensors: Iterable[InputTensor], max_image_bytes: int, thread
         fields[known.field] = values[0] if len(values) == 1 else values
     skill, stream = fields.pop("skill", None), fields.pop("stream", False)
     if skill not in SKILLS:
-        given = "is required" if skill is None else f"{shown(skill)} is no skill"
+        given = "is required" if skill is None else f"{shown(skill)} is not a skill"
         raise RequestError("SKILL", f"{given}; give one of: {', '.join(SKILLS)}")
     if "image" in fields:
         fields["image"] = await _picture(fields["image"], max_image_bytes, threads)

@@ -222,7 +222,7 @@ def _read_time(place: str, value: object) -> float:
 # ---------------------------------------------------------------------- files
 
 
-REMEDY = "correct it, or delete the file and make it anew with `kestrel tune`"
+REMEDY = "correct it, or delete the file and make it again with `kestrel tune`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _zip_items(path: str, label: str, gathering: Gathering) -> Iterator[Item]:
     try:
         archive = zipfile.ZipFile(open_file(path) if is_stored(path) else path)
     except ZIP_DAMAGE as error:
-        yield from gathering.bad(text(path), label or text(path), f"{text(path)} is no whole zip file ({error})")
+        yield from gathering.bad(text(path), label or text(path), f"{text(path)} is not a complete zip file ({error})")
         return
     lock = threading.Lock()
     for member in archive.infolist():
@@ -71,7 +71,7 @@ def _read_zipped(
         with lock:
             return archive.read(member)
     except ZIP_DAMAGE as error:
-        raise ValueError(f"{name} is damaged or packed in an unknown way ({error}); pack it anew") from error
+        raise ValueError(f"{name} is damaged or packed in an unknown way ({error}); pack it again") from error
 
 
 def _key(path: str, member: str) -> str:

@@ -296,5 +296,5 @@ def require_endpoint(endpoint: str) -> str:
     except httpx.InvalidURL:
         url = None
     if url is None or url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError("--endpoint", f"{shown(endpoint)} is no address; write it as in http://localhost:8080")
+        raise ConfigError("--endpoint", f"{shown(endpoint)} is not an address; write it as in http://localhost:8080")
     return endpoint

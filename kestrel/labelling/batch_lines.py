@@ -92,7 +92,7 @@ class BatchInput:
     def open(cls, path: Path, prompts: PromptOptions | None = None) -> BatchInput:
         """Raises ConfigError for a file that cannot be read, holds nothing, or gives a custom_id twice."""
         if not path.is_file():
-            what = "is no plain file" if path.exists() else "does not exist"
+            what = "is not a regular file" if path.exists() else "does not exist"
             raise ConfigError("IN.jsonl", f"{path} {what}; give a file with a request or prompt on each line")
         try:
             lines = cls(path.open("rb"), path.suffix.lower() == ".txt", prompts or PromptOptions())

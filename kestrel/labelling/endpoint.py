@@ -79,7 +79,7 @@ class Endpoint:
             message = f"{self.url} cannot be reached ({reason_of(error)}); start the server, or check --endpoint"
             raise ServerAway(message) from None
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError("--endpoint", f"{self.url} is no Kestrel server; check the address") from None
+            raise ConfigError("--endpoint", f"{self.url} is not a Kestrel server; check the address") from None
 
     async def post(self, path: str, body: bytes) -> dict[str, Any]:
         """The answer to one request. Raises what the engine would for a request that is refused for good,

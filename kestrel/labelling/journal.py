@@ -133,7 +133,7 @@ def _parsed(line: bytes) -> Any:
 
 def _job_in(path: Path, header: Any) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("kestrel_journal") != VERSION or not isinstance(header["job"], dict):
-        raise ConfigError("output", f"{path} is no journal of this version; move it away, or choose another output")
+        raise ConfigError("output", f"{path} is not a journal of this version; move it away, or choose another output")
     return header["job"]
 
 

@@ -21,7 +21,7 @@ UNREADABLE_PICTURES = (".heic", ".heif", ".avif", ".jxl", ".jp2")
 """Pictures that the engine does not read: rows that say so, rather than files that nobody misses."""
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".mts", ".m2ts", ".3gp", ".wmv", ".flv")
 
-NO_PICTURE = "files that are no pictures"
+NO_PICTURE = "files that are not pictures"
 HIDDEN = "hidden files and folders"
 TWICE = "pictures that were named before"
 LINKS = "links to folders that are walked anyway"
@@ -50,9 +50,11 @@ class SourceOptions:
         if len(given) > 1:
             raise ConfigError(given[1], f"cannot be used together with {given[0]}; choose one way to take frames")
         if self.every is not None and self.every < 1:
-            raise ConfigError("every", f"{self.every} is no number of frames; use 1 for all frames, 30 for one in 30")
+            raise ConfigError(
+                "every", f"{self.every} is not a number of frames; use 1 for all frames, 30 for one in 30"
+            )
         if self.fps is not None and not 0 < self.fps <= 1000:
-            raise ConfigError("fps", f"{self.fps} is no rate; use frames per second such as 2, or 0.1")
+            raise ConfigError("fps", f"{self.fps} is not a rate; use frames per second such as 2, or 0.1")
 
 
 class Notes:
@@ -67,7 +69,7 @@ class Notes:
         self._examples.setdefault(kind, example)
 
     def lines(self) -> list[str]:
-        return [f"passed over {kind}: {count}, such as {self._examples[kind]}" for kind, count in self.counts.items()]
+        return [f"skipped {kind}: {count}, such as {self._examples[kind]}" for kind, count in self.counts.items()]
 
 
 class Gathering:

@@ -58,7 +58,8 @@ class RayCluster:
         require_ray("ray")
         if "://" in self.address:
             raise ConfigError(
-                "ray", f"{self.address} is no address of a cluster; run on one of its machines with auto, or HOST:PORT"
+                "ray",
+                f"{self.address} is not the address of a cluster; run on one of its machines with auto, or HOST:PORT",
             )
         if self.num_engines is not None and self.num_engines < 1:
             raise ConfigError("ray_engines", f"must be at least 1 (got {self.num_engines})")

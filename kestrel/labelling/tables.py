@@ -57,7 +57,7 @@ class _Table:
         try:
             row = read_row()
             if not isinstance(row, dict):
-                raise ValueError('is no object; write {"image": "cats/a.png"}')
+                raise ValueError('is not an object; write {"image": "cats/a.png"}')
             fields = _fields(row)
             key = f"{text(self.path)}#{f'{number:06d}' if number_is_key and row.get('id') is None else _name(row)}"
             if row.get("id") is not None and self.gathering.has(key):
@@ -170,7 +170,7 @@ def _json(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"is no JSON ({error}); write one object per line") from error
+        raise ValueError(f"is not JSON ({error}); write one object per line") from error
 
 
 # ---------------------------------------------------------------------- parquet

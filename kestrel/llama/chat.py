@@ -38,13 +38,13 @@ def chat_format(
                 "chat_template", f"{given} cannot be read ({why}); give a file with a template"
             ) from error
         except TemplateFault as fault:
-            raise ConfigError("chat_template", f"{given} is no jinja template ({fault}); mend it") from fault
+            raise ConfigError("chat_template", f"{given} is not a jinja template ({fault}); correct it") from fault
     if files.template is not None:
         try:
             return TemplateChat(files.template, files.special_tokens, encoder, tool_parser)
         except TemplateFault as fault:
             remedy = "give another one with --chat-template FILE"
-            raise CheckpointError(f"{files.origin} is no jinja template ({fault}); {remedy}") from fault
+            raise CheckpointError(f"{files.origin} is not a jinja template ({fault}); {remedy}") from fault
     if all(control in encoder.controls for control in LLAMA_3_CONTROLS):
         return TemplateChat(LLAMA_3, files.special_tokens, encoder, tool_parser)
     if tool_parser is not None:

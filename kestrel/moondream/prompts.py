@@ -102,7 +102,7 @@ def _refuse_template_values(conversation: Conversation) -> None:
     }
     for name, is_given in given.items():
         if is_given:
-            raise RequestError(name, "is for models with a chat template, which this one has not; leave it out")
+            raise RequestError(name, "is for models with a chat template, which this model does not have; leave it out")
 
 
 def _take(spans: Iterator[ImageSpan], count: int) -> list[ImageSpan]:

@@ -259,7 +259,7 @@ def _read_tensors(path: Path) -> Mapping[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # A damaged pickle can fail in any way.
-        raise CheckpointError(f"{path} is no torch weights file, or a damaged one; download it again") from error
+        raise CheckpointError(f"{path} is not a torch weights file, or is damaged; download it again") from error
     head = content.get("head") if isinstance(content, dict) else None
     if not isinstance(head, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in head.items()

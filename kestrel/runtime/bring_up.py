@@ -241,9 +241,7 @@ def _check_quantization(config: RuntimeConfig, no_fp8: str | None, dtype: torch.
     if no_fp8 is not None:
         raise ConfigError("quantization", f"{wanted} cannot be used: {no_fp8}; use none")
     if config.quantization == "fp8" and dtype != torch.bfloat16:
-        raise ConfigError(
-            "quantization", f"{wanted} needs dtype bfloat16 beside it (it is {str(dtype).removeprefix('torch.')})"
-        )
+        raise ConfigError("quantization", f"{wanted} needs dtype bfloat16 (it is {str(dtype).removeprefix('torch.')})")
 
 
 def _why_not_fused(backend: str, fault: str | None) -> str:

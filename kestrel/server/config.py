@@ -249,13 +249,17 @@ def _check_texts(config: ServerConfig) -> None:
     for origin in config.cors_origins:
         if origin != "*" and _ORIGIN.fullmatch(origin) is None:
             raise ConfigError(
-                "cors_origins", f"{shown(origin)} is no origin; write https://app.example, no slash, or *"
+                "cors_origins", f"{shown(origin)} is not an origin; write https://app.example, no slash, or *"
             )
     for name in config.allowed_hosts:
         if name != "*" and _HOST_NAME.fullmatch(name) is None:
-            raise ConfigError("allowed_hosts", f"{shown(name)} is no name; write vision.example, without a port, or *")
+            raise ConfigError(
+                "allowed_hosts", f"{shown(name)} is not a name; write vision.example, without a port, or *"
+            )
     if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
-        raise ConfigError("otlp_endpoint", f"{shown(config.otlp_endpoint)} is no http(s) URL; give the whole of it")
+        raise ConfigError(
+            "otlp_endpoint", f"{shown(config.otlp_endpoint)} is not an http(s) URL; give the complete URL"
+        )
 
 
 def _check_proxy(proxy: str) -> None:
@@ -263,7 +267,7 @@ def _check_proxy(proxy: str) -> None:
         ipaddress.ip_network(proxy)
     except ValueError:
         remedy = "give one such as 10.0.0.7, or a network such as 10.0.0.0/8"
-        raise ConfigError("trusted_proxies", f"{shown(proxy)} is no IP address or network; {remedy}") from None
+        raise ConfigError("trusted_proxies", f"{shown(proxy)} is not an IP address or network; {remedy}") from None
 
 
 def _check_kinds(config: ServerConfig) -> None:
@@ -301,7 +305,9 @@ def _check_exposure(config: ServerConfig) -> None:
         ipaddress.ip_address(host)
     except ValueError:
         if _HOST_NAME.fullmatch(host) is None:
-            raise ConfigError("host", f"{shown(host)} is no address; give one such as 127.0.0.1 or 0.0.0.0") from None
+            raise ConfigError(
+                "host", f"{shown(host)} is not an address; give one such as 127.0.0.1 or 0.0.0.0"
+            ) from None
     if not config.is_loopback and not config.has_keys and not config.insecure:
         raise ConfigError(
             "host",

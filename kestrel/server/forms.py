@@ -52,7 +52,7 @@ async def read_form(request: Request, fields: Mapping[str, Schema]) -> dict[str,
         body[name] = await _value(request, name, [bytes(value) for value in values], fields.get(name, {}))
     if parts.picture is not None:
         if body.get("image_url") is not None:
-            raise RequestError(PICTURE_FILE, "is a second picture beside image_url; send one of them")
+            raise RequestError(PICTURE_FILE, "is a second picture next to image_url; send one of them")
         body[PICTURE_FILE] = parts.take_picture()
     return body
 
@@ -173,7 +173,7 @@ class _Parts:
 
     def require_end(self) -> None:
         if self._num_parts == 0 and not self._is_in_head and not self._has_ended:
-            raise RequestError("body", "is no form: the boundary that its Content-Type names is not in it")
+            raise RequestError("body", "is not a form: the boundary that its Content-Type names is not in it")
         if not self._has_ended:
             raise RequestError("body", "is a form that was cut short: its last boundary is missing; send it whole")
         if self.picture is not None and self.picture.tell() == 0:

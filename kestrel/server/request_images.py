@@ -293,6 +293,6 @@ def _require_picture(response: httpx.Response) -> None:
         raise RequestError(FIELD, f"the host answered with status {response.status_code}")
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and not kind.startswith("image/") and kind not in ("application/octet-stream", "binary/octet-stream"):
-        raise RequestError(FIELD, f"is no picture: the host calls it {shown(kind)}")
+        raise RequestError(FIELD, f"is not a picture: the host gives its type as {shown(kind)}")
     if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise RequestError(FIELD, "the host sent it compressed; only plain picture files are read")

@@ -145,9 +145,9 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError("costs", f"{path} cannot be read: {error.strerror}; name a file like {H200}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("costs", f"{path} is no JSON with an object 'models'; write it like {H200}") from error
+        raise ConfigError("costs", f"{path} is not JSON with an object 'models'; write it like {H200}") from error
     if not isinstance(models, dict):
-        raise ConfigError("costs", f"{path}: 'models' is no object; write it like {H200}")
+        raise ConfigError("costs", f"{path}: 'models' is not an object; write it like {H200}")
     return models
 
 

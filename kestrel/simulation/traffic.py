@@ -34,7 +34,9 @@ class Lengths:
         match = re.fullmatch(r"([0-9]{1,7})(?:-([0-9]{1,7}))?", text.strip())
         lengths = None if match is None else cls(int(match[1]), int(match[2] or match[1]))
         if lengths is None or not 1 <= lengths.low <= lengths.high:
-            raise ConfigError(field, f"{shown(text)} is no number of tokens from 1 on; write 30, or 3-30 for a range")
+            raise ConfigError(
+                field, f"{shown(text)} is not a number of tokens from 1 on; write 30, or 3-30 for a range"
+            )
         return lengths
 
     def draw(self, dice: random.Random) -> int:

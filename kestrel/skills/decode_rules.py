@@ -65,7 +65,7 @@ def require_choices(grammar: Grammar, sampling: SamplingParams, vocab_size: int 
     """
     only, never, stops = set(sampling.allowed_ids), set(sampling.suppressed_ids), set(sampling.stop_token_ids)
     if sampling.ignore_eos and not stops.isdisjoint(grammar.end_ids):
-        raise RequestError("stop_token_ids", "name the end id, which ignore_eos bars; leave out one of the two")
+        raise RequestError("stop_token_ids", "name the end id, which ignore_eos forbids; leave out one of the two")
     name = "allowed_ids" if only else "suppressed_ids"
     for state in grammar.states:
         limits = [choices for choices in (set(state.allowed or ()), only) if choices]

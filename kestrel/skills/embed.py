@@ -42,7 +42,7 @@ class EmbedSkill(BuiltinSkill[EmbedRequest]):
         check_pictures(profile, values.images)
         words, ids = values.own.get("text"), values.own.get("token_ids", ())
         if words is not None and ids:
-            raise RequestError("token_ids", "are given beside text; give one of the two")
+            raise RequestError("token_ids", "are given together with text; give one of the two")
         if ids and ids[0] == profile.bos:
             ids = ids[1:]
         if words is None and not ids and not values.images:
@@ -89,4 +89,4 @@ class EmbedState(SkillState):
 def _require_no_sampling(values: Values) -> None:
     for name in values.settings:
         if name not in ("adapter", "max_crops"):
-            raise RequestError(name, "means nothing to embed, which generates no tokens; leave it out")
+            raise RequestError(name, "has no effect in embed, which generates no tokens; leave it out")

@@ -38,7 +38,7 @@ from kestrel.moondream.weights import FAMILY
 
 def require_moondream(name: str, family: str) -> None:
     if family != FAMILY:
-        raise CheckpointError(f"{name} is no Moondream; only models of that family can be trained")
+        raise CheckpointError(f"{name} is not a Moondream model; only models of that family can be trained")
 
 
 def moondream(loaded: LoadedModel[nn.Module, object]) -> MoondreamModel:

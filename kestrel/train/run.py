@@ -58,7 +58,8 @@ class Progress:
             return cls(**{each.name: content[each.name] for each in fields(cls)})
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                "folder", f"{path} does not say what earlier runs did ({error!r}); mend it, or delete it to start over"
+                "folder",
+                f"{path} does not say what earlier runs did ({error!r}); correct it, or delete it to start again",
             ) from error
 
     def write(self, folder: Path) -> None:

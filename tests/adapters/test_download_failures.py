@@ -118,7 +118,7 @@ async def test_a_body_that_breaks_off_is_not_kept_and_the_next_request_heals(ser
 @pytest.mark.parametrize("body", [b"", b"<html>an error page</html>", b"PK\x03\x04 half a zip", bytes(5000)])
 async def test_what_is_no_adapter_file_is_not_kept(service: Service, body: bytes) -> None:
     service.files.answers[FILE_PATH] = answer(200, body)
-    assert "no complete adapter file" in str(await failure(service.source()))
+    assert "not a complete adapter file" in str(await failure(service.source()))
     assert service.left_overs() == []
 
 

@@ -128,9 +128,9 @@ def test_what_is_not_done_is_refused_by_the_name_of_its_field(tmp_path: Path, fi
         ("drop layers.1.self_attn.q_proj", "lacks tensors .*layers.1.self_attn.q_proj.lora_A"),
         (
             "add base_model.model.lm_head.lora_A.weight",
-            "no LoRA factors of .*: base_model.model.lm_head.lora_A.weight;",
+            "not LoRA factors of .*: base_model.model.lm_head.lora_A.weight;",
         ),
-        ("add base_model.model.model.layers.0.mlp.experts.lora_A.weight", "no LoRA factors of .*experts"),
+        ("add base_model.model.model.layers.0.mlp.experts.lora_A.weight", "not LoRA factors of .*experts"),
         ("add base_model.model.layers.0.self_attn.q_proj.lora_A.weight", "are the same matrix"),
     ],
 )
@@ -175,7 +175,7 @@ def test_experts_that_do_not_make_an_adapter_are_named(tmp_path: Path) -> None:
     assert "the whole down of layer 0 and parts of it, which are the same" in told(whole | pair("down_proj", 24, 64))
     assert "adapts the matrices up, which" in told(pair("up_proj", 64, 24), target_modules=".*layers.0.mlp.up_proj")
     changes = {"target_modules": [], "target_parameters": names[2:], "peft_version": "0.21.2"}
-    assert "no LoRA factors of" in told(fused, **changes), "two wrappers, of which the config names one"
+    assert "not LoRA factors of" in told(fused, **changes), "two wrappers, of which the config names one"
     outer = {name: tensor for name, tensor in fused.items() if "base_layer" not in name}
     assert "the rank 3 (r, rank_pattern) for each of 6 experts" in told(outer, r=3, **changes)
     del outer[f"{own}.experts.lora_A.weight"], outer[f"{own}.experts.lora_B.weight"]

@@ -86,8 +86,8 @@ def test_profile_as_json_adds_up(kestrel: Kestrel, pictures: Path) -> None:
     [
         (("bench", "engine", "--workloads", "chart10"), "use one of: chart9, same-image, text, mixed-skills"),
         (("bench", "engine", "--modes", "open"), "use one of: flood, closed"),
-        (("bench", "engine", "--tokens", "3,x"), "--tokens: '3,x' are no numbers from 1 on"),
-        (("bench", "engine", "--tokens", "0"), "--tokens: '0' are no numbers from 1 on"),
+        (("bench", "engine", "--tokens", "3,x"), "--tokens: '3,x' are not numbers from 1 on"),
+        (("bench", "engine", "--tokens", "0"), "--tokens: '0' are not numbers from 1 on"),
         (("bench", "engine", "--batch-sizes", ","), "--batch-sizes 1,4,16"),
         (("bench", "engine", "--batch-sizes", "1", "--max-batch-size", "4"), "is decided by --batch-sizes"),
         (("bench", "engine", "--requests", "0"), "requests: must be at least 1"),

@@ -77,7 +77,7 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         (
             ("query", "hi", *MD3, "--adapter", "mine"),
             2,
-            "--adapter: 'mine' has nowhere to come from; add --adapter-dir",
+            "--adapter: 'mine' has no source; add --adapter-dir",
         ),
         (("query", "hi", *MD3, "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),
         (("adapters", "list", "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),

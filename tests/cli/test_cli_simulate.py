@@ -55,7 +55,7 @@ def test_of_rate_gpus_and_p99_the_third_is_found(capsys: pytest.CaptureFixture[s
         ([*FEW, "--crops", "0", "--picture-kb", "5"], "--picture-kb: is about pictures, and there are none"),
         ([*FEW, "--model", "llama-3.2-1b", "--crops", "1"], "--crops: must be 0"),
         ([*FEW, "--model", "moondream"], "--model: h200.json has no figures of 'moondream'"),
-        ([*FEW, "--prompt-tokens", "9-3"], "--prompt-tokens: '9-3' is no number of tokens"),
+        ([*FEW, "--prompt-tokens", "9-3"], "--prompt-tokens: '9-3' is not a number of tokens"),
         ([*FEW, "--prompt-tokens", "2000"], "--prompt-tokens: with the picture"),
         ([*FEW, "--costs", "nowhere.json"], "--costs: nowhere.json cannot be read"),
     ],

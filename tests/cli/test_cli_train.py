@@ -288,7 +288,7 @@ def test_a_damaged_progress_file_is_refused(kestrel: Kestrel, tmp_path: Path, at
     (tmp_path / "progress.json").write_text('{"scenes": 3}')
     outcome = kestrel("train", "tiny", "--folder", tmp_path, "--steps", "1", "--atlas", atlas_file)
     assert outcome.code == 2
-    assert "mend it, or delete it to start over" in outcome.err
+    assert "correct it, or delete it to start again" in outcome.err
 
 
 def test_folder_and_steps_must_be_given(kestrel: Kestrel) -> None:

@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_of_the_data(kest
     flags = ("--data", data, "--output", tmp_path / "x.safetensors", "--model-path", text_model)
     outcome = kestrel("train", "adapter", *flags)
     assert (outcome.code, outcome.out) == (3, "")
-    assert outcome.err == "error: text is no Moondream; only models of that family can be trained\n"
+    assert outcome.err == "error: text is not a Moondream model; only models of that family can be trained\n"
 
 
 def test_data_and_output_must_be_given(kestrel: Kestrel) -> None:

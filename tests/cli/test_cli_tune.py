@@ -24,13 +24,13 @@ def test_without_a_gpu_it_says_what_is_missing_and_writes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--random", "tiny"), "--random: 'tiny' is no model with kernels to tune; use one of: MD2, MD3"),
+        (("--random", "tiny"), "--random: 'tiny' has no kernels to tune; use one of: MD2, MD3"),
         (("--random", "MD2", "--ops", "layer_norm"), "--ops: --random decides which operations are tuned"),
         (("--ops", ","), "--ops: names no operation"),
         (("--time-limit", "0"), "--time-limit: must be above 0 seconds (got 0)"),
         (("--time-limit", "nan"), "--time-limit: must be above 0 seconds (got nan)"),
         (("--time-limit", "soon"), "Invalid value for '--time-limit'"),
-        (("--output", "table.csv"), "--output: table.csv is no table; name a file that ends in .json"),
+        (("--output", "table.csv"), "--output: table.csv is not a table; name a file that ends in .json"),
         (("--output", "no/such/folder/t.json"), "--output: no/such/folder is not a folder; create it first"),
     ],
 )

@@ -129,7 +129,7 @@ async def test_id_lists_that_allow_only_the_end_contradict_a_put_off_end() -> No
         with pytest.raises(RequestError, match="allowed_ids: leaves no token"):
             await engine.submit("hi", allowed_ids=[0, 40], stop_token_ids=[40], min_tokens=3)
         assert (await engine.submit("hi", allowed_ids=[40], stop_token_ids=[40])).output["token_ids"] == []
-        with pytest.raises(RequestError, match="stop_token_ids: name the end id, which ignore_eos bars"):
+        with pytest.raises(RequestError, match="stop_token_ids: name the end id, which ignore_eos forbids"):
             await engine.submit("hi", stop_token_ids=[7, 0], ignore_eos=True)
     finally:
         await engine.shutdown()

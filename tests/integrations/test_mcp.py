@@ -118,10 +118,10 @@ def test_paths_outside_the_allowed_folders_are_refused(assistant: Assistant, nam
     ("name", "reason"),
     [
         ("notes.txt", "image"),
-        (".", "no file"),
-        ("none.png", "no file"),
-        ("a\0b", "no path"),
-        ("~nobody-here/a", "no path"),
+        (".", "not a file"),
+        ("none.png", "not a file"),
+        ("a\0b", "not a path"),
+        ("~nobody-here/a", "not a path"),
     ],
 )
 def test_what_is_no_picture_is_refused_and_the_server_goes_on(assistant: Assistant, name: str, reason: str) -> None:

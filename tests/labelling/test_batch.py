@@ -195,7 +195,7 @@ def test_a_custom_id_that_stands_twice_is_a_mistake_in_the_input(tmp_path: Path)
 def test_an_input_that_is_missing_or_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"in\.jsonl does not exist"):
         BatchInput.open(tmp_path / "in.jsonl")
-    with pytest.raises(ConfigError, match="is no plain file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         BatchInput.open(tmp_path)
     with pytest.raises(ConfigError, match="has no lines"):
         BatchInput.open(write_lines(tmp_path / "in.jsonl", "", " "))

@@ -65,7 +65,7 @@ def test_another_job_and_a_second_program_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"objects = \['gear', 'bolt'\], not \['gear'\]"):
         Journal.open(path, {**JOB, "objects": ["gear"]})
     path.write_text('{"hello": 1}\n')
-    with pytest.raises(ConfigError, match="no journal"):
+    with pytest.raises(ConfigError, match="not a journal"):
         Journal.open(path, JOB)
 
 

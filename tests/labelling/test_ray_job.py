@@ -104,7 +104,7 @@ def test_clusters_are_refused_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"ray: needs Ray.*pip install -e '\.\[ray\]'"):
         RayCluster("auto")
     monkeypatch.setattr(ray_data, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match="ray: ray://head:10001 is no address of a cluster"):
+    with pytest.raises(ConfigError, match="ray: ray://head:10001 is not the address of a cluster"):
         RayCluster("ray://head:10001")
     with pytest.raises(ConfigError, match="ray_engines: must be at least 1"):
         RayCluster("auto", 0)

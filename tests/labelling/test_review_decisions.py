@@ -114,7 +114,7 @@ def test_files_that_are_no_decisions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_decisions(path)
     path.write_text('{"kestrel_review": 1, "pict')
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         read_decisions(path)
     path.write_text("[]")
     with pytest.raises(ConfigError, match="the file: must be an object"):

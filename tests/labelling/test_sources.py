@@ -50,7 +50,7 @@ def test_a_folder_gives_its_pictures_by_sorted_name_and_notes_the_rest(tmp_path:
     assert {item.read() for item in found} == {PNG}
     assert [item.path for item in found] == [str(tmp_path / item.file) for item in found]
     assert notes.counts == {HIDDEN: 2, NO_PICTURE: 3}
-    assert notes.lines()[1] == f"passed over files that are no pictures: 3, such as {tmp_path}/cats/data"
+    assert notes.lines()[1] == f"skipped files that are not pictures: 3, such as {tmp_path}/cats/data"
     assert files(tmp_path, recursive=False) == ["0f3a", "a.png", "b.JPG", "e.HEIC"]
     assert count(tmp_path) == 6
 

@@ -83,7 +83,7 @@ def test_damage_in_an_archive_is_an_item_and_the_rest_is_read(tmp_path: Path) ->
     assert [item.read() for item in (found[1], found[2], found[4])] == [content(NAMES[at]) for at in (1, 2, 4)]
     path.write_bytes(data[:-100])
     (item,) = items(path)
-    assert "is no whole zip file" in reason(item)
+    assert "is not a complete zip file" in reason(item)
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.xz"])
@@ -201,8 +201,8 @@ def test_rows_keep_their_keys_when_others_are_added_or_moved(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (b'{"image": ', "is no JSON"),
-        ([1], "is no object"),
+        (b'{"image": ', "is not JSON"),
+        ([1], "is not an object"),
         ({"picture": "a.png"}, 'has no field "image"'),
         ({"image": 3}, "image is 3"),
         ({"image": ""}, "image is ''"),

@@ -66,11 +66,11 @@ def test_a_template_that_is_none_is_refused_with_the_line(tmp_path: Path) -> Non
     tokenizer = text_tokenizer(byte_level())
     broken = tmp_path / "broken.jinja"
     broken.write_text("{{ a }}\n{% if %}")
-    with pytest.raises(ConfigError, match=r"chat_template: .*broken.jinja is no jinja template \(line 2"):
+    with pytest.raises(ConfigError, match=r"chat_template: .*broken.jinja is not a jinja template \(line 2"):
         chat_format(ChatFiles(), tokenizer, broken)
     with pytest.raises(ConfigError, match="cannot be read"):
         chat_format(ChatFiles(), tokenizer, tmp_path / "missing.jinja")
-    with pytest.raises(CheckpointError, match=r"C is no jinja template \(line 1.*--chat-template FILE"):
+    with pytest.raises(CheckpointError, match=r"C is not a jinja template \(line 1.*--chat-template FILE"):
         chat_format(ChatFiles("{% if %}", "C"), tokenizer)
 
 

@@ -183,7 +183,9 @@ def test_repositories_that_are_closed_or_absent_say_what_to_do(hub: Hub, files: 
 
 def test_names_that_are_no_repository_are_refused_without_asking(hub: Hub) -> None:
     for name in ("./folder", "/models/tiny", "a/b/c", "../x", "org/", "org/a..b", "org/na me", "~/tiny", "o/x.git"):
-        with pytest.raises(ConfigError, match=r"^model: .*is no name of a repository \(org/name\); .*--model-path"):
+        with pytest.raises(
+            ConfigError, match=r"^model: .*is not the name of a repository \(org/name\); .*--model-path"
+        ):
             families.resolve(RuntimeConfig(model=name))
     with pytest.raises(
         ConfigError, match=r"^model: 'tiny' is not a registered model; .*or name a repository .*org/name"

@@ -90,7 +90,7 @@ IMAGE, OBJECT = part("image", SCENE_BYTES, FILE), part("object", b"bee")
         ([IMAGE, part("object", b"bee", FILE)], "object", "is a file"),
         ([part("image", b"photo.jpg"), OBJECT], "image", "image=@photo.jpg"),
         ([IMAGE, IMAGE, OBJECT], "image", "is given twice"),
-        ([IMAGE, OBJECT, part("image_url", SCENE_URL.encode())], "image", "beside image_url"),
+        ([IMAGE, OBJECT, part("image_url", SCENE_URL.encode())], "image", "next to image_url"),
         ([part("image", b"", FILE), OBJECT], "image", "is an empty file"),
         ([part("image", b"no picture", FILE), OBJECT], "image", "picture"),
         ([OBJECT], "image", "is required"),
@@ -122,9 +122,9 @@ def test_a_wrong_part_is_refused_by_its_name(client: httpx.Client, parts: list[b
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (b"", "is no form"),
-        (b"{}", "is no form"),
-        (IMAGE.replace(b"--line", b"--lime"), "is no form"),
+        (b"", "is not a form"),
+        (b"{}", "is not a form"),
+        (IMAGE.replace(b"--line", b"--lime"), "is not a form"),
         (IMAGE + OBJECT, "cut short"),
         (IMAGE[: len(IMAGE) // 2], "cut short"),
         (IMAGE + b"--line", "cut short"),

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(model: Model, tmp_path: Path) -> None:
         model.query(SCENE, "What?", colour="red")
     with pytest.raises(RequestError, match=r"none\.png' cannot be read \(No such file or directory\)"):
         model.query(tmp_path / "none.png", "What?")
-    with pytest.raises(RequestError, match="float is no picture"):
+    with pytest.raises(RequestError, match="float is not a picture"):
         model.caption(1.5)
 
 
@@ -162,16 +162,16 @@ def test_keys_and_addresses_of_servers(locked: RunningServer) -> None:
         model.query(question="Who are you?")
     with pytest.raises(ServerAway, match="cannot be reached"):
         kestrel.vl(endpoint="http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="endpoint: 'ftp://x' is no address"):
+    with pytest.raises(ConfigError, match="endpoint: 'ftp://x' is not the address"):
         kestrel.vl(endpoint="ftp://x")
-    with pytest.raises(ConfigError, match="device: is the server's to decide"):
+    with pytest.raises(ConfigError, match="device: is decided by the server"):
         kestrel.vl(endpoint=locked.url, device="cpu")
 
 
 def test_options_of_an_engine_are_checked() -> None:
-    with pytest.raises(ConfigError, match="colour: is no option"):
+    with pytest.raises(ConfigError, match="colour: is not an option"):
         kestrel.vl(colour="red")
-    with pytest.raises(ConfigError, match="device: stands beside config"):
+    with pytest.raises(ConfigError, match="device: is given next to config"):
         kestrel.vl(device="cpu", config=RuntimeConfig())
     with pytest.raises(ConfigError, match="max_batch_size"):
         kestrel.vl(max_batch_size=0)

@@ -127,7 +127,7 @@ def test_a_fault_is_named_with_file_place_and_remedy(fault: str, path: Path) -> 
         RawTable.read(path).checked()
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"tuning table: {path}: ")
-    assert "delete the file and make it anew with `kestrel tune`" in str(caught.value)
+    assert "delete the file and make it again with `kestrel tune`" in str(caught.value)
 
 
 def test_columns_that_would_count_twice_are_refused(tmp_path: Path) -> None:

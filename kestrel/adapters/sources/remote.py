@@ -124,7 +124,7 @@ class RemoteSource(ABC):
             digest = await self._download(adapter_id, partial)
             suffix = await threads.run(recognised_suffix, partial.path)
             if suffix is None:
-                raise self._downloader.failure(str(adapter_id), "sent something that is no complete adapter file")
+                raise self._downloader.failure(str(adapter_id), "sent something that is not a complete adapter file")
             return await threads.run(self._cache.keep, str(adapter_id), partial.path, digest, suffix)
         finally:
             await threads.run(partial.discard)
@@ -189,7 +189,7 @@ class HostedSource(RemoteSource):
         if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
             raise ConfigError("api_key", "must be printable ASCII without blanks; copy MOONDREAM_API_KEY again")
         if parsed_url(base_url) is None:
-            raise ConfigError("base_url", "must be an https URL (http only for the own machine)")
+            raise ConfigError("base_url", "must be an https URL (http only for this machine)")
         self._base_url = base_url.rstrip("/")
         self._headers = {KEY_HEADER: api_key}
         super().__init__(

@@ -37,9 +37,9 @@ class Target:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise ConfigError("--url", f"{shown(url)} is no address; write http://host:port/v1/query") from None
+            raise ConfigError("--url", f"{shown(url)} is not an address; write http://host:port/v1/query") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("--url", f"{shown(url)} is no http address; write http://host:port/v1/query")
+            raise ConfigError("--url", f"{shown(url)} is not an http address; write http://host:port/v1/query")
         is_https = parts.scheme == "https"
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return Target(parts.hostname, port or (443 if is_https else 80), path, is_https, dict(headers or {}))

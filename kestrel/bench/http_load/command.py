@@ -225,7 +225,7 @@ def find_images(files: Sequence[Path], folder: Path | None) -> list[Path]:
     """The named files and those of the folder, in order. Raises ConfigError for what is not there."""
     for path in files:
         if not path.is_file():
-            raise ConfigError("--image", f"{path} is no file; name a picture")
+            raise ConfigError("--image", f"{path} is not a file; name a picture")
     images = list(files)
     if folder is not None:
         found = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_SUFFIXES)

@@ -73,7 +73,7 @@ def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: Runtim
     """Refuse what has no effect in a cluster, and an ingress that anybody could use."""
     for field in fields(server):
         if field.name in HELD_BY_THE_PROXY and getattr(server, field.name) != field.default:
-            raise ConfigError(field.name, "is of connections, which Ray's proxy holds in a cluster; leave it out")
+            raise ConfigError(field.name, "is for connections, which Ray's proxy handles in a cluster; leave it out")
     for name, value, reason in (
         ("grpc_port", server.grpc_port is not None, "is of `kestrel serve`"),
         ("compute_process", server.compute_process != "auto", "is of `kestrel serve`; each engine has a process here"),

@@ -114,7 +114,7 @@ def read_decisions(path: Path) -> Decisions:
             FIELD, f"{path} cannot be read ({error.strerror}); name a file that a page exported"
         ) from None
     except orjson.JSONDecodeError as error:
-        raise ConfigError(FIELD, f"{path} is no JSON ({error}); export it again") from None
+        raise ConfigError(FIELD, f"{path} is not JSON ({error}); export it again") from None
     reader = _Reader(path)
     top = reader.fields(data, "the file", ("kestrel_review", "pictures"), ("job", "title", "exported"))
     if top["kestrel_review"] != VERSION:

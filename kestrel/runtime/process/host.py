@@ -66,7 +66,7 @@ class _Answers:
             case RefineOutline(image, svg_path, bbox):
                 assert self._refiner is not None
                 return Refined(self._refiner.refine_outline(image, svg_path, bbox))
-        raise AssertionError(f"{type(message).__name__} is no message for a runtime")
+        raise AssertionError(f"{type(message).__name__} is not a message for a runtime")
 
     def _run(self, message: RunStep) -> StepDone:
         output = self._runtime.collect(self._runtime.launch(completed_plan(message, self._pictures)))

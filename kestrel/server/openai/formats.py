@@ -21,7 +21,7 @@ def _schema(name: str, value: Any) -> Any:
     """A schema may come as JSON in a text."""
     if isinstance(value, str):
         if len(value) > MAX_FORMAT_BYTES:
-            raise RequestError(name, f"is longer than {MAX_FORMAT_BYTES} characters; ask for less at once")
+            raise RequestError(name, f"is longer than {MAX_FORMAT_BYTES} characters; make it shorter")
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError:

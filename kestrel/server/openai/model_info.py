@@ -152,7 +152,7 @@ def _text_of(engine: ServedEngine, tokens: object) -> str:
     for token_id in ids:
         if token_id >= engine.vocab_size:
             last = engine.vocab_size - 1
-            raise RequestError("tokens", f"holds {shown(token_id)}, which is no id; ids run from 0 to {last}")
+            raise RequestError("tokens", f"holds {shown(token_id)}, which is not an id; ids run from 0 to {last}")
     return engine.profile.tokenizer.decode(ids)
 
 

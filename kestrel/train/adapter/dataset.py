@@ -138,7 +138,8 @@ class _CocoReader:
             size = f"{picture.width} x {picture.height}"
             raise Mistake(
                 "width",
-                f"{told[0]} x {told[1]} is said, but {name} has {size} pixels (turned by its EXIF tag?); fix it",
+                f"the annotations say {told[0]} x {told[1]}, but {name} has {size} pixels (turned by its EXIF tag?); "
+                "correct it",
             )
         return picture
 
@@ -349,7 +350,7 @@ def split_by_picture(samples: Sequence[Sample], share: float, seed: int) -> tupl
     if count >= len(digests):
         raise ConfigError(
             "val_share",
-            f"{share:g} of {len(digests)} pictures leaves none to learn from; add pictures, or give 0 to judge by none",
+            f"{share:g} of {len(digests)} pictures leaves none to learn from; add pictures, or give 0 to hold out none",
         )
     aside = set(Random(f"{seed} split").sample(digests, count))
     return (

@@ -223,7 +223,7 @@ def _look(
 
 def _finite(loss: float, step: int) -> float:
     if not math.isfinite(loss):
-        raise NumericalError(f"the loss at step {step} is not a finite number; start anew with a lower --lr")
+        raise NumericalError(f"the loss at step {step} is not a finite number; start again with a lower --lr")
     return loss
 
 
@@ -384,9 +384,9 @@ def read_state(path: Path, made_with: Mapping[str, Any]) -> TrainingState:
         stored, state = content["made_with"], TrainingState(**content["state"])
         is_known = content["version"] == VERSION
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-        raise ConfigError("resume", f"{path} is damaged ({error!r:.200}); give --overwrite to start anew") from error
+        raise ConfigError("resume", f"{path} is damaged ({error!r:.200}); give --overwrite to start again") from error
     if not is_known:
-        raise ConfigError("resume", f"{path} was written by another version; give --overwrite to start anew")
+        raise ConfigError("resume", f"{path} was written by another version; give --overwrite to start again")
     for name, value in made_with.items():
         if stored.get(name) != value:
             raise ConfigError(

@@ -77,7 +77,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise Mistake("line", f"holds {name}, which is no number; correct it")
+    raise Mistake("line", f"holds {name}, which is not a number; correct it")
 
 
 _ANSWERS = {"answer": "query", "caption": "caption", "points": "point", "boxes": "detect", "polygon": "segment"}

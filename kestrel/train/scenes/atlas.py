@@ -86,7 +86,7 @@ def _tight_slices(alpha: NDArray[np.uint8]) -> tuple[slice, slice]:
     """Rows and columns of the smallest box around everything more than half opaque."""
     rows, columns = np.nonzero(alpha > 127)
     if not len(rows):
-        raise ConfigError("font", "a character came out empty; install the fonts anew with scripts/install-fonts")
+        raise ConfigError("font", "a character came out empty; install the fonts again with scripts/install-fonts")
     return slice(int(rows.min()), int(rows.max()) + 1), slice(int(columns.min()), int(columns.max()) + 1)
 
 
@@ -246,7 +246,7 @@ class SpriteAtlas:
     def load(path: Path) -> SpriteAtlas:
         stored = _read(path)
         if "catalogue" not in stored or str(stored["catalogue"]) != _catalogue():
-            raise ConfigError("atlas", f"{path} was built for another catalogue; delete it and build it anew")
+            raise ConfigError("atlas", f"{path} was built for another catalogue; delete it and build it again")
         return SpriteAtlas(
             sprites=_cut(stored["sprite_pixels"], stored["sprite_sizes"]),
             glyphs=_cut(stored["glyph_pixels"], stored["glyph_sizes"]),
@@ -294,7 +294,7 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         with np.load(path) as stored:
             return dict(stored)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise ConfigError("atlas", f"{path} is damaged ({error}); delete it and build it anew") from error
+        raise ConfigError("atlas", f"{path} is damaged ({error}); delete it and build it again") from error
 
 
 def _shape_sprite(name: str) -> NDArray[np.uint8]:

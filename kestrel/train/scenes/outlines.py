@@ -43,7 +43,7 @@ def trace_outline(alpha: NDArray[np.uint8]) -> str:
         if iou >= GOOD_IOU:
             break
     if not best:
-        raise ConfigError("alpha", "has nothing more than half opaque to trace; render the sprite anew")
+        raise ConfigError("alpha", "has nothing more than half opaque to trace; render the sprite again")
     return best
 
 

@@ -231,7 +231,7 @@ def test_resuming_with_other_options_data_or_nothing_is_refused(data: Path, tmp_
     (chosen.folder / "state.pt").write_bytes(b"half a file")
     with pytest.raises(ConfigError, match=r"state.pt is damaged .* --overwrite"):
         run(replace(chosen, resume=True))
-    with pytest.raises(ConfigError, match=r"a.safetensors exists; give --resume to go on, --overwrite"):
+    with pytest.raises(ConfigError, match=r"a.safetensors exists; give --resume to continue, --overwrite"):
         run(chosen)
     assert run(replace(chosen, overwrite=True))[0].steps_done == 2
 
