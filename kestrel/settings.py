@@ -45,13 +45,14 @@ class SamplingParams:
     """Decided by the skill, on the host."""
 
     def __post_init__(self) -> None:
-        tokens_or_none("max_tokens", self.max_new_tokens)
+        object.__setattr__(self, "max_new_tokens", tokens_or_none("max_tokens", self.max_new_tokens))
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise RequestError("logit_bias", "names an id twice; give each id once")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in SETTINGS and value is not field.default:
-                SETTINGS[field.name].kind(field.name, dict(value) if field.name == "logit_bias" else value)
-        if len(dict(self.logit_bias)) < len(self.logit_bias):
-            raise RequestError("logit_bias", "names an id twice; give each id once")
+                given = dict(value) if field.name == "logit_bias" else value
+                object.__setattr__(self, field.name, SETTINGS[field.name].kind(field.name, given))
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
                 "min_tokens", f"must not exceed max_tokens ({self.max_new_tokens}) (got {self.min_tokens})"
@@ -71,6 +72,10 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGPROBS = 64
 MAX_SEED = 2**63 - 1
 MAX_OBJECTS = 10_000
+CAPTION_LENGTHS = ("short", "normal", "long")
+INSTANCES = ("one", "all")
+MAX_NAMES = 64
+"""Of objects, in one call."""
 MAX_CROPS = 1024
 """A model has a bound of its own, which is far lower."""
 MAX_LOGIT_BIAS = 300
@@ -106,8 +111,19 @@ class Kind:
         return self.check(name, value)
 
 
+def whole(value: Any) -> Any:
+    """5.0 as 5: JSON has one type of number. A parser reads integers of more than 64 bits as floats too."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+
+def whole_numbers(values: Sequence[Any]) -> Sequence[Any]:
+    """The same for all entries; without Python code per entry where there is nothing to do."""
+    return list(map(whole, values)) if float in set(map(type, values)) else values
+
+
 def integer(low: int, high: int) -> Kind:
     def check(name: str, value: Any) -> int:
+        value = whole(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise RequestError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
         return value
@@ -184,6 +200,7 @@ def id_list(least: int = 0, most: int | None = None) -> Kind:
         if len(value) < least:
             raise RequestError(name, "is an empty list; name at least one token id or leave it out")
         _require_few(name, len(value), len(value) if most is None else most)
+        value = whole_numbers(value)
         if not are_ids(value, MAX_TOKEN_ID):
             index = next(index for index, one in enumerate(value) if not are_ids([one], MAX_TOKEN_ID))
             raise RequestError(name, f"must hold token ids only; entry {index} is {shown(value[index])}")
@@ -213,6 +230,22 @@ def _stop_texts(name: str, value: Any) -> tuple[str, ...]:
 
 _STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 stop_texts = Kind(_stop_texts, {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS}]})
+
+
+def object_names(given: object) -> tuple[str, ...]:
+    """Distinct names, checked; an error names the entry, as in object[2]."""
+    names = given if isinstance(given, (list, tuple)) else [given]
+    if not 0 < len(names) <= MAX_NAMES:
+        raise RequestError("object", f"must hold 1 to {MAX_NAMES} names (got {len(names)})")
+    checked: dict[str, None] = {}
+    for index, name in enumerate(names):
+        field = f"object[{index}]" if names is given else "object"
+        word: str = text(field, name)
+        if word in checked:
+            raise RequestError(field, f"{shown(word)} is given twice; give each name once")
+        checked[word] = None
+    return tuple(checked)
+
 
 _ID_DIGITS = len(str(MAX_TOKEN_ID))
 _BIASES = f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"

@@ -15,7 +15,7 @@ import typer
 from kestrel.cli.console import note
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, RequestError, shown
-from kestrel.settings import OTHER_BOUND, SETTINGS, Setting
+from kestrel.settings import OTHER_BOUND, SETTINGS, Setting, object_names
 
 if TYPE_CHECKING:
     from kestrel.images.picture import RgbImage
@@ -157,6 +157,11 @@ def check_adapter(adapter: str, config: RuntimeConfig) -> None:
         )
 
 
+def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise RequestError(flag, f"{shown(value)} is not known; use one of: {', '.join(choices)}")
+
+
 def check_saved_path(path: Path) -> None:
     if path.suffix.lower() not in SAVED_FORMATS:
         raise RequestError("--save", f"{path} has no known ending; use one of: {', '.join(SAVED_FORMATS)}")
@@ -188,11 +193,7 @@ def split_names(texts: Sequence[str]) -> list[str]:
 def object_or_objects(text: str) -> str | list[str]:
     """A name, or those between commas; a backslash before a comma makes it part of a name."""
     parts = [part.replace("\\,", ",").strip() for part in re.split(r"(?<!\\),", text)]
-    if len(parts) == 1:
-        return parts[0]
-    from kestrel.engine.joint_calls import object_names  # noqa: PLC0415
-
-    return list(object_names(parts))
+    return parts[0] if len(parts) == 1 else list(object_names(parts))
 
 
 def parse_size(flag: str, text: str) -> tuple[int, int]:

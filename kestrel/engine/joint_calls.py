@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from kestrel.engine.streams import EngineResult, EngineStream
-from kestrel.errors import EngineStopped, RequestCancelled, RequestError, shown
+from kestrel.errors import EngineStopped, RequestCancelled
 from kestrel.request import RequestMetrics
-from kestrel.settings import SETTINGS, text
+from kestrel.settings import SETTINGS
 from kestrel.skills.states import compact_json
 
-MAX_NAMES = 64
 MANY_OUTLINES = 8
 """Of a call for all instances: how many a server lets run at the same time. How many there will be is not known."""
 OF_OUTLINES_ALONE = frozenset({"instances", "logprobs", *SETTINGS["max_tokens"].names})
@@ -34,21 +33,6 @@ def num_at_once(fields: Fields, most_outlines: int | None) -> int:
     names = fields["object"] if isinstance(fields.get("object"), (list, tuple)) else ()
     num_outlines = min(MANY_OUTLINES, most_outlines or MANY_OUTLINES) if fields.get("instances") == "all" else 1
     return max(len(names), num_outlines)
-
-
-def object_names(given: object) -> tuple[str, ...]:
-    """Distinct names, checked; an error names the entry, as in object[2]."""
-    names = given if isinstance(given, (list, tuple)) else [given]
-    if not 0 < len(names) <= MAX_NAMES:
-        raise RequestError("object", f"must hold 1 to {MAX_NAMES} names (got {len(names)})")
-    checked: dict[str, None] = {}
-    for index, name in enumerate(names):
-        field = f"object[{index}]" if names is given else "object"
-        word: str = text(field, name)
-        if word in checked:
-            raise RequestError(field, f"{shown(word)} is given twice; give each name once")
-        checked[word] = None
-    return tuple(checked)
 
 
 @dataclass(slots=True, eq=False)

@@ -14,13 +14,14 @@ from typing import Any, Literal, overload
 from kestrel.adapters.sources import AdapterListing
 from kestrel.config import RuntimeConfig
 from kestrel.engine.intake import take_route
-from kestrel.engine.joint_calls import JointCall, object_names
+from kestrel.engine.joint_calls import JointCall
 from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineResult, EngineStream
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled
 from kestrel.images.picture import Picture
 from kestrel.request import require_free_id
 from kestrel.runtime.contract import RuntimeLimits
+from kestrel.settings import object_names
 from kestrel.skills.base import ModelProfile, SkillRegistry, SkillSpec
 from kestrel.threads import Threads
 

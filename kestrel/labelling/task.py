@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kestrel.engine.joint_calls import MAX_NAMES
 from kestrel.errors import ConfigError, RequestError, did_you_mean, shown
 from kestrel.labelling.records import Box, Found, Item
+from kestrel.settings import CAPTION_LENGTHS, MAX_NAMES
 from kestrel.skills.fields import FieldTable
 
 OBJECT_TASKS = ("detect", "point", "segment")
 TASKS = (*OBJECT_TASKS, "query", "caption")
-LENGTHS = ("short", "normal", "long")
 COUNTED_IN_OBJECTS = ("detect", "point")
 PLACE_DIGITS = 6
 TABLES = (".jsonl", ".parquet")
@@ -51,8 +50,8 @@ class LabelTask:
         for name, tasks in own.items():
             if getattr(self, name) not in (None, ()) and self.task not in tasks:
                 raise ConfigError(name, f"is not for {self.task}; leave it out, or choose {' or '.join(tasks)}")
-        if self.length is not None and self.length not in LENGTHS:
-            raise ConfigError("length", f"must be one of {', '.join(LENGTHS)} (got {shown(self.length)})")
+        if self.length is not None and self.length not in CAPTION_LENGTHS:
+            raise ConfigError("length", f"must be one of {', '.join(CAPTION_LENGTHS)} (got {shown(self.length)})")
         if not all(isinstance(name, str) and name.strip() for name in self.objects):
             raise ConfigError("objects", f"must be names (got {shown(self.objects)})")
         if len(set(self.objects)) < len(self.objects) or len(self.objects) > MAX_NAMES:

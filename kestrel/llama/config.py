@@ -16,7 +16,7 @@ from kestrel.errors import CheckpointError, RequestError, shown
 from kestrel.kernels.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_magnitude
 from kestrel.models.locate import read_object
 from kestrel.settings import SETTINGS
-from kestrel.skills.base import SkillDefaults
+from kestrel.skills.model_facts import SkillDefaults
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 GENERATION_NAME = "generation_config.json"

@@ -16,9 +16,9 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replac
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from kestrel.errors import CheckpointError
-from kestrel.skills.base import SkillDefaults, Template
+from kestrel.settings import CAPTION_LENGTHS
+from kestrel.skills.model_facts import SkillDefaults, Template
 
-CAPTION_LENGTHS = ("short", "normal", "long")
 SKILL_TEMPLATES = ("query", "detect", "point", "segment")
 MAY_BE_ZERO = ("start_layer", "overlap_margin", "temperature", "top_k", "min_p")
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from kestrel.errors import RequestError
 from kestrel.moondream.config import MoondreamConfig
-from kestrel.settings import text
 from kestrel.skills.base import (
     ConstraintSource,
     Conversation,
@@ -53,7 +52,7 @@ class QueryBlocks:
 
     After one beginning-of-text token each user message is its pictures, then a query block with the answer opener and
     the assistant's text; the system message stands before the first user text. Pictures without words are asked about
-    by the system message, or by `PICTURE_QUESTION`.
+    by the system message, or by `PICTURE_QUESTION`; a message with neither is an empty question.
     """
 
     roles = ("system", "user", "assistant")
@@ -66,9 +65,6 @@ class QueryBlocks:
         """Whatever the order of the messages, as long as a user has the last word."""
         _refuse_template_values(conversation)
         messages = joined_turns(conversation.messages)
-        for message in messages:
-            if message.role == "user" and not message.images:
-                text(f"{message.field}.content", message.text)
         if messages[-1].role != "user":
             raise RequestError("messages", "must end with a user message, the one to answer")
         return WrittenChat(replace(conversation, messages=messages))
@@ -86,7 +82,9 @@ class QueryBlocks:
             if message.role == "assistant":
                 items += Text(profile.tokenizer.encode(message.text))
                 continue
-            question = "\n\n".join(words for words in (system, message.text) if words.strip()) or PICTURE_QUESTION
+            question = "\n\n".join(words for words in (system, message.text) if words.strip())
+            if message.images and not question:
+                question = PICTURE_QUESTION
             system = ""
             opens_thinking = reasoning and message is messages[-1]
             opener = profile.reasoning_opener if opens_thinking else profile.answer_opener

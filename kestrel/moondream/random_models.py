@@ -36,7 +36,7 @@ from kestrel.moondream.config import (
 from kestrel.moondream.model import MoondreamModel
 from kestrel.moondream.releases import RANDOM_NAMES
 from kestrel.moondream.weights import FOURIER_TABLES, LoadedMoondream, build_on_meta, stored_dtype, to_pt_name
-from kestrel.skills.base import Template
+from kestrel.skills.model_facts import Template
 
 # ---------------------------------------------------------------------- weights
 

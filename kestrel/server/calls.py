@@ -22,7 +22,7 @@ from kestrel.request import require_free_id
 from kestrel.server.errors import ClientGone, DeadlineExceeded, QueueTimeout
 from kestrel.server.records import RequestRecord, client_of, header_of, request_id_of, tenant_of
 from kestrel.server.state import KEY_CLIENT, HeldBytes, RequestInfo, ServerState, state_of
-from kestrel.settings import MAX_PRIORITY
+from kestrel.settings import MAX_PRIORITY, whole
 
 T = TypeVar("T")
 _ACCEPTED = "accepted"
@@ -101,6 +101,7 @@ async def engine_request(
 
 def _require_priority(keys: ApiKeys, client: str, priority: object) -> None:
     """Only an urgent key goes before others. Raises NotAllowed; what is no priority is refused by the engine."""
+    priority = whole(priority)
     if not isinstance(priority, int) or not -MAX_PRIORITY <= priority < 0:
         return
     if not client.startswith(KEY_CLIENT) or not keys.is_urgent(client.removeprefix(KEY_CLIENT)):

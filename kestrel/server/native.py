@@ -35,7 +35,7 @@ from kestrel.server.schemas import (
     text,
 )
 from kestrel.server.state import RequestInfo, ServerState, state_of
-from kestrel.settings import ROUTING, SETTINGS, boolean
+from kestrel.settings import CAPTION_LENGTHS, INSTANCES, ROUTING, SETTINGS, boolean
 
 PUBLISHER = "moondream/"
 """Clients of the hosted service may put it before a model's name."""
@@ -82,7 +82,7 @@ NATIVE_SKILLS = (
     ),
     NativeSkill(
         "caption",
-        {"image_url": PICTURE, "length": described("How much to say.", {"enum": ["short", "normal", "long"]})},
+        {"image_url": PICTURE, "length": described("How much to say.", {"enum": list(CAPTION_LENGTHS)})},
         required=("image_url",),
         streams_text=True,
     ),
@@ -109,7 +109,7 @@ NATIVE_SKILLS = (
             "image_url": PICTURE,
             "object": names("What to outline.", "cow"),
             "spatial_refs": described("Points and boxes that say which one.", REFS),
-            "instances": described("Outline one, or look for all of them first.", {"enum": ["one", "all"]}),
+            "instances": described("Outline one, or look for all of them first.", {"enum": list(INSTANCES)}),
         },
         required=("image_url", "object"),
     ),

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kestrel import settings
-from kestrel.engine.joint_calls import MAX_NAMES
-from kestrel.settings import OTHER_BOUND, ROUTING, SETTINGS, Schema
+from kestrel.constraints.cost_limits import MAX_FORMAT_BYTES
+from kestrel.constraints.formats import MAX_CHOICES
+from kestrel.settings import MAX_NAMES, OTHER_BOUND, ROUTING, SETTINGS, Schema
 
 NULL: Schema = {"type": "null"}
 TINY_PICTURE = (
@@ -58,16 +59,30 @@ def record(properties: Mapping[str, Schema], *optional: str) -> Schema:
     return {"type": "object", "properties": dict(properties), "required": required}
 
 
-# ---------------------------------------------------------------------- a schema for people
+def body(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
+    """An object of a request: null means not given. Further fields are ignored, unless it is closed."""
+    properties = {**required, **{name: nullable(schema) for name, schema in optional.items()}}
+    return {"type": "object", "properties": properties, "required": list(required)}
 
-MANY = 8
-"""Fields of an object that are still named in one cell."""
+
+def nullable(schema: Schema) -> Schema:
+    """Null means not given."""
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    inner = {key: value for key, value in schema.items() if key != "description"}
+    outer = {key: value for key, value in schema.items() if key == "description"}
+    return {**outer, "anyOf": [*inner.pop("anyOf", [inner]), NULL]}
 
 
 def closed(schema: Schema) -> Schema:
     """Of an object that refuses properties beside its own."""
     return {**schema, "additionalProperties": False}
 
+
+# ---------------------------------------------------------------------- a schema for people
+
+MANY = 8
+"""Fields of an object that are still named in one cell."""
 
 BEYOND_COUNTING = 2**31 - 1
 """Bounds from here on are those of a machine's numbers, and no reader needs them."""
@@ -79,7 +94,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(type_text(kind) for kind in schema[key] if kind.get("type") != "null")
+            return " or ".join(dict.fromkeys(type_text(kind) for kind in schema[key] if kind.get("type") != "null"))
     kinds = schema.get("type", "any")
     kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
     if kind == "array":
@@ -116,18 +131,25 @@ PICTURE = described(
     "A picture file as a base64 data URL or raw base64: JPEG, PNG, WebP, GIF, BMP or TIFF.",
     {"type": "string", "examples": [TINY_PICTURE]},
 )
+EXPRESSION: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_FORMAT_BYTES}
+TEXTS_TO_CHOOSE = list_of({"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)
+FUNCTION_ARGUMENTS: Schema = {"type": "object", "properties": {"type": {"const": "object"}}}
+"""The JSON schema of an object."""
+_NAMED_SCHEMA = closed(
+    body(
+        {"schema": {"type": "object"}},
+        {"name": {"type": "string"}, "description": {"type": "string"}, "strict": {"type": "boolean"}},
+    )
+)
 RESPONSE_FORMAT = described(
     "What the answer must look like: text, json_object, json_schema, regex or choice.",
     {
-        "type": "object",
-        "properties": {
-            "type": {"enum": ["text", "json_object", "json_schema", "regex", "choice"]},
-            "json_schema": {"type": "object"},
-            "regex": {"type": "string"},
-            "choices": list_of({"type": "string"}),
-        },
-        "required": ["type"],
-        "additionalProperties": False,
+        "anyOf": [
+            closed(record({"type": {"enum": ["text", "json_object"]}})),
+            closed(record({"type": {"const": "json_schema"}, "json_schema": _NAMED_SCHEMA})),
+            closed(record({"type": {"const": "regex"}, "regex": EXPRESSION})),
+            closed(record({"type": {"const": "choice"}, "choices": TEXTS_TO_CHOOSE})),
+        ]
     },
 )
 
@@ -161,15 +183,6 @@ def body_schema(fields: Mapping[str, Schema], required: tuple[str, ...], bound: 
         "required": list(required),
         "additionalProperties": False,
     }
-
-
-def nullable(schema: Schema) -> Schema:
-    """Null means not given."""
-    if isinstance(schema.get("type"), str):
-        return {**schema, "type": [schema["type"], "null"]}
-    inner = {key: value for key, value in schema.items() if key != "description"}
-    outer = {key: value for key, value in schema.items() if key == "description"}
-    return {**outer, "anyOf": [*inner.pop("anyOf", [inner]), NULL]}
 
 
 # ---------------------------------------------------------------------- what comes out

@@ -26,6 +26,7 @@ from kestrel.request import (
     TokenLogprobs,
 )
 from kestrel.settings import SamplingParams
+from kestrel.skills.model_facts import SkillDefaults, Template
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, TextToken, Token
 
 
@@ -73,28 +74,6 @@ class RegionIds:
     size: int
     start_ground: int
     end_ground: int
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """Ids around the user's words."""
-
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SkillDefaults:
-    """What a request gets when it does not say otherwise; differs per model generation."""
-
-    temperature: float = 0.5
-    top_p: float = 0.9
-    max_new_tokens: int = 768
-    max_objects: int = 150
-    reasoning: bool = False
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -252,7 +231,7 @@ class ModelProfile:
     """Opens every context; None: nothing does."""
     stop_ids: tuple[int, ...]
     """Each ends a text; the first is the one to name where a single one is asked for."""
-    defaults: SkillDefaults = SkillDefaults()
+    defaults: SkillDefaults = field(default_factory=SkillDefaults)
     has_vision: bool = False
     chat: ChatFormat | None = None
     """None: the model knows no conversations."""

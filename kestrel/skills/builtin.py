@@ -13,9 +13,10 @@ from kestrel.errors import RequestError, shown
 from kestrel.grammar import Grammar
 from kestrel.request import Constraint
 from kestrel.settings import SamplingParams, is_number
-from kestrel.skills.base import ModelProfile, Prompt, SkillRequest, SkillSpec, Template
+from kestrel.skills.base import ModelProfile, Prompt, SkillRequest, SkillSpec
 from kestrel.skills.decode_rules import require_choices
 from kestrel.skills.fields import DrawSeed, FieldTable, Values, random_seed
+from kestrel.skills.model_facts import Template
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, Text, TextToken
 
 WITH_PICTURES = "moondream2"

@@ -9,7 +9,7 @@ from typing import Any
 
 from kestrel.errors import RequestError, shown
 from kestrel.request import SkillOutput, StreamDelta
-from kestrel.settings import text
+from kestrel.settings import INSTANCES, text
 from kestrel.skills.base import ModelProfile, Prompt, SkillState
 from kestrel.skills.builtin import (
     BuiltinSkill,
@@ -32,7 +32,7 @@ DEFAULT_LAST_CONTROL_ID = 20
 
 
 def _instances(name: str, value: Any) -> str:
-    if value not in ("one", "all"):
+    if value not in INSTANCES:
         raise RequestError(name, f'must be "one" or "all" (got {shown(value)})')
     return value
 

@@ -18,7 +18,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kestrel.errors import ConfigError
-from kestrel.skills.base import RegionIds, Template
+from kestrel.skills.base import RegionIds
+from kestrel.skills.model_facts import Template
 from kestrel.skills.segment import UNITS
 from kestrel.train.model import TokenizerConfig
 from kestrel.train.scenes.sampling import NORMAL, sample_batch, scene_at

@@ -94,6 +94,19 @@ def test_every_operation_declares_its_answers_and_refusals(described: RunningSer
             assert body["properties"], path
 
 
+USER = {"role": "user", "content": "Who?"}
+LOOK = {"type": "function", "name": "look"}
+PICTURE_PART = {"type": "input_image", "image_url": TINY_PICTURE}
+
+
+def _colourful(kind: str) -> dict[str, Any]:
+    return {"type": kind, "text": "Who?", "colour": "red"}
+
+
+def _thought(kind: str) -> dict[str, Any]:
+    return {"type": kind, "thinking": "Who?"}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -104,6 +117,24 @@ def test_every_operation_declares_its_answers_and_refusals(described: RunningSer
         ),
         ("/v1/responses", {"input": [{"role": "user", "content": "Who?", "colour": "red"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], "best_of": 0}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [_colourful("text")]}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [_thought("thinking")]}, USER]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [USER], "tool_choice": {"type": "auto", "name": "look"}}),
+        ("/v1/messages", {"max_tokens": 1.5, "messages": [USER]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [_colourful("input_text")]}]}),
+        ("/v1/responses", {"input": [{"role": "assistant", "content": [PICTURE_PART]}, USER]}),
+        ("/v1/responses", {"input": "Who?", "text": {"format": _colourful("text")}}),
+        ("/v1/responses", {"input": "Who?", "text": {"colour": "red"}}),
+        ("/v1/responses", {"input": "Who?", "tools": [{"type": "function", "name": "look", "colour": "red"}]}),
+        ("/v1/responses", {"input": "Who?", "tools": [{**LOOK, "parameters": {"type": "string"}}]}),
+        ("/v1/chat/completions", {"messages": [USER], "structured_outputs": {"colour": "red"}}),
+        ("/v1/chat/completions", {"messages": [USER], "structured_outputs": {"disable_any_whitespace": True}}),
+        ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "regex"}}),
+        ("/v1/chat/completions", {"messages": [USER], "guided_choice": [""]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}),
+        ("/v1/embeddings", {"input": " "}),
+        ("/tokenize", {"prompt": None}),
+        ("/tokenize", {"prompt": "Who?", "add_generation_prompt": True}),
     ],
 )
 def test_what_is_refused_is_against_the_schema(described: RunningServer, path: str, body: dict[str, Any]) -> None:
@@ -111,6 +142,47 @@ def test_what_is_refused_is_against_the_schema(described: RunningServer, path: s
     assert not Draft202012Validator(schema).is_valid(body)
     with described.client() as client:
         assert client.post(path, json=body).status_code == 400
+
+
+WHOLE = {"max_tokens": 2.0, "seed": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 2.0, **WHOLE}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": []}], "reasoning": {"enabled": None}}),
+        ("/v1/chat/completions", {"messages": [USER], "structured_outputs": {"regex": "a+", "json": None}}),
+        ("/v1/completions", {"prompt": [5.0, 6], "echo": True, **WHOLE}),
+        ("/v1/completions", {"prompt": [[5.0], [6]], "priority": 1.0, **WHOLE}),
+        ("/v1/embeddings", {"input": [5.0, 6]}),
+        ("/v1/embeddings", {"input": [{"type": "text", "text": ""}, {"type": "image_url", "image_url": TINY_PICTURE}]}),
+        ("/detokenize", {"tokens": [5.0, 6]}),
+        ("/v1/responses", {"input": "", "max_output_tokens": 2.0}),
+        ("/v1/messages", {"max_tokens": 2.0, "messages": [{"role": "user", "content": " "}], "top_k": 5.0}),
+        ("/v1/messages", {"max_tokens": 2, "messages": [USER], "thinking": {"type": "enabled", "budget_tokens": 9.0}}),
+        ("/v1/query", {"question": "Who?", "settings": WHOLE}),
+        ("/v1/detect", {"object": "bee", "image_url": TINY_PICTURE, "max_objects": 1.0}),
+    ],
+)
+def test_blanks_and_whole_numbers_with_a_point_are_taken_as_the_schema_says(
+    described: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    schema = described.app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    Draft202012Validator(schema).validate(body)
+    with described.client() as client:
+        response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+def test_a_seed_with_a_point_is_the_same_seed(described: RunningServer) -> None:
+    body = {"prompt": "A", "n": 2, "temperature": 2.0, "max_tokens": 4}
+    with described.client() as client:
+        texts = [
+            [choice["text"] for choice in client.post("/v1/completions", json={**body, "seed": seed}).json()["choices"]]
+            for seed in (7, 7.0)
+        ]
+    assert texts[0] == texts[1]
 
 
 def test_every_status_that_clients_get_is_declared(described: RunningServer) -> None:

@@ -125,6 +125,7 @@ def test_a_priority_below_zero_needs_an_urgent_key(shared: RunningServer, path: 
     assert (allowed.status_code, polite.status_code) == (200, 200)
 
 
-def test_without_keys_nobody_is_urgent(client: httpx.Client) -> None:
-    response = client.post("/v1/query", json={"question": "Who are you?", "max_tokens": 1, "priority": -1})
+@pytest.mark.parametrize("priority", [-1, -1.0])
+def test_without_keys_nobody_is_urgent(client: httpx.Client, priority: float) -> None:
+    response = client.post("/v1/query", json={"question": "Who are you?", "max_tokens": 1, "priority": priority})
     assert (response.status_code, response.json()["error"]["code"]) == (403, "not_allowed")

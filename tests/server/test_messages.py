@@ -251,7 +251,6 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"messages": [5]}, "messages[0]"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": " "}], "system": "a"}, "messages[0].content"),
         ({"messages": [*WHO, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{**WHO[0], "name": "a"}]}, "messages[0].name"),
         ({"messages": [{"role": "assistant", "content": [PICTURE]}]}, "messages[0].content[0]"),

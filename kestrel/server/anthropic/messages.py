@@ -21,7 +21,7 @@ from kestrel.server.openai.generation import EngineWork, client_names, sampling_
 from kestrel.server.openai.parameters import Body, EngineFields, given, require_known, require_list, type_of
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
-from kestrel.settings import any_text, boolean
+from kestrel.settings import any_text, boolean, whole
 from kestrel.skills.base import ChatFormat
 from kestrel.skills.chat import why_no_tools
 from kestrel.tokens import ImageSpan, num_positions
@@ -139,7 +139,7 @@ def _thinking(value: Any) -> bool:
     """Its budget is checked and not used: a thought may be as long as an answer."""
     kind = type_of("thinking", value, THINKING)
     require_known("thinking.", value, ("type", "budget_tokens"))
-    budget = value.get("budget_tokens")
+    budget = whole(value.get("budget_tokens"))
     if (kind == "enabled") != (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         problem = f'must be a number of tokens with "enabled", and is for nothing else (got {shown(budget)})'
         raise RequestError("thinking.budget_tokens", problem)

@@ -7,11 +7,13 @@ from fastapi import APIRouter
 from kestrel.server.anthropic.messages import CHOICES, EFFORT, UNUSED, count_tokens, create_message
 from kestrel.server.errors import ANTHROPIC_STATUSES
 from kestrel.server.openai.chat import MAX_MESSAGES
-from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, body, dialect_routes
+from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, dialect_routes
 from kestrel.server.records import MESSAGES_PATH
 from kestrel.server.schemas import (
+    FUNCTION_ARGUMENTS,
     REFUSALS,
     Schema,
+    body,
     closed,
     described,
     exemplified,
@@ -22,12 +24,18 @@ from kestrel.server.schemas import (
 from kestrel.settings import SETTINGS
 from kestrel.skills.tools import MAX_TOOLS, NAME
 
+
+def _sent(block: Schema) -> Schema:
+    """In a request a block has its own fields and a mark for a cache."""
+    return closed({**block, "properties": {**block["properties"], "cache_control": {}}})
+
+
 _TEXT_BLOCK = record({"type": {"const": "text"}, "text": TEXT})
-_TEXTS: Schema = {"anyOf": [TEXT, list_of(_TEXT_BLOCK)]}
+_TEXTS: Schema = {"anyOf": [TEXT, list_of(_sent(_TEXT_BLOCK))]}
 _SOURCE: Schema = {
     "anyOf": [
-        record({"type": {"const": "base64"}, "media_type": {}, "data": TEXT}, "media_type"),
-        record({"type": {"const": "url"}, "url": TEXT}),
+        closed(record({"type": {"const": "base64"}, "media_type": {}, "data": TEXT}, "media_type")),
+        closed(record({"type": {"const": "url"}, "url": TEXT})),
     ]
 }
 _CALL = record({"type": {"const": "tool_use"}, "id": TEXT, "name": TEXT, "input": {"type": "object"}})
@@ -38,26 +46,35 @@ _RESULT = record(
     "is_error",
 )
 _PICTURE = record({"type": {"const": "image"}, "source": _SOURCE})
-_BLOCK: Schema = {"anyOf": [_TEXT_BLOCK, _PICTURE, _CALL, _RESULT, _THOUGHT]}
-_MESSAGE = closed(
-    record({"role": {"enum": ["user", "assistant"]}, "content": {"anyOf": [TEXT, list_of(_BLOCK, minItems=1)]}})
-)
+_BLOCKS = {"user": (_TEXT_BLOCK, _PICTURE, _RESULT), "assistant": (_TEXT_BLOCK, _CALL, _THOUGHT)}
+
+
+def _message(role: str) -> Schema:
+    blocks = list_of({"anyOf": [_sent(block) for block in _BLOCKS[role]]}, minItems=1)
+    return closed(record({"role": {"const": role}, "content": {"anyOf": [TEXT, blocks]}}))
+
+
+_MESSAGE: Schema = {"anyOf": [_message(role) for role in _BLOCKS]}
 _TOOL = closed(
     body(
-        {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}, "input_schema": {"type": "object"}},
+        {"name": {"type": "string", "pattern": f"^{NAME.pattern}$"}, "input_schema": FUNCTION_ARGUMENTS},
         {"type": {"const": "custom"}, "description": TEXT, "strict": BOOLEAN, "cache_control": {}},
     )
 )
-_TOOL_CHOICE = closed(
-    body({"type": {"enum": [*CHOICES, "tool"]}}, {"name": TEXT, "disable_parallel_tool_use": BOOLEAN})
-)
+_ONE_CALL = {"disable_parallel_tool_use": BOOLEAN}
+_TOOL_CHOICE: Schema = {
+    "anyOf": [
+        closed(body({"type": {"enum": list(CHOICES)}}, _ONE_CALL)),
+        closed(body({"type": {"const": "tool"}, "name": TEXT}, _ONE_CALL)),
+    ]
+}
 _THINKING: Schema = {
     "anyOf": [
         closed(record({"type": {"const": "enabled"}, "budget_tokens": {"type": "integer", "minimum": 1}})),
         closed(record({"type": {"enum": ["adaptive", "disabled"]}})),
     ]
 }
-_FORMAT = record({"type": {"const": "json_schema"}, "schema": {"type": "object"}})
+_FORMAT = closed(record({"type": {"const": "json_schema"}, "schema": {"type": "object"}}))
 _OUTPUT_CONFIG = closed(body({}, {"format": _FORMAT, "effort": {"const": EFFORT}}))
 _MESSAGES = exemplified(
     list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]

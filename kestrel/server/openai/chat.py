@@ -115,7 +115,8 @@ def take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) ->
     """
     reasoning, effort = body.get("reasoning", False), body.get("reasoning_effort", "none")
     if isinstance(reasoning, Mapping):
-        effort = reasoning.get("effort") or effort
+        reasoning = given(reasoning)
+        effort = reasoning.get("effort", effort)
         reasoning = reasoning.get("enabled", effort != "none")
     if not isinstance(reasoning, bool):
         raise RequestError("reasoning", f'must be true, false or {{"effort": …}} (got {shown(body["reasoning"])})')

@@ -32,7 +32,7 @@ from kestrel.server.openai.parameters import (
     take_stream,
 )
 from kestrel.server.state import ServerState, state_of
-from kestrel.settings import SETTINGS, boolean
+from kestrel.settings import SETTINGS, boolean, is_number, whole_numbers
 from kestrel.skills.base import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -80,7 +80,7 @@ def _take_prompts(body: Body) -> Sequence[Prompt]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if isinstance(value[0], int):
+        if is_number(value[0]):
             return [value]
         _require_few(len(value), 1, False)
         for kind in (str, list):
@@ -152,7 +152,7 @@ class _CompletionShape:
         if self._echoed is None:
             return ""
         prompt = self._echoed[index]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(whole_numbers(prompt))
 
     def _add_end(self, columns: Columns, result: EngineResult, base: int) -> None:
         """The id that ended the text has no text, but a log-probability."""

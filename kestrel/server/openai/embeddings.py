@@ -21,6 +21,7 @@ from kestrel.server.openai.generation import EngineWork, all_results, answering_
 from kestrel.server.openai.parameters import REFUSED_IN_EMBEDDINGS, Body, given, refuse
 from kestrel.server.responses import listed_response
 from kestrel.server.state import state_of
+from kestrel.settings import is_number
 
 MAX_INPUTS = 2048
 FEW_INPUTS = 16
@@ -77,7 +78,7 @@ async def _inputs(body: Body, parts: PartReader) -> list[dict[str, Any]]:
         return [{"text": value}]
     if not isinstance(value, list) or not value:
         raise RequestError("input", f"must be a text, token ids, parts, or a list of one of these (got {shown(value)})")
-    if isinstance(value[0], (int, Mapping)):
+    if is_number(value[0]) or isinstance(value[0], Mapping):
         return [await _input("input", value, parts)]
     if len(value) > MAX_INPUTS:
         raise RequestError("input", f"has {len(value)} entries; give at most {MAX_INPUTS}")
@@ -87,7 +88,7 @@ async def _inputs(body: Body, parts: PartReader) -> list[dict[str, Any]]:
 async def _input(name: str, value: Any, parts: PartReader) -> dict[str, Any]:
     if isinstance(value, str):
         return {"text": value}
-    if isinstance(value, list) and value and isinstance(value[0], int):
+    if isinstance(value, list) and value and is_number(value[0]):
         return {"token_ids": value}
     if not isinstance(value, list) or not value:
         raise RequestError(name, f"must be a text, a list of token ids or a list of parts (got {shown(value)})")
@@ -96,7 +97,8 @@ async def _input(name: str, value: Any, parts: PartReader) -> dict[str, Any]:
     texts = [part["text"] for part in read if part["type"] == "text"]
     if len(images) > 1:
         raise RequestError(name, f"holds {len(images)} pictures; an embedding is of at most one")
-    return {"image": images[0] if images else None, "text": "\n".join(texts) if texts else None}
+    words = "\n".join(texts)
+    return {"image": images[0] if images else None, "text": words if words.strip() or not images else None}
 
 
 def _require_dimensions(body: Body, num_dimensions: int) -> None:

@@ -10,7 +10,7 @@ import orjson
 from kestrel.constraints.cost_limits import MAX_FORMAT_BYTES
 from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.server.openai.parameters import Body, EngineFields, Refusal, refuse
-from kestrel.server.schemas import RESPONSE_FORMAT, Schema, described, list_of
+from kestrel.server.schemas import EXPRESSION, RESPONSE_FORMAT, TEXTS_TO_CHOOSE, Schema, body, closed, described
 from kestrel.settings import boolean
 
 OBJECT = "structured_outputs"
@@ -71,16 +71,30 @@ _REFUSED: Mapping[str, Refusal] = {
 }
 _PLACES = ("response_format", *(f"response_format.{part}" for part in ("json_schema.schema", "regex", "choices")))
 """What refusals of a format may name."""
-_ANY_SCHEMA: Schema = {"type": ["object", "string"]}
-_TEXT: Schema = {"type": "string"}
+_ANY_SCHEMA: Schema = {
+    "anyOf": [{"type": "object"}, {"type": "string", "minLength": 2, "contentMediaType": "application/json"}]
+}
+_OBJECT = closed(
+    body(
+        {},
+        {
+            **{"json": _ANY_SCHEMA, "regex": EXPRESSION, "choice": TEXTS_TO_CHOOSE, "json_object": {"type": "boolean"}},
+            **{
+                name.removeprefix(f"{OBJECT}."): {"enum": list(one.harmless)}
+                for name, one in _REFUSED.items()
+                if name.startswith(OBJECT) and one.harmless
+            },
+        },
+    )
+)
 SCHEMAS: Mapping[str, Schema] = {
     "response_format": RESPONSE_FORMAT,
     "guided_json": described("A JSON schema that the answer fits, as an object or as text.", _ANY_SCHEMA),
-    "guided_regex": described("A regular expression that the answer matches.", _TEXT),
-    "guided_choice": described("Texts of which the answer is one.", list_of(_TEXT, minItems=1)),
-    OBJECT: described("One of json, regex, choice and json_object.", {"type": "object"}),
+    "guided_regex": described("A regular expression that the answer matches.", EXPRESSION),
+    "guided_choice": described("Texts of which the answer is one.", TEXTS_TO_CHOOSE),
+    OBJECT: described("One of json, regex, choice and json_object.", _OBJECT),
     "json_schema": described("Another name for `guided_json`.", _ANY_SCHEMA),
-    "regex": described("Another name for `guided_regex`.", _TEXT),
+    "regex": described("Another name for `guided_regex`.", EXPRESSION),
 }
 
 

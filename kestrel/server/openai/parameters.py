@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, did_you_mean, shown
-from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer
+from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer, whole
 
 CHOICES = integer(1, 128)
 """Answers one request may ask for (`n`)."""
@@ -154,7 +154,7 @@ def take_settings(body: Body) -> EngineFields:
     fields = EngineFields()
     for name, setting in PARAMETERS.items():
         if name in body:
-            fields.add(setting.name, name, body[name])
+            fields.add(setting.name, name, whole(body[name]))
     return fields
 
 

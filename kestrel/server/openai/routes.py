@@ -20,9 +20,12 @@ from kestrel.server.openai.model_info import detokenize, list_models, retrieve_m
 from kestrel.server.openai.parameters import CHOICES, parameter_schemas
 from kestrel.server.schemas import (
     COMMON_FIELDS,
+    FUNCTION_ARGUMENTS,
     NULL,
     REFUSALS,
     Schema,
+    body,
+    closed,
     described,
     exemplified,
     integer,
@@ -33,6 +36,7 @@ from kestrel.server.schemas import (
     refusals,
 )
 from kestrel.settings import SETTINGS, boolean, tokens_or_none
+from kestrel.settings import text as visible
 from kestrel.skills.tools import MAX_TOOLS, NAME
 
 BOOLEAN = boolean.schema
@@ -42,36 +46,43 @@ Responses: TypeAlias = dict[int | str, dict[str, Any]]
 TOKEN_ID = integer(0, 2**31 - 1)
 
 
-def body(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
-    """A request: null means not given. Further fields are ignored, but for those that would change the answer."""
-    properties = {**required, **{name: nullable(schema) for name, schema in optional.items()}}
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
 # ---------------------------------------------------------------------- requests
 
 _IMAGE: Schema = {"anyOf": [TEXT, record({"url": TEXT, "detail": {}}, "detail")]}
-PART: Schema = {
-    "oneOf": [
-        record({"type": {"const": "text"}, "text": TEXT}),
-        record({"type": {"const": "image_url"}, "image_url": _IMAGE}),
-    ]
-}
+_TEXT_PART = record({"type": {"const": "text"}, "text": TEXT})
+PART: Schema = {"oneOf": [_TEXT_PART, record({"type": {"const": "image_url"}, "image_url": _IMAGE})]}
 _CALL = record({"id": TEXT, "type": {"const": "function"}, "function": record({"name": TEXT, "arguments": TEXT})})
-_MESSAGE = record(
-    {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [TEXT, list_of(PART), NULL]},
-        "tool_calls": nullable(list_of(_CALL)),
-    },
-    "content",
-    "tool_calls",
-)
+_NOTHING: Schema = {"enum": [None, []]}
+_WORDS: Schema = {"anyOf": [TEXT, list_of(_TEXT_PART)]}
+
+
+def _message(content: Schema, *roles: str) -> Schema:
+    return record({"role": {"enum": list(roles)}, "content": content, "tool_calls": _NOTHING}, "tool_calls")
+
+
+_ANSWER = {"role": {"const": "assistant"}, "content": nullable(_WORDS), "tool_calls": nullable(list_of(_CALL))}
+
+
+def _messages(part: Schema) -> Schema:
+    """`part`: what a user may send."""
+    one: Schema = {
+        "anyOf": [
+            _message(_WORDS, "system", "developer", "tool"),
+            _message({"anyOf": [TEXT, list_of(part)]}, "user"),
+            record(_ANSWER, "content", "tool_calls"),
+        ],
+        "properties": {"function_call": _NOTHING, "audio": _NOTHING},
+    }
+    return exemplified(list_of(one, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}])
+
+
 _NAME: Schema = {"type": "string", "pattern": f"^{NAME.pattern}$"}
 _TOOL = record(
     {
         "type": {"const": "function"},
-        "function": body({"name": _NAME}, {"description": TEXT, "parameters": {"type": "object"}, "strict": BOOLEAN}),
+        "function": closed(
+            body({"name": _NAME}, {"description": TEXT, "parameters": FUNCTION_ARGUMENTS, "strict": BOOLEAN})
+        ),
     }
 )
 _TOOL_CHOICE: Schema = {
@@ -90,16 +101,13 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": _STREAM_OPTIONS,
     "user": {"description": "Taken and not used."},
 }
-_MESSAGES = exemplified(
-    list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES), [{"role": "user", "content": "Who are you?"}]
-)
 _TEMPLATE_FIELDS: Mapping[str, Schema] = {
     "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
     "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
     "continue_final_message": described("Go on with the last message instead of opening an answer.", BOOLEAN),
 }
 CHAT_REQUEST = body(
-    {"messages": _MESSAGES},
+    {"messages": _messages(PART)},
     {
         **_COMMON,
         **parameter_schemas(),
@@ -115,13 +123,15 @@ CHAT_REQUEST = body(
     },
 )
 _IDS = list_of(TOKEN_ID, minItems=1)
-_TEXT_OR_IDS: Schema = {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}
+_SOME_TEXT: Schema = {"type": "string", "minLength": 1}
+_VISIBLE_OR_IDS: Schema = {"anyOf": [visible.schema, _IDS]}
 COMPLETION_REQUEST = body(
     {
         "prompt": {
             "anyOf": [
-                _TEXT_OR_IDS,
-                list_of({"type": "string", "minLength": 1}, minItems=1, maxItems=completions.MAX_PROMPTS),
+                _SOME_TEXT,
+                _IDS,
+                list_of(_SOME_TEXT, minItems=1, maxItems=completions.MAX_PROMPTS),
                 list_of(_IDS, minItems=1, maxItems=completions.MAX_PROMPTS),
             ],
             "examples": ["A kestrel is"],
@@ -141,9 +151,9 @@ EMBEDDING_REQUEST = body(
     {
         "input": {
             "anyOf": [
-                _TEXT_OR_IDS,
+                _VISIBLE_OR_IDS,
                 list_of(PART, minItems=1),
-                list_of({"anyOf": [_TEXT_OR_IDS, list_of(PART, minItems=1)]}, minItems=1, maxItems=MAX_INPUTS),
+                list_of({"anyOf": [_VISIBLE_OR_IDS, list_of(PART, minItems=1)]}, minItems=1, maxItems=MAX_INPUTS),
             ],
             "examples": ["a kestrel"],
         }
@@ -162,12 +172,28 @@ TOKENIZE_REQUEST = body(
     {},
     {
         "prompt": TEXT,
-        "messages": described("In place of a prompt.", _MESSAGES),
+        "messages": described("In place of a prompt. Without pictures.", _messages(_TEXT_PART)),
         "model": _COMMON["model"],
         "add_special_tokens": described("Of a prompt: whether the beginning of text is there. Default: true.", BOOLEAN),
         **_TEMPLATE_FIELDS,
     },
-) | {"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}], "examples": [{"prompt": "a kestrel"}]}
+) | {
+    "anyOf": [
+        {
+            "required": ["prompt"],
+            "properties": {"prompt": TEXT, **dict.fromkeys(("messages", *_TEMPLATE_FIELDS), NULL)},
+        },
+        {
+            "required": ["messages"],
+            "properties": {
+                "messages": {"type": "array"},
+                "prompt": NULL,
+                "add_special_tokens": {"enum": [None, False]},
+            },
+        },
+    ],
+    "examples": [{"prompt": "a kestrel"}],
+}
 DETOKENIZE_REQUEST = body({"tokens": exemplified(list_of(TOKEN_ID), [5, 6, 7])}, {"model": _COMMON["model"]})
 
 # ---------------------------------------------------------------------- answers

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from kestrel.server.openai.chat import EFFORTS, MAX_MESSAGES
 from kestrel.server.openai.parameters import parameter_schemas
-from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, body, dialect_routes
+from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, dialect_routes
 from kestrel.server.responses_api.create import (
     CHOICES,
     INCLUDED,
@@ -21,9 +21,11 @@ from kestrel.server.responses_api.create import (
 )
 from kestrel.server.responses_api.items import MESSAGE_ROLES
 from kestrel.server.schemas import (
+    FUNCTION_ARGUMENTS,
     NULL,
     REFUSALS,
     Schema,
+    body,
     closed,
     described,
     list_of,
@@ -37,39 +39,43 @@ from kestrel.skills.tools import MAX_TOOLS, NAME
 PATH = "/v1/responses"
 _ANY: Schema = {}
 _IDENTITY = {"id": TEXT, "status": _ANY}
-_TEXT_PART = body({"type": {"const": "input_text"}, "text": TEXT}, {})
-_SAID_PART = body({"type": {"const": "output_text"}, "text": TEXT}, {"annotations": _ANY, "logprobs": _ANY})
-_PICTURE = body({"type": {"const": "input_image"}, "image_url": TEXT}, {"detail": _ANY})
+_MESSAGE = {"type": {"const": "message"}, "phase": _ANY, **_IDENTITY}
+_TEXT_PART = closed(body({"type": {"const": "input_text"}, "text": TEXT}, {}))
+_SAID_PART = closed(body({"type": {"const": "output_text"}, "text": TEXT}, {"annotations": _ANY, "logprobs": _ANY}))
+_PICTURE = closed(body({"type": {"const": "input_image"}, "image_url": TEXT}, {"detail": _ANY}))
 _TEXTS: Schema = {"anyOf": [TEXT, list_of({"anyOf": [_TEXT_PART, _SAID_PART]}, minItems=1)]}
 _CONTENT: Schema = {"anyOf": [TEXT, list_of({"anyOf": [_TEXT_PART, _SAID_PART, _PICTURE]}, minItems=1)]}
 _THOUGHT = record({"type": {"const": "reasoning_text"}, "text": TEXT})
 _ITEMS = (
-    body(
-        {"role": {"enum": list(MESSAGE_ROLES)}, "content": _CONTENT},
-        {"type": {"const": "message"}, "phase": _ANY, **_IDENTITY},
-    ),
+    body({"role": {"const": "user"}, "content": _CONTENT}, _MESSAGE),
+    body({"role": {"enum": [role for role in MESSAGE_ROLES if role != "user"]}, "content": _TEXTS}, _MESSAGE),
     body({"type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT}, _IDENTITY),
     body({"type": {"const": "function_call_output"}, "call_id": TEXT, "output": _TEXTS}, _IDENTITY),
     body({"type": {"const": "reasoning"}}, {"summary": _ANY, "content": list_of(_THOUGHT), **_IDENTITY}),
 )
 _ITEM: Schema = {"anyOf": [closed(item) for item in _ITEMS]}
-_TOOL = body(
-    {"type": {"const": "function"}, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}},
-    {"description": TEXT, "parameters": {"type": "object"}, "strict": BOOLEAN},
+_TOOL = closed(
+    body(
+        {"type": {"const": "function"}, "name": {"type": "string", "pattern": f"^{NAME.pattern}$"}},
+        {"description": TEXT, "parameters": FUNCTION_ARGUMENTS, "strict": BOOLEAN},
+    )
 )
 _TOOL_CHOICE: Schema = {
     "anyOf": [{"enum": list(CHOICES)}, closed(record({"type": {"const": "function"}, "name": TEXT}))]
 }
 _FORMAT: Schema = {
     "anyOf": [
-        record({"type": {"enum": ["text", "json_object"]}}),
-        body(
-            {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
-            {"name": TEXT, "description": TEXT, "strict": BOOLEAN},
+        closed(record({"type": {"enum": ["text", "json_object"]}})),
+        closed(
+            body(
+                {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+                {"name": TEXT, "description": TEXT, "strict": BOOLEAN},
+            )
         ),
     ]
 }
-_REASONING = body({}, {"effort": {"enum": list(EFFORTS)}, "summary": {"const": "auto"}})
+_REASONING = closed(body({}, {"effort": {"enum": list(EFFORTS)}, "summary": {"const": "auto"}}))
+_TEXT = closed(body({}, {"format": _FORMAT, "verbosity": {"const": "medium"}}))
 _METADATA: Schema = {
     "type": "object",
     "maxProperties": MAX_METADATA,
@@ -79,32 +85,34 @@ _METADATA: Schema = {
 _UNUSED = {"description": "Taken and not used."}
 _ONLY = {"description": "Anything else is refused."}
 _SETTINGS = parameter_schemas()
-RESPONSE_REQUEST = {"additionalProperties": False} | body(
-    {
-        "input": {
-            "anyOf": [TEXT, list_of(_ITEM, minItems=1, maxItems=MAX_MESSAGES)],
-            "description": "What to answer: a text, or messages and other items.",
-            "examples": ["Who are you?"],
-        }
-    },
-    {
-        "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
-        "instructions": described("A system message before everything.", TEXT),
-        "previous_response_id": described("A stored response that this one goes on from.", TEXT),
-        "store": described("Whether to keep the response. Default: true.", BOOLEAN),
-        "stream": described("Answer as Server-Sent Events.", BOOLEAN),
-        "max_output_tokens": SETTINGS["max_tokens"].schema,
-        **{name: _SETTINGS[name] for name in SAMPLING},
-        "text": described("What the answer must look like.", body({}, {"format": _FORMAT, "verbosity": _ANY})),
-        "reasoning": described("Whether to think first.", _REASONING),
-        "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
-        "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
-        "parallel_tool_calls": described("Whether there may be several calls. Default: true.", BOOLEAN),
-        "include": described("Has no effect: thoughts are there as text.", list_of({"enum": list(INCLUDED)})),
-        "metadata": described("Repeated in the response.", _METADATA),
-        **dict.fromkeys(UNUSED, _UNUSED),
-        **{name: {**_ONLY, "enum": list(one.harmless)} for name, one in REFUSED.items() if one.harmless},
-    },
+RESPONSE_REQUEST = closed(
+    body(
+        {
+            "input": {
+                "anyOf": [TEXT, list_of(_ITEM, minItems=1, maxItems=MAX_MESSAGES)],
+                "description": "What to answer: a text, or messages and other items.",
+                "examples": ["Who are you?"],
+            }
+        },
+        {
+            "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
+            "instructions": described("A system message before everything.", TEXT),
+            "previous_response_id": described("A stored response that this one goes on from.", TEXT),
+            "store": described("Whether to keep the response. Default: true.", BOOLEAN),
+            "stream": described("Answer as Server-Sent Events.", BOOLEAN),
+            "max_output_tokens": SETTINGS["max_tokens"].schema,
+            **{name: _SETTINGS[name] for name in SAMPLING},
+            "text": described("What the answer must look like.", _TEXT),
+            "reasoning": described("Whether to think first.", _REASONING),
+            "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
+            "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
+            "parallel_tool_calls": described("Whether there may be several calls. Default: true.", BOOLEAN),
+            "include": described("Has no effect: thoughts are there as text.", list_of({"enum": list(INCLUDED)})),
+            "metadata": described("Repeated in the response.", _METADATA),
+            **dict.fromkeys(UNUSED, _UNUSED),
+            **{name: {**_ONLY, "enum": list(one.harmless)} for name, one in REFUSED.items() if one.harmless},
+        },
+    )
 )
 _ITEM_IDENTITY = {"id": TEXT, "status": {"enum": ["in_progress", "completed", "incomplete"]}}
 _OUTPUT: Schema = {

@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias
 from tokenizers import Tokenizer as TokenizerJson
 
 from kestrel.models.tokenizer import TextTokenizer
-from kestrel.skills.base import ModelProfile, RegionIds, SkillRegistry, Template
+from kestrel.skills.base import ModelProfile, RegionIds, SkillRegistry
+from kestrel.skills.model_facts import Template
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
 
 _PICTURE = "picture"  # skills hand pictures on unread; any value stands for one
