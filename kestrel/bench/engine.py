@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -27,7 +27,18 @@ from kestrel.adapters import Adapter, AdapterShape, AdapterTarget, LowRankPair, 
 from kestrel.adapters.adapter import Side
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.results import environment, machine_load
-from kestrel.bench.workloads import SUITE_NAMES, Ask, Load, Material, find_mode, find_workload, flood, question_pieces
+from kestrel.bench.workloads import (
+    SUITE_NAMES,
+    Ask,
+    Case,
+    Load,
+    Material,
+    cases_of,
+    find_mode,
+    find_workload,
+    flood,
+    question_pieces,
+)
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError, shown
@@ -38,36 +49,11 @@ from kestrel.runtime.contract import Runtime, RuntimeLimits, StepOutput, StepPla
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.tokens import ImageSpan
 
-REQUESTS_BY_BATCH = {1: 64, 4: 128, 16: 256, 64: 384}
 UNREMARKABLE = ("model", "model_path", "weights_path", "tokenizer_path", "device", "dtype", "max_batch_size")
 """Fields of the configuration that have columns of their own."""
 
 Row = dict[str, object]
 OnRow = Callable[[Row], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    workload: str
-    mode: str
-    max_batch_size: int
-    tokens: int
-    requests: int
-    runs: int = 1
-    """The fastest of them counts."""
-
-    def __post_init__(self) -> None:
-        find_workload(self.workload)
-        find_mode(self.mode)
-        counts = {"batch-sizes": self.max_batch_size, "tokens": self.tokens, "requests": self.requests}
-        for name, value in counts.items():
-            if value < 1:
-                raise ConfigError(name, f"must be at least 1 (got {value})")
-
-
-def default_requests(max_batch_size: int) -> int:
-    """64, 128, 256 and 384 from batch sizes 1, 4, 16 and 64 on."""
-    return max(count for size, count in REQUESTS_BY_BATCH.items() if size <= max_batch_size)
 
 
 def load_model(config: RuntimeConfig, random: str | None, progress: Progress | None = None) -> LoadedModel[Any, Any]:
@@ -240,28 +226,6 @@ def free_device_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def cases_of(
-    workloads: Sequence[str],
-    modes: Sequence[str],
-    batch_sizes: Sequence[int],
-    tokens: Sequence[int],
-    requests: int | None,
-) -> Iterator[Case]:
-    """Every combination, batch sizes outermost."""
-    for max_batch_size in batch_sizes:
-        count = default_requests(max_batch_size) if requests is None else requests
-        for workload in workloads:
-            for mode in modes:
-                for num_tokens in tokens:
-                    yield Case(
-                        workload=workload,
-                        mode=mode,
-                        max_batch_size=max_batch_size,
-                        tokens=num_tokens,
-                        requests=count,
-                    )
 
 
 # ---------------------------------------------------------------------- random adapters

@@ -1,4 +1,4 @@
-"""What the engine benchmark asks, and the clients that ask it.
+"""What the engine benchmark asks, the clients that ask it, and the cases that it measures.
 
 Every request yields a known number of tokens: ends are barred.
 
@@ -13,7 +13,7 @@ Every request yields a known number of tokens: ends are barred.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -225,3 +225,55 @@ def find_mode(name: str) -> Mode:
     if mode is None:
         raise ConfigError("modes", f"{shown(name)} is not a mode; use one of: {', '.join(MODES)}")
     return mode
+
+
+# ---------------------------------------------------------------------- cases
+
+
+REQUESTS_BY_BATCH = {1: 64, 4: 128, 16: 256, 64: 384}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    workload: str
+    mode: str
+    max_batch_size: int
+    tokens: int
+    requests: int
+    runs: int = 1
+    """The fastest of them counts."""
+
+    def __post_init__(self) -> None:
+        find_workload(self.workload)
+        find_mode(self.mode)
+        counts = {"batch-sizes": self.max_batch_size, "tokens": self.tokens, "requests": self.requests}
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(name, f"must be at least 1 (got {value})")
+
+
+def default_requests(max_batch_size: int) -> int:
+    """64, 128, 256 and 384 from batch sizes 1, 4, 16 and 64 on."""
+    return max(count for size, count in REQUESTS_BY_BATCH.items() if size <= max_batch_size)
+
+
+def cases_of(
+    workloads: Sequence[str],
+    modes: Sequence[str],
+    batch_sizes: Sequence[int],
+    tokens: Sequence[int],
+    requests: int | None,
+) -> Iterator[Case]:
+    """Every combination, batch sizes outermost."""
+    for max_batch_size in batch_sizes:
+        count = default_requests(max_batch_size) if requests is None else requests
+        for workload in workloads:
+            for mode in modes:
+                for num_tokens in tokens:
+                    yield Case(
+                        workload=workload,
+                        mode=mode,
+                        max_batch_size=max_batch_size,
+                        tokens=num_tokens,
+                        requests=count,
+                    )

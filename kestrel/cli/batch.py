@@ -15,7 +15,7 @@ import typer
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import FAILED, Interrupted, note, one_line, printable, run_to_end, stderr_console
-from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings
+from kestrel.cli.loading import check_model, note_default_model, open_engine, refuse_local_settings
 from kestrel.cli.options import check_parent_folder, flag
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError, shown
@@ -91,14 +91,13 @@ def batch(
     check_parent_folder("--output", output)
     if not source.exists():
         raise ConfigError("IN.jsonl", f"there is no {source}; give a file with a request or prompt on each line")
-    # Here and not above: help, and a path without a file, need no web framework.
-    from kestrel.labelling.batch import BatchJob, require_endpoint  # noqa: PLC0415
+    prompt_body = _prompt_body(options.prompt_body)
+    # Here and not above: help and refusals need no web framework.
+    from kestrel.labelling.batch import BatchJob  # noqa: PLC0415
     from kestrel.labelling.batch_lines import CHAT, BatchInput, PromptOptions  # noqa: PLC0415
 
-    if options.endpoint is not None:
-        require_endpoint(options.endpoint)
     url = CHAT if options.prompt_url is None else options.prompt_url
-    with BatchInput.open(source, PromptOptions(url=url, body=_prompt_body(options.prompt_body))) as lines:
+    with BatchInput.open(source, PromptOptions(url=url, body=prompt_body)) as lines:
         _refuse_unused(lines, options)
         with BatchJob.open(lines, output, _answers_of(options, config)) as job:
             _finish(job, options, config)
@@ -214,7 +213,11 @@ def _check(options: BatchOptions, config: RuntimeConfig) -> None:
     if options.endpoint is None:
         if options.api_key is not None:
             raise ConfigError("--api-key", "is for a server; name it with --endpoint, or leave the key out")
+        check_model(config)
         return
+    from kestrel.client.refusals import base_url  # noqa: PLC0415
+
+    base_url(options.endpoint, "--endpoint")
     changed = [name for name in ("served_model_names", "allowed_image_hosts") if getattr(options, name)]
     if changed:
         raise ConfigError(changed[0], "is for a model loaded here; leave it or --endpoint out")

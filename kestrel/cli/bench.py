@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kestrel.bench.workloads import SUITE_NAMES, WORKLOADS
+from kestrel.bench.workloads import SUITE_NAMES, WORKLOADS, Case, cases_of
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars
-from kestrel.cli.options import check_parent_folder, flag, split_names
+from kestrel.cli.options import check_choice, check_parent_folder, flag, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
-from kestrel.known_models import random_names
+from kestrel.known_models import check_source, random_names
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kestrel.bench.engine import Case, RandomAdapters, Row
+    from kestrel.bench.engine import RandomAdapters, Row
 
 
 def make_group() -> typer.Typer:
@@ -94,8 +94,6 @@ class EngineRun:
     def cases(self, config: RuntimeConfig) -> list[Case]:
         if self.batch_sizes and config.max_batch_size != RuntimeConfig.max_batch_size:
             raise ConfigError("--max-batch-size", "is decided by --batch-sizes; leave out one of the two")
-        from kestrel.bench.engine import cases_of  # noqa: PLC0415
-
         cases = cases_of(
             split_names(self.workloads) or DEFAULT_WORKLOADS,
             split_names(self.modes) or DEFAULT_MODES,
@@ -122,19 +120,24 @@ def engine(
     Pictures are drawn by number, so that every run sees the same ones; answers never end early.
     """
     _check_output(output)
-    # Here and not above: help needs no torch.
+    if run.suite is None:
+        if run.time_limit is not None:
+            raise ConfigError("--time-limit", "is for a suite; add --suite, or leave it out")
+        check_random(random, config)
+        cases = run.cases(config)
+        _check_queue(cases, config)
+        _check_adapters(run.adapters, run.adapter_rank)
+    else:
+        check_choice("--suite", run.suite, SUITE_NAMES)
+        _refuse_beside_suite(run, random, config)
+        cases = []
+    # Here and not above: help and refusals need no torch.
     from kestrel.bench.engine import EngineBench, find_suite, load_model, run_suite  # noqa: PLC0415
 
     on_row = _row_sink(output, run.as_json)
     if run.suite is not None:
-        _refuse_beside_suite(run, random, config)
         run_to_end(run_suite(find_suite(run.suite), config, picture_cache, _limit_s(run.time_limit), on_row, note))
         return
-    if run.time_limit is not None:
-        raise ConfigError("--time-limit", "is for a suite; add --suite, or leave it out")
-    check_random(random, config)
-    cases = run.cases(config)
-    _check_queue(cases, config)
     mixed = _random_adapters(run.adapters, run.adapter_rank)
     with LoadingBars(stderr_console()) as bars:
         loaded = load_model(config, random, bars)
@@ -171,7 +174,9 @@ def text(
 
 
 def check_random(random: str | None, config: RuntimeConfig) -> None:
+    """The model is one that can be made or looked for."""
     if random is None:
+        check_source(config)
         return
     if random not in random_names():
         raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(random_names())}")
@@ -186,9 +191,15 @@ def _limit_s(time_limit: float | None) -> float:
     return limit_s
 
 
-def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
+def _check_adapters(count: int, rank: int | None) -> None:
     if count == 0 and rank is not None:
         raise ConfigError("--adapter-rank", "is the rank of --adapters; add that, or leave it out")
+    for name, value, least in (("--adapters", count, 0), ("--adapter-rank", 1 if rank is None else rank, 1)):
+        if value < least:
+            raise ConfigError(name, f"must be at least {least} (got {value})")
+
+
+def _random_adapters(count: int, rank: int | None) -> RandomAdapters | None:
     from kestrel.bench.engine import RandomAdapters  # noqa: PLC0415
 
     return None if count == 0 else RandomAdapters(count, DEFAULT_ADAPTER_RANK if rank is None else rank)

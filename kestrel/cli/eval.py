@@ -12,11 +12,11 @@ import typer
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
-from kestrel.cli.loading import note_default_model, open_engine, require_skill
+from kestrel.cli.loading import check_model, note_default_model, open_engine, require_skill
 from kestrel.cli.options import check_parent_folder, flag, open_sprites, parse_size, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
-from kestrel.evals.plans import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan, LocatePlan
+from kestrel.evals.plans import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan, LocatePlan, annotations_in
 from kestrel.train.options import DEFAULT_ATLAS_PATH
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def eval(
     if concurrency > config.max_queue_size:
         raise ConfigError("concurrency", f"{concurrency} exceeds --max-queue-size {config.max_queue_size}; raise that")
     _check_file("--json", json_file)
+    check_model(config)
     # Here and not above: help and refusals need none of these.
     from kestrel.evals.report import as_json, as_tables  # noqa: PLC0415
 
@@ -173,12 +174,13 @@ def adapter(
     plan = options.plan(config)
     if not data.exists():
         raise ConfigError("data", f"there is no {data}; name annotations, or a folder that holds them")
+    path = annotations_in(data)
+    check_model(config)
     # As above.
-    from kestrel.evals.adapter import annotations_in, as_json, only_listed, open_pictures, read_questions  # noqa: PLC0415
+    from kestrel.evals.adapter import as_json, only_listed, open_pictures, read_questions  # noqa: PLC0415
     from kestrel.evals.adapter_page import as_tables, render  # noqa: PLC0415
     from kestrel.images.encoded import ImageLimits  # noqa: PLC0415
 
-    path = annotations_in(data)
     limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.honour_exif_orientation)
     pictures = open_pictures(path, options.images, limits)
     questions = read_questions(path, pictures, plan)

@@ -10,13 +10,16 @@ import typer
 
 from kestrel.cli.batch import KEY_VARIABLE
 from kestrel.cli.config_flags import with_flags
-from kestrel.cli.options import flag, object_or_objects, split_names
+from kestrel.cli.loading import check_model, refuse_local_settings
+from kestrel.cli.options import check_adapter, flag, object_or_objects, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
+from kestrel.labelling.object_stores import require_store
 from kestrel.labelling.pictures import SourceOptions, require_named
 
 if TYPE_CHECKING:
-    from kestrel.labelling.outputs import OutputPlan
+    from kestrel.labelling.plans import OutputPlan
+    from kestrel.labelling.review.decisions import Decisions
     from kestrel.labelling.task import LabelTask
 
 
@@ -121,8 +124,7 @@ class OutputFlags:
     )
 
     def plan(self, task: LabelTask, config: RuntimeConfig) -> OutputPlan:
-        from kestrel.labelling.formats import parse_split  # noqa: PLC0415
-        from kestrel.labelling.outputs import OutputPlan  # noqa: PLC0415
+        from kestrel.labelling.plans import OutputPlan, parse_split  # noqa: PLC0415
         from kestrel.labelling.task import OBJECT_TASKS  # noqa: PLC0415
 
         default = ("coco",) if task.task in OBJECT_TASKS else ("jsonl",)
@@ -135,7 +137,17 @@ class OutputFlags:
             skip_missing=self.skip_missing,
         )
         plan.require_fits(task)
+        if self.upload is not None:
+            require_store(self.upload, "upload")
         return plan
+
+    def decisions(self, run: RunFlags) -> Decisions | None:
+        from kestrel.labelling.review.decisions import read_decisions  # noqa: PLC0415
+
+        if self.apply_review is not None and run.dry_run:
+            problem = "is written into the journal, and --dry-run writes nothing; leave one out"
+            raise ConfigError("apply_review", problem)
+        return None if self.apply_review is None else read_decisions(self.apply_review)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +189,22 @@ class RunFlags:
         if self.ray is not None and self.dry_run:
             raise ConfigError("dry_run", "measures one engine here; leave --ray out to see what one takes")
 
+    def require_model(self, task: LabelTask, config: RuntimeConfig) -> None:
+        """There is somebody to answer: a server's address, or a model here."""
+        from kestrel.client.refusals import base_url  # noqa: PLC0415
+
+        if self.endpoint is not None:
+            base_url(self.endpoint, "endpoint")
+            refuse_local_settings(config)
+            return
+        if self.ray is not None:
+            from kestrel.integrations.ray_data import require_ray  # noqa: PLC0415
+
+            require_ray("ray")
+        if task.adapter is not None:
+            check_adapter(task.adapter, config)
+        check_model(config)
+
 
 @with_flags
 def label(
@@ -202,13 +230,22 @@ def label(
     Every picture is written to DIR/journal.jsonl as soon as it is labelled: the same command continues where the last
     run ended. Files appear complete at the end. Their names go to stdout.
     """
+    _check_folders(sources, output)
+    asked, options = task.label_task(), source.options(output)
+    asked.require_complete(sources)
+    plan, decisions = outputs.plan(asked, config), outputs.decisions(run)
+    run.require_model(asked, config)
+    # Here and not above: help and refusals need none of the libraries that read pictures.
+    from kestrel.cli.run_label import Work, run_label  # noqa: PLC0415
+
+    work = Work(sources, asked, options, source.limit, output, plan, run, config)
+    run_label(work, decisions, outputs.upload)
+
+
+def _check_folders(sources: list[str], output: Path) -> None:
     for name in sources:
         require_named(name)
     if ":/" in str(output):
         raise ConfigError("output", "must be a folder here, for the journal; --upload copies it to an address")
-    # Here and not above: help, and paths without a file, need none of the libraries that read pictures.
-    from kestrel.cli.run_label import Work, run_label  # noqa: PLC0415
-
-    asked = task.label_task()
-    work = Work(sources, asked, source.options(output), source.limit, output, outputs.plan(asked, config), run, config)
-    run_label(work, outputs.apply_review, outputs.upload)
+    if any(Path(name).resolve() == output.resolve() for name in sources):
+        raise ConfigError("output", f"{output} is labelled itself; choose another folder, or one within it")

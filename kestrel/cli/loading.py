@@ -35,6 +35,13 @@ def refuse_local_settings(config: RuntimeConfig) -> None:
         note(f"{name} is for a model loaded here; the server at --endpoint does not hear of it")
 
 
+def check_model(config: RuntimeConfig) -> None:
+    """Refuses a model that nobody knows, and files that are not there, before anything else is loaded."""
+    from kestrel.known_models import check_source  # noqa: PLC0415 - help needs none of it
+
+    check_source(config)
+
+
 def note_default_model(config: RuntimeConfig) -> None:
     """Say what an answer comes from when nobody chose the model; for when there is an answer, not a refusal."""
     if config.model is None and config.weights is None:
@@ -52,9 +59,7 @@ def require_skill(profile: ModelProfile, skill: str) -> None:
 @asynccontextmanager
 async def open_engine(config: RuntimeConfig) -> AsyncIterator[InferenceEngine]:
     """An engine that is shut down at the end: drained normally, immediately after an error or Ctrl-C."""
-    from kestrel.known_models import check_source  # noqa: PLC0415
-
-    check_source(config)
+    check_model(config)
     from asyncio import CancelledError  # noqa: PLC0415
 
     from kestrel.engine import InferenceEngine  # noqa: PLC0415 - it imports torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end
-from kestrel.cli.loading import note_default_model, refuse_local_settings
+from kestrel.cli.loading import check_model, note_default_model, refuse_local_settings
 from kestrel.config import RuntimeConfig, setting
 from kestrel.errors import ConfigError, KestrelError, shown
 
@@ -114,17 +114,23 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _opener(options: McpOptions, config: RuntimeConfig) -> Callable[[], Model]:
-    from kestrel.client.model import vl  # noqa: PLC0415
     from kestrel.client.refusals import base_url  # noqa: PLC0415
 
     if options.endpoint is not None:
         if config != RuntimeConfig():
             refuse_local_settings(config)
         url, key = base_url(options.endpoint, "--endpoint"), options.api_key or os.environ.get(KEY_VARIABLE) or None
-        return lambda: vl(endpoint=url, api_key=key)
+        return lambda: _asked(url, key)
     if options.api_key is not None:
         raise ConfigError("--api-key", "is for a server; name it with --endpoint, or leave the key out")
+    check_model(config)
     return lambda: _loaded(config)
+
+
+def _asked(url: str, key: str | None) -> Model:
+    from kestrel.client.model import vl  # noqa: PLC0415
+
+    return vl(endpoint=url, api_key=key)
 
 
 def _loaded(config: RuntimeConfig) -> Model:

@@ -21,19 +21,18 @@ from kestrel import default_model
 from kestrel.cli.batch import KEY_VARIABLE
 from kestrel.cli.console import note, run_to_end, stderr_console, write
 from kestrel.cli.label import RunFlags
-from kestrel.cli.loading import note_default_model, open_engine, refuse_local_settings, require_skill
-from kestrel.cli.options import check_adapter
+from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
-from kestrel.known_models import check_source
 from kestrel.labelling.askers import ENDPOINT_REQUESTS, Asker, EndpointAsker, EngineAsker
 from kestrel.labelling.endpoint import Endpoint
 from kestrel.labelling.job import LabelJob, Progress, open_journal
 from kestrel.labelling.journal import Journal
-from kestrel.labelling.object_stores import require_store, upload
-from kestrel.labelling.outputs import OutputPlan, apply_decisions, named_faults, write_outputs
+from kestrel.labelling.object_stores import upload
+from kestrel.labelling.outputs import apply_decisions, named_faults, write_outputs
+from kestrel.labelling.plans import OutputPlan
 from kestrel.labelling.ray_job import RayCluster, RayJob
-from kestrel.labelling.review import read_decisions
+from kestrel.labelling.review.decisions import Decisions
 from kestrel.labelling.sources import SourceOptions, count, items
 from kestrel.labelling.task import LabelTask
 
@@ -56,19 +55,6 @@ class Work:
     plan: OutputPlan
     run: RunFlags
     config: RuntimeConfig
-
-    def check(self) -> None:
-        """What can be refused before anything is written or loaded."""
-        items(self.sources, self.options)
-        self.task.require_complete(self.sources)
-        if any(Path(source).resolve() == self.output.resolve() for source in self.sources):
-            raise ConfigError("output", f"{self.output} is labelled itself; choose another folder, or one within it")
-        if self.cluster is not None:
-            check_source(self.config)
-        if self.run.endpoint is not None:
-            refuse_local_settings(self.config)
-        elif self.task.adapter is not None:
-            check_adapter(self.task.adapter, self.config)
 
     async def model_name(self) -> str:
         """Known before a model is loaded."""
@@ -113,17 +99,11 @@ class Work:
         return found if found is None or self.limit is None else min(found, self.limit)
 
 
-def run_label(work: Work, review: Path | None, address: str | None) -> None:
-    """`review`: decisions of a review page to apply; `address`: where to copy the output to."""
-    decisions = None if review is None else read_decisions(review)
-    work.check()
-    if address is not None:
-        require_store(address, "upload")
+def run_label(work: Work, decisions: Decisions | None, address: str | None) -> None:
+    """`decisions`: of a review page, to apply; `address`: where to copy the output to."""
+    items(work.sources, work.options)  # refuses what cannot be read, before anything is written or loaded
+    _ = work.cluster  # likewise
     if work.run.dry_run:
-        if decisions is not None:
-            raise ConfigError(
-                "apply_review", "is written into the journal, and --dry-run writes nothing; leave one out"
-            )
         write(run_to_end(_estimate(work)))
         return
     model = run_to_end(work.model_name())

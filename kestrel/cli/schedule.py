@@ -13,11 +13,12 @@ import typer
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import exit_code_of, one_line, print_error, run_to_end, stderr_console, stdout_console, write
-from kestrel.cli.loading import note_default_model, open_engine, require_skill
+from kestrel.cli.loading import check_model, note_default_model, open_engine, require_skill
 from kestrel.cli.options import (
     OutputOptions,
     ReasoningOption,
     TextSettings,
+    check_pictures,
     check_settings,
     read_pictures,
     refuse_path_as_question,
@@ -65,6 +66,8 @@ def schedule(
         )
     for prompt in prompts:
         refuse_path_as_question("prompt", prompt, "give a picture with --image")
+    check_pictures(image or ())
+    check_model(config)
     fields = {"reasoning": reasoning, "settings": settings.given()}
     failures = run_to_end(_schedule(prompts, image or [], fields, output, config))
     if failures:

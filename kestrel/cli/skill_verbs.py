@@ -11,6 +11,7 @@ import typer
 
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end
+from kestrel.cli.loading import check_model, note_default_model, open_engine, require_skill
 from kestrel.cli.options import (
     STDIN,
     ImageArgument,
@@ -24,6 +25,7 @@ from kestrel.cli.options import (
     TextOutputOptions,
     TextSettings,
     check_adapter,
+    check_choice,
     check_pictures,
     check_settings,
     object_or_objects,
@@ -33,6 +35,7 @@ from kestrel.cli.options import (
 )
 from kestrel.config import RuntimeConfig
 from kestrel.errors import RequestError
+from kestrel.settings import CAPTION_LENGTHS, INSTANCES
 
 if TYPE_CHECKING:
     from kestrel.engine import EngineResult, EngineStream
@@ -94,6 +97,7 @@ def caption(
     config: RuntimeConfig,
 ) -> None:
     """Describe a picture."""
+    check_choice("--length", length, CAPTION_LENGTHS)
     _run_skill(_SkillCall("caption", {"length": length}, image, settings, output, config))
 
 
@@ -152,6 +156,8 @@ def segment(
     Prints its box, as fractions of the picture's width and height, and an SVG path relative to that box.
     """
     fields = {"object": object_or_objects(object), "spatial_refs": parse_spatial_refs(spatial_ref)}
+    if instances is not None:
+        check_choice("--instances", instances, INSTANCES)
     fields["instances"] = instances
     _run_skill(_SkillCall("segment", fields, image, settings, output, config))
 
@@ -204,13 +210,13 @@ def _run_skill(call: _SkillCall) -> None:
         check_pictures([call.source])
     if (adapter := call.settings.given().get("adapter")) is not None:
         check_adapter(adapter, call.config)
+    check_model(call.config)
     run_to_end(_answer(call))
 
 
 async def _answer(call: _SkillCall) -> None:
     picture = None if call.source is None else await read_picture(call.source, call.config)
     # Here and not above: help and refusals need none of this.
-    from kestrel.cli.loading import note_default_model, open_engine, require_skill  # noqa: PLC0415
     from kestrel.cli.printing import note_limit, note_metrics, note_missing, printer_for  # noqa: PLC0415
 
     async with open_engine(call.config) as engine:

@@ -15,6 +15,7 @@ import typer
 from kestrel import default_model
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
+from kestrel.cli.loading import check_model
 from kestrel.cli.options import open_sprites, parse_size, split_names
 from kestrel.errors import ConfigError
 from kestrel.train.adapter.options import AdapterRun
@@ -93,6 +94,7 @@ def adapter(*, options: AdapterRun) -> None:
     the state for --resume go to NAME.training. Ctrl-C ends a run early and saves it.
     """
     options.check_files()
+    check_model(options.runtime_config())
     # As above.
     from kestrel.evals.held_out import held_out_examiner  # noqa: PLC0415
     from kestrel.train.adapter.run import run_adapter  # noqa: PLC0415

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-import httpx
 import orjson
 
 from kestrel.errors import ConfigError, ContextTooLong, KestrelError, RequestError, Unauthorised, cut
+
+if TYPE_CHECKING:
+    import httpx
+
+HOST = re.compile(r"[\w.:%-]+")
 
 
 def base_url(url: str, field: str) -> str:
     """The address of a server, given with or without /v1; `field` is what the error names."""
     url = url.strip().rstrip("/").removesuffix("/v1")
     try:
-        is_address = httpx.URL(url).scheme in ("http", "https") and bool(httpx.URL(url).host)
-    except httpx.InvalidURL:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and HOST.fullmatch(parts.hostname or "") and parts.port != 0
+    except ValueError:
         is_address = False
     if not is_address:
         raise ConfigError(field, f"{url!r} is not the address of a server; write it as in http://127.0.0.1:8080")

@@ -21,7 +21,6 @@ from kestrel.evals.run import all_or_none
 from kestrel.images.encoded import ImageLimits
 from kestrel.images.picture import RgbImage
 from kestrel.train.adapter.dataset import DataChoice, read_samples
-from kestrel.train.adapter.options import data_files
 from kestrel.train.adapter.samples import MistakeList, Picture, PictureFolder, Sample, boxes_of, points_of
 
 if TYPE_CHECKING:
@@ -49,16 +48,6 @@ def open_pictures(data: Path, images: Path | None, limits: ImageLimits) -> Pictu
     if images is not None and not images.is_dir():
         raise ConfigError("images", f"{images} is not a folder; name the one that holds the pictures")
     return PictureFolder(images or (data if data.is_dir() else data.parent), limits)
-
-
-def annotations_in(data: Path) -> Path:
-    """The file itself, or of a training folder the one to judge by, else the one to learn from."""
-    if data.is_file():
-        if data.suffix not in (".json", ".jsonl"):
-            raise ConfigError("data", f"{data} is neither COCO (.json) nor lines of tasks (.jsonl); name such a file")
-        return data
-    train, val = data_files(data)
-    return val or train
 
 
 def read_questions(path: Path, pictures: PictureFolder, plan: LocatePlan) -> list[LocateQuestion]:

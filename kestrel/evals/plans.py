@@ -6,9 +6,12 @@ Help reads this file: it imports no libraries.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kestrel.errors import ConfigError
 from kestrel.settings import MAX_OBJECTS
+from kestrel.train.adapter.options import data_files
+from kestrel.train.options import MIN_PICTURE_PX
 
 FAMILY_NAMES = (
     "what", "contents", "colour", "background", "count", "count_all", "presence", "where", "beside", "bigger", "read",
@@ -41,8 +44,6 @@ class EvalPlan:
         _check_range("n", self.num_questions, 1, MAX_QUESTIONS)
         _check_range("concurrency", self.concurrency, 1, MAX_CONCURRENCY)
         _check_range("max_new_tokens", self.max_new_tokens, 1, MAX_TOKENS)
-        from kestrel.train.scenes.sampling import MIN_PICTURE_PX  # noqa: PLC0415 - it imports numpy
-
         for side in self.size:
             _check_range("size", side, MIN_PICTURE_PX, MAX_PICTURE_PX)
         if not self.families:
@@ -82,3 +83,13 @@ class LocatePlan:
             raise ConfigError("max_objects", f"must be from 1 to {MAX_OBJECTS} (got {self.max_objects})")
         if self.concurrency < 1:
             raise ConfigError("concurrency", f"must be 1 or more (got {self.concurrency})")
+
+
+def annotations_in(data: Path) -> Path:
+    """The file itself, or of a training folder the one to judge by, else the one to learn from."""
+    if data.is_file():
+        if data.suffix not in (".json", ".jsonl"):
+            raise ConfigError("data", f"{data} is neither COCO (.json) nor lines of tasks (.jsonl); name such a file")
+        return data
+    train, val = data_files(data)
+    return val or train

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kestrel.labelling.endpoint import Endpoint
     from kestrel.labelling.job import LabelJob, label
-    from kestrel.labelling.outputs import OutputPlan
     from kestrel.labelling.pictures import SourceOptions
+    from kestrel.labelling.plans import OutputPlan
     from kestrel.labelling.records import Found, Frame, Item, Row
     from kestrel.labelling.task import LabelTask
 
@@ -30,7 +30,7 @@ _HOMES = {
     "Endpoint": "endpoint",
     "LabelJob": "job",
     "LabelTask": "task",
-    "OutputPlan": "outputs",
+    "OutputPlan": "plans",
     "SourceOptions": "pictures",
     "label": "job",
 }

@@ -23,7 +23,7 @@ import httpx
 import orjson
 
 from kestrel.engine import InferenceEngine
-from kestrel.errors import ConfigError, EngineStopped, NotServing, cut, shown
+from kestrel.errors import ConfigError, EngineStopped, NotServing, cut
 from kestrel.labelling.batch_lines import BadLine, BatchInput, BatchRequest
 from kestrel.labelling.journal import Journal
 from kestrel.server.config import ServerConfig
@@ -287,14 +287,3 @@ def _retry_after_s(response: httpx.Response) -> float:
     """Seconds that a server asks for; a date is not read."""
     given = response.headers.get("retry-after", "")
     return min(float(given), LONGEST_DELAY_S) if given.isascii() and given.isdigit() else 0.0
-
-
-def require_endpoint(endpoint: str) -> str:
-    """Raises ConfigError."""
-    try:
-        url = httpx.URL(endpoint)
-    except httpx.InvalidURL:
-        url = None
-    if url is None or url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError("--endpoint", f"{shown(endpoint)} is not an address; write it as in http://localhost:8080")
-    return endpoint

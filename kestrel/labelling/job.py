@@ -37,7 +37,8 @@ from kestrel.labelling.askers import Answer, Asker, EndpointAsker, EngineAsker, 
 from kestrel.labelling.endpoint import Endpoint
 from kestrel.labelling.journal import Journal
 from kestrel.labelling.object_stores import is_stored
-from kestrel.labelling.outputs import OutputPlan, named_faults, rows_of, write_outputs
+from kestrel.labelling.outputs import named_faults, rows_of, write_outputs
+from kestrel.labelling.plans import OutputPlan
 from kestrel.labelling.records import Item, Row
 from kestrel.labelling.sources import Notes, SourceOptions, items
 from kestrel.labelling.task import LabelTask

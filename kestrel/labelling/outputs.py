@@ -1,7 +1,7 @@
 """What a labelling job leaves behind its journal: formats and the review page, all made from the journal's rows.
 
-They are written whole at the end of a run, and again at the end of one that went on. Pictures beside labels are hard
-links where the file system has them, copies elsewhere.
+They are written whole at the end of a run, and again at the end of one that went on. Pictures beside labels are
+copies.
 """
 
 from __future__ import annotations
@@ -9,41 +9,25 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kestrel.errors import CapacityError, ConfigError
-from kestrel.labelling.formats import FormatOptions, require_fits, write_labels
+from kestrel.labelling.formats import FormatOptions, write_labels
 from kestrel.labelling.journal import Journal
 from kestrel.labelling.picture_finder import PictureFinder
+from kestrel.labelling.plans import OutputPlan
 from kestrel.labelling.records import Item, Row
-from kestrel.labelling.review import Decisions, write_review
+from kestrel.labelling.review.decisions import Decisions
+from kestrel.labelling.review.pages import write_review
 from kestrel.labelling.sources import Names, SourceOptions
 from kestrel.labelling.task import LabelTask
 
 REVIEW_FILE = "review.html"
 SKIP = "leave such pictures out with --skip-missing"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputPlan:
-    formats: tuple[str, ...] = ()
-    split: Mapping[str, float] | None = None
-    """Shares by name, such as {"train": 0.9, "val": 0.1}."""
-    with_pictures: bool = False
-    """Also for formats that can do without them."""
-    review: bool = False
-    honour_exif: bool = True
-    """As the engine does: the page turns pictures as they were turned when their labels were made."""
-    skip_missing: bool = False
-    """Leaves out rows whose picture is gone or another one by now. Without it, what holds pictures is not written."""
-
-    def require_fits(self, task: LabelTask) -> None:
-        for name in self.formats:
-            require_fits(name, task.task)
 
 
 class RowPictures:

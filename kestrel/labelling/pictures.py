@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -226,13 +227,17 @@ GLOB_SIGNS = re.compile(r"[*?\[]")
 
 
 def require_named(name: str) -> None:
-    """Refuse what can be no source, and a name that is not there and no pattern."""
+    """Refuse what can be no source, a name that is not there, and a pattern without a match."""
     reason = why_no_path(name)
     if reason:
         raise ConfigError("SOURCE", f"{name!r} {reason}")
     path = os.path.expanduser(name)
-    if not is_stored(name) and not os.path.lexists(path) and GLOB_SIGNS.search(path) is None:
+    if is_stored(name) or os.path.lexists(path):
+        return
+    if GLOB_SIGNS.search(path) is None:
         raise ConfigError("SOURCE", f"there is no {text(path)!r}; name a folder, picture, video, archive or list")
+    if next(glob.iglob(path, recursive=True), None) is None:
+        raise ConfigError("SOURCE", f"{text(path)!r} matches nothing; compare it with what `ls` shows")
 
 
 def absolute(path: str) -> str:

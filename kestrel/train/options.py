@@ -10,6 +10,9 @@ from kestrel.config import RuntimeConfig, required, setting
 from kestrel.errors import ConfigError
 
 DEFAULT_ATLAS_PATH = Path("out/atlas.npz")
+COURSE_NAMES = ("beginning", "everything", "reading")
+"""Those of `kestrel.train.tasks.mix`, which imports much."""
+MIN_PICTURE_PX = 16
 MAX_PICTURE_PX = 4096
 MAX_SHARDS = 99_999
 
@@ -64,16 +67,16 @@ class TinyRun:
         RuntimeConfig(device=self.device)  # refuses devices that do not exist
         if not self.sizes or not self.courses:
             raise ConfigError("courses" if self.sizes else "sizes", "is empty; give at least one")
-        # Here and not above: help needs no numpy.
-        from kestrel.train.scenes.sampling import MIN_PICTURE_PX  # noqa: PLC0415
-        from kestrel.train.tasks.mix import named_courses  # noqa: PLC0415
-
-        named_courses(self.courses)
         for height, width in self.sizes:
             if not (MIN_PICTURE_PX <= height <= MAX_PICTURE_PX and MIN_PICTURE_PX <= width <= MAX_PICTURE_PX):
                 raise ConfigError(
                     "sizes", f"sides must be from {MIN_PICTURE_PX} to {MAX_PICTURE_PX} (got {height}x{width})"
                 )
+        for name, share in self.courses:
+            if name not in COURSE_NAMES:
+                raise ConfigError("courses", f"there is no {name!r}; known are: {', '.join(COURSE_NAMES)}")
+            if not share > 0.0:
+                raise ConfigError("courses", f"the share of {name} must be above 0 (got {share!r})")
 
 
 _RANGES: dict[str, tuple[float, float]] = {

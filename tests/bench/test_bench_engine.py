@@ -12,16 +12,13 @@ import torch
 
 from kestrel.bench.charts import chart_pictures
 from kestrel.bench.engine import (
-    Case,
     EngineBench,
     RandomAdapters,
     Row,
-    cases_of,
-    default_requests,
     load_model,
     remarkable_settings,
 )
-from kestrel.bench.workloads import QUESTION, Material, find_workload, question_pieces
+from kestrel.bench.workloads import QUESTION, Case, Material, cases_of, default_requests, find_workload, question_pieces
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.errors import ConfigError

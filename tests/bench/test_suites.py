@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrel.bench.engine import H200, SUITES, Case, Chapter, Row, cases_of, find_suite, run_suite
+from kestrel.bench.engine import H200, SUITES, Chapter, Row, find_suite, run_suite
+from kestrel.bench.workloads import Case, cases_of
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 

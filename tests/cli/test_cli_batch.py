@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Path:
         (("--concurrency", "0"), "--concurrency: must be from 1 to 4096"),
         (("--retry-for", "nan"), "--retry-for: must be a number of seconds"),
         (("--api-key", "k"), "--api-key: is for a server"),
-        (("--endpoint", "localhost:8080"), "--endpoint: 'localhost:8080' is not an address"),
+        (("--endpoint", "localhost:8080"), "--endpoint: 'localhost:8080' is not the address of a server"),
         (
             ("--endpoint", "http://a", "--model", "moondream2"),
             "--model: is for a model loaded here; leave it or --endpoint out",

@@ -73,7 +73,8 @@ def test_points_are_judged_without_average_precision(kestrel: Kestrel, data: Pat
 def test_flags_that_cannot_work_are_refused_before_a_model_is_loaded(
     kestrel: Kestrel, data: Path, flags: tuple[str, ...], message: str
 ) -> None:
-    outcome = kestrel("eval", "adapter", *instead(("--data", data, "--weights", "/no/such/folder"), flags))
+    no_model = data
+    outcome = kestrel("eval", "adapter", *instead(("--data", data, "--weights", no_model), flags))
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
 

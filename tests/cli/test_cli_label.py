@@ -226,6 +226,15 @@ def test_a_dry_run_tells_what_all_would_take_and_writes_nothing(kestrel: Kestrel
         (("--task", "segmnt"), "did you mean 'segment'"),
         (("--objects", "bee", "--format", "cocoa"), "--format: must be one of"),
         (("--objects", "bee", "--split", "train=0.9"), "--split: the shares must add up to 1"),
+        (
+            ("--objects", "bee", "--format", "csv,jsonl", "--with-pictures"),
+            "--with-pictures: needs a format that holds",
+        ),
+        (
+            ("--task", "caption", "--with-pictures"),
+            "--with-pictures: needs a format that holds pictures; add one of coco",
+        ),
+        (("--objects", "bee", "--model", "moondraem2"), "did you mean 'moondream2'?"),
         (("--objects", "bee", "--every", "2", "--fps", "1"), "--fps: cannot be used together with"),
         (("--objects", "bee", "--limit", "0"), "--limit: must be at least 1"),
         (("--objects", "bee", "--concurrency", "0"), "--concurrency: must be at least 1"),
@@ -250,6 +259,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(
     outcome = kestrel("label", tmp_path, "--output", tmp_path / "out", *flags)
     assert outcome.code == 2
     assert message in outcome.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_sources_and_folders_leave_nothing_behind(kestrel: Kestrel, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_terminal_gets_a_bar_with_the_figures(tmp_path: Path) -> None:
         (("--sizes", ","), "--sizes: is empty; give at least one"),
         (("--courses", "singing=1"), "--courses: there is no 'singing'; known are: beginning, everything, reading"),
         (("--courses", "reading=much"), "--courses: 'reading=much' is not NAME=SHARE; write it as in everything=2"),
-        (("--courses", "reading=0"), "share: of a course must be above 0 (got 0.0)"),
+        (("--courses", "reading=0"), "--courses: the share of reading must be above 0 (got 0.0)"),
         (("--courses", "reading,reading=2"), "--courses: 'reading' is given twice; give it once, with its share"),
         (("--batch-size", "0"), "--batch-size: must be from 1 to 65536 (got 0)"),
         (("--ema-decay", "1"), "--ema-decay: must be from 0 to 0.999999 (got 1)"),

@@ -79,7 +79,7 @@ def test_without_fonts_and_atlas_the_way_to_get_them_is_named(
     kestrel: Kestrel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kestrel.evals.run.missing_fonts", lambda: ["NotoColorEmoji.ttf"])
-    code, out, err = kestrel("eval", "--weights", "/no/such/folder", "--atlas", tmp_path / "atlas.npz")
+    code, out, err = kestrel("eval", "--weights", tmp_path, "--atlas", tmp_path / "atlas.npz")
     assert (code, out) == (2, "")
     assert "NotoColorEmoji.ttf" in err
     assert "scripts/install-fonts" in err
@@ -88,6 +88,6 @@ def test_without_fonts_and_atlas_the_way_to_get_them_is_named(
 def test_a_damaged_atlas_is_named(kestrel: Kestrel, tmp_path: Path) -> None:
     damaged = tmp_path / "atlas.npz"
     damaged.write_bytes(b"nothing of the kind")
-    code, _, err = kestrel("eval", "--weights", "/no/such/folder", "--atlas", damaged)
+    code, _, err = kestrel("eval", "--weights", tmp_path, "--atlas", damaged)
     assert code == 2
     assert str(damaged) in err

@@ -18,7 +18,6 @@ from kestrel.evals.adapter import (
     Judged,
     LocateAnswer,
     LocateQuestion,
-    annotations_in,
     judge,
     only_listed,
     open_pictures,
@@ -27,7 +26,7 @@ from kestrel.evals.adapter import (
 )
 from kestrel.evals.coco_metrics import located_figures
 from kestrel.evals.held_out import held_out_examiner
-from kestrel.evals.plans import LocatePlan
+from kestrel.evals.plans import LocatePlan, annotations_in
 from kestrel.families import find_family
 from kestrel.images.encoded import ImageLimits
 from kestrel.train.adapter.dataset import DataChoice, Dataset, read_samples

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.labelling.formats import require_fits, shards, writing
+from kestrel.labelling import plans
+from kestrel.labelling.formats import shards
+from kestrel.labelling.plans import require_fits
 from kestrel.labelling.records import Found, Frame, Row
 from kestrel.labelling.sources import items
 from tests.labelling.label_rows import place, row, write
@@ -66,6 +68,6 @@ def test_shards_hold_each_picture_with_its_line(tmp_path: Path, monkeypatch: pyt
 
 
 def test_parquet_without_pyarrow_is_refused_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "find_spec", lambda name: None)
+    monkeypatch.setattr(plans, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"format: parquet needs pyarrow.*\[parquet\]"):
         require_fits("parquet", "detect")

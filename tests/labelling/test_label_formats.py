@@ -15,16 +15,8 @@ from typing import Any
 import pytest
 
 from kestrel.errors import ConfigError
-from kestrel.labelling.formats import (
-    FORMATS,
-    FormatOptions,
-    parse_split,
-    require_fits,
-    shards,
-    split_of,
-    stable_classes,
-    write_labels,
-)
+from kestrel.labelling.formats import FormatOptions, shards, split_of, stable_classes, write_labels
+from kestrel.labelling.plans import FORMATS, parse_split, require_fits
 from kestrel.labelling.records import ACCEPTED, REJECTED, Found, Frame, Row
 from tests.labelling.label_rows import contents, place, row, scene_rows, write
 

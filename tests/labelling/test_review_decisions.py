@@ -11,8 +11,7 @@ import pytest
 
 from kestrel.errors import ConfigError
 from kestrel.labelling.records import ACCEPTED, REJECTED, Found, Row
-from kestrel.labelling.review import Decisions, read_decisions
-from kestrel.labelling.review.decisions import digest_of
+from kestrel.labelling.review.decisions import Decisions, digest_of, read_decisions
 
 GEAR = Found(label="gear", score=0.9, box=(0.1, 0.2, 0.30001, 0.4))
 BOLT = Found(label="bolt", score=0.4, point=(0.5, 0.6))

@@ -16,7 +16,8 @@ from PIL import Image
 
 from kestrel.labelling.records import ACCEPTED, REJECTED, Found, Frame, Row
 from kestrel.labelling.review import pages as review_pages
-from kestrel.labelling.review import read_decisions, write_review
+from kestrel.labelling.review.decisions import read_decisions
+from kestrel.labelling.review.pages import write_review
 from tests.server.playground.browser import Page, find_browser, open_browser
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -1,7 +1,7 @@
 """Labels in the formats that other tools read: COCO, YOLO, Pascal VOC, CSV, JSON lines, Label Studio, parquet,
 WebDataset."""
 
-from kestrel.labelling.formats.label_set import FormatOptions, parse_split, split_of, stable_classes
-from kestrel.labelling.formats.writing import FORMATS, require_fits, write_labels
+from kestrel.labelling.formats.label_set import FormatOptions, split_of, stable_classes
+from kestrel.labelling.formats.writing import write_labels
 
-__all__ = ["FORMATS", "FormatOptions", "parse_split", "require_fits", "split_of", "stable_classes", "write_labels"]
+__all__ = ["FormatOptions", "split_of", "stable_classes", "write_labels"]

@@ -22,7 +22,7 @@ class FormatOptions:
     """What to write, and how to get at the pictures."""
 
     place: Callable[[Row, Path], None]
-    """Puts the row's picture at a path that does not exist yet: a link or a copy."""
+    """Puts the row's picture at a path that does not exist yet."""
     classes: tuple[str, ...] = ()
     """What was looked for. Labels that rows have beyond these are added behind them."""
     split: Mapping[str, float] | None = None
@@ -103,26 +103,6 @@ def split_of(row: Row, split: Mapping[str, float]) -> str:
         if place < 0:
             return name
     return list(split)[-1]
-
-
-def parse_split(text: str) -> dict[str, float]:
-    """ "train=0.9,val=0.1" as a mapping; raises ConfigError about "split"."""
-    split: dict[str, float] = {}
-    for piece in text.split(","):
-        name, _, share = (part.strip() for part in piece.partition("="))
-        if not name.isidentifier() or name in split or not _is_share(share):
-            raise ConfigError("split", f"must be like train=0.9,val=0.1, each name once (got {shown(text)})")
-        split[name] = float(share)
-    if abs(sum(split.values()) - 1) > 1e-6:
-        raise ConfigError("split", f"the shares must add up to 1 (got {shown(text)}: {sum(split.values()):g})")
-    return split
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
 
 
 # ---------------------------------------------------------------------- classes

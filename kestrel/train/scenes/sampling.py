@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel.errors import ConfigError
+from kestrel.train.options import MIN_PICTURE_PX
 from kestrel.train.scenes.atlas import TEXT_FONTS, set_text, stored_proportions
 from kestrel.train.scenes.catalogue import (
     BACKGROUND_NAMES,
@@ -36,7 +37,6 @@ from kestrel.train.scenes.catalogue import (
 from kestrel.train.scenes.random_numbers import SceneRandom
 from kestrel.train.scenes.truth import MAX_OBJECTS, MAX_TEXT, NO_COLOUR, NO_KIND, Scene, SceneBatch, SceneObject
 
-MIN_PICTURE_PX = 16
 FIRST_HELD_OUT_SEED = 10**12
 """Scenes from this seed on are for evaluation alone; training counts up from 0 and never comes here."""
 MAX_KINDS_PER_SCENE = 4

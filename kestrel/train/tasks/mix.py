@@ -151,10 +151,4 @@ COURSES = {"beginning": BEGINNING, "everything": EVERYTHING, "reading": READING}
 
 def named_courses(shares: Iterable[tuple[str, float]]) -> tuple[Course, ...]:
     """From names and shares, as in (("everything", 2.0), ("reading", 1.0))."""
-    return tuple(replace(_course(name), share=share) for name, share in shares)
-
-
-def _course(name: str) -> Course:
-    if name not in COURSES:
-        raise ConfigError("courses", f"there is no {name!r}; known are: {', '.join(COURSES)}")
-    return COURSES[name]
+    return tuple(replace(COURSES[name], share=share) for name, share in shares)
