@@ -15,7 +15,7 @@ from kestrel.cli.options import check_adapter, flag, object_or_objects, split_na
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.labelling.object_stores import require_store
-from kestrel.labelling.pictures import SourceOptions, require_named
+from kestrel.labelling.pictures import SourceOptions, is_picture_name, require_named
 
 if TYPE_CHECKING:
     from kestrel.labelling.plans import OutputPlan
@@ -80,9 +80,12 @@ class SourceFlags:
     scenes: bool = flag("Videos: take a frame at each change of scene.", False, flags=("--scenes",), show_default=False)
     limit: int | None = flag("Label only the first N pictures.", metavar="N", common=True)
 
-    def options(self, output: Path) -> SourceOptions:
+    def options(self, sources: list[str], output: Path) -> SourceOptions:
         if self.limit is not None and self.limit < 1:
             raise ConfigError("limit", f"must be at least 1 (got {self.limit})")
+        of_videos = [name for name in ("every", "fps", "scenes") if getattr(self, name) not in (None, False)]
+        if of_videos and all(map(is_picture_name, sources)):
+            raise ConfigError(of_videos[0], "is for videos, and each SOURCE names pictures; leave it out")
         return SourceOptions(
             recursive=self.recursive, every=self.every, fps=self.fps, scenes=self.scenes, exclude=(str(output),)
         )
@@ -231,7 +234,7 @@ def label(
     run ended. Files appear complete at the end. Their names go to stdout.
     """
     _check_folders(sources, output)
-    asked, options = task.label_task(), source.options(output)
+    asked, options = task.label_task(), source.options(sources, output)
     asked.require_complete(sources)
     plan, decisions = outputs.plan(asked, config), outputs.decisions(run)
     run.require_model(asked, config)

@@ -262,6 +262,16 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_flag_of_videos_is_refused_where_only_pictures_are_named(kestrel: Kestrel, tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    for source in ("a.png", "*.png"):
+        outcome = kestrel("label", tmp_path / source, *ASK, "--output", tmp_path / "out", "--fps", "2")
+        assert (outcome.code, outcome.err) == (
+            2,
+            "error: --fps: is for videos, and each SOURCE names pictures; leave it out\n",
+        )
+
+
 def test_wrong_sources_and_folders_leave_nothing_behind(kestrel: Kestrel, tmp_path: Path) -> None:
     missing = kestrel("label", tmp_path / "none", *ASK, "--output", tmp_path / "out")
     assert missing.code == 2
