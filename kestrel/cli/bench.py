@@ -165,6 +165,8 @@ def text(
     """
     _check_output(output)
     check_random(random, config)
+    for name in _fixed_by_suites(config):
+        raise ConfigError(name, "is decided by the suite, whose models have random weights; leave it out")
     from kestrel.bench.engine import find_suite, run_suite  # noqa: PLC0415
 
     chapters = [chapter for chapter in find_suite("text") if random in (None, chapter.random)]
@@ -230,12 +232,18 @@ def _refuse_beside_suite(run: EngineRun, random: str | None, config: RuntimeConf
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(run, name) not in ((), None, 0)]
     if random is not None:
         given.append("--random")
-    if config.model is not None or config.weights is not None:
-        given.append("--model")
-    if config.max_batch_size != RuntimeConfig.max_batch_size:
-        given.append("--max-batch-size")
+    given += _fixed_by_suites(config)
     if given:
         raise ConfigError(given[0], "is decided by --suite; leave out one of the two")
+
+
+def _fixed_by_suites(config: RuntimeConfig) -> list[str]:
+    given = {
+        "--model": config.model is not None,
+        "--model-path": config.weights is not None,
+        "--max-batch-size": config.max_batch_size != RuntimeConfig.max_batch_size,
+    }
+    return [name for name, is_given in given.items() if is_given]
 
 
 def _check_queue(cases: Sequence[Case], config: RuntimeConfig) -> None:

@@ -99,6 +99,8 @@ def test_profile_as_json_adds_up(kestrel: Kestrel, pictures: Path) -> None:
         (("bench", "engine", "--suite", "tiny", "--adapters", "2"), "--adapters: is decided by --suite"),
         (("bench", "engine", "--suite", "h300"), "use one of: h200, tiny"),
         (("bench", "text", "--random", "MD2"), "--random: MD2 is not in the suite; use one of: L1B, L8B"),
+        (("bench", "text", "--model", "smollm2-135m"), "--model: is decided by the suite"),
+        (("bench", "text", "--max-batch-size", "2"), "--max-batch-size: is decided by the suite"),
         (("bench", "engine", "--suite", "tiny", "--tokens", "3"), "--tokens: is decided by --suite"),
         (("bench", "engine", "--suite", "tiny", "--model", "moondream2"), "--model: is decided by --suite"),
         (("bench", "engine", "--suite", "tiny", "--max-batch-size", "2"), "--max-batch-size: is decided by --suite"),
