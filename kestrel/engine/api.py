@@ -37,7 +37,7 @@ from kestrel.engine.intake import (
     take_route,
 )
 from kestrel.engine.pools import FormatThreads, PicturePool
-from kestrel.engine.ranks import prepared_model
+from kestrel.engine.ranks import Leaving, prepared_model
 from kestrel.engine.served import ServedEngine
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
@@ -103,7 +103,14 @@ class InferenceEngine(ServedEngine):
         """Load the model and start. `api_key`, by default MOONDREAM_API_KEY, is for hosted adapters alone."""
         api_key = given_key(api_key)
         with_adapters = has_adapter_source(config, api_key)
-        ready = await asyncio.to_thread(prepared_model, config, progress, with_adapters=with_adapters)
+        leaving = Leaving()
+        try:
+            ready = await asyncio.to_thread(
+                prepared_model, config, progress, with_adapters=with_adapters, leaving=leaving
+            )
+        except asyncio.CancelledError:
+            leaving.leave()
+            raise
         return cls.start(config, ready, skills=skills, api_key=api_key)
 
     @classmethod

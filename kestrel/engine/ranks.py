@@ -64,9 +64,13 @@ class RankTask:
 
 
 def prepared_model(
-    config: RuntimeConfig, progress: Progress | None = None, *, with_adapters: bool = False
+    config: RuntimeConfig,
+    progress: Progress | None = None,
+    *,
+    with_adapters: bool = False,
+    leaving: Leaving | None = None,
 ) -> ReadyModel:
-    """`ready_model`, in as many processes as the configuration asks for."""
+    """`ready_model`, in as many processes as the configuration asks for. They end when their caller is `leaving`."""
     if config.tensor_parallel_size == 1:
         return ready_model(config, progress, with_adapters=with_adapters)
     if not torch.distributed.is_available():
@@ -76,6 +80,8 @@ def prepared_model(
     device, dtype = rank_device(config, 0), choose_dtype(config, choose_device(config))
     choose_fast_path(config, Abilities.of(device), dtype)  # a refusal comes before the download
     others = OtherRanks(config.tensor_parallel_size)
+    if leaving is not None:
+        leaving.ends(others)
     with others.ending_together(), naming_memory_knobs():
         num_threads = min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // config.tensor_parallel_size))
         torch.set_num_threads(num_threads)
@@ -149,7 +155,7 @@ class OtherRanks:
         self.group = RankGroup(0, size)
         self.group.meet(self.meeting)
         self._is_closing = False
-        self._lost: RankLost | None = None
+        self._lost: EngineStopped | None = None
         self._looking = threading.Lock()
         self._told: list[Callable[[EngineStopped], None]] = []
         self._others = [OtherRank(rank) for rank in range(1, size)]
@@ -210,7 +216,7 @@ class OtherRanks:
                 raise
             raise lost from error
 
-    def _loss(self) -> RankLost | None:
+    def _loss(self) -> EngineStopped | None:
         """What became of the rank that ended first, or ends in a moment: its connections break before."""
         deadline = time.monotonic() + ENDING_S
         with self._looking:
@@ -240,6 +246,33 @@ class OtherRanks:
         self._is_closing = True
         self._end()
         self.group.end()
+
+
+    def abandon(self) -> None:
+        """Nobody wants the model: what waits for a rank gets an error, from the threads that watch them."""
+        self._lost = EngineStopped("whoever asked for the model has left; create a new engine")
+        self.close()
+
+
+class Leaving:
+    """For those who wait for a model and may leave before it is there. Used by two threads."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._others: OtherRanks | None = None
+        self._has_left = False
+
+    def ends(self, others: OtherRanks) -> None:
+        with self._changing:
+            self._others = others
+        if self._has_left:
+            others.abandon()
+
+    def leave(self) -> None:
+        with self._changing:
+            self._has_left = True
+        if self._others is not None:
+            self._others.abandon()
 
 
 def _end_processes(others: Sequence[OtherRank], folder: Path) -> None:

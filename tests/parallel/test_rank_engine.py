@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from kestrel.adapters import save_adapter
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
-from kestrel.engine.ranks import OtherRanks
+from kestrel.engine.ranks import OtherRanks, prepared_model
 from kestrel.errors import ConfigError, EngineStopped, RankLost
 from kestrel.families import adapter_shape, resolve
 from kestrel.parallel.group import RankGroup
@@ -147,6 +148,38 @@ def starts_of(monkeypatch: pytest.MonkeyPatch) -> list[OtherRanks]:
     begin = OtherRanks.__init__
     monkeypatch.setattr(OtherRanks, "__init__", lambda self, size: (started.append(self), begin(self, size))[1])
     return started
+
+
+@pytest.mark.parametrize("moment", ["kestrel.engine.ranks.load", "kestrel.parallel.group.RankGroup.connect"])
+async def test_an_engine_that_nobody_waits_for_any_more_leaves_no_rank_behind(
+    moment: str, make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, reached, cancelled, is_over = starts_of(monkeypatch), *(threading.Event() for _ in range(3))
+
+    def wait(*given: Any) -> None:
+        reached.set()
+        assert cancelled.wait(60)
+
+    def prepare(*given: Any, **named: Any) -> None:
+        try:
+            prepared_model(*given, **named)
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr("kestrel.engine.api.prepared_model", prepare)
+    creating = asyncio.create_task(make(write_folder(tmp_path / "llama", "llama")))
+    monkeypatch.setattr(moment, wait)
+    assert await asyncio.to_thread(reached.wait, 60)
+    [others] = started
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert all(map(has_ended, others.pids))
+    assert not others.meeting.parent.exists()
+    if moment.endswith("load"):
+        cancelled.set()  # nobody can end what this process reads
+    assert await asyncio.to_thread(is_over.wait, 60)
+    cancelled.set()
 
 
 async def test_a_rank_that_fails_says_why(make: MakeEngine, tmp_path: Path) -> None:
