@@ -247,7 +247,6 @@ class OtherRanks:
         self._end()
         self.group.end()
 
-
     def abandon(self) -> None:
         """Nobody wants the model: what waits for a rank gets an error, from the threads that watch them."""
         self._lost = EngineStopped("whoever asked for the model has left; create a new engine")

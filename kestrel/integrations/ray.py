@@ -33,9 +33,10 @@ from kestrel.engine.api import InferenceEngine, warm_up
 from kestrel.engine.compute_process import ModelDescription
 from kestrel.engine.ranks import prepared_model
 from kestrel.engine.snapshot import EngineSnapshot
-from kestrel.errors import ConfigError, EngineStopped, QueueFull
+from kestrel.errors import EngineStopped, QueueFull
 from kestrel.integrations.cluster import reports
-from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, settings_from
+from kestrel.integrations.cluster.app_settings import app_settings
+from kestrel.integrations.cluster.config import ClusterConfig
 from kestrel.integrations.cluster.engine import NOTHING, ClusterEngine, ReplicaLost
 from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
 from kestrel.ready_model import ReadyModel
@@ -55,12 +56,7 @@ MAX_SENT_ADAPTERS = 64
 
 def app(args: Mapping[str, Any]) -> Application:
     """For `serve run` and configuration files of Ray Serve: `args` are settings by their names."""
-    cluster, server, config = settings_from(args)
-    if cluster.haproxy and os.environ.get(HAPROXY_VARIABLE) != "1":
-        raise ConfigError(
-            "haproxy", f"is chosen where Ray is started: set {HAPROXY_VARIABLE}=1 there, or haproxy: false"
-        )
-    return cluster_app(cluster, server, config)
+    return cluster_app(*app_settings(args, os.environ))
 
 
 def run_cluster(

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, settings_from
+from kestrel.integrations.cluster.app_settings import FILE_VARIABLE, app_settings
 from tests.deploy.custom_resources import pod_specs, require_valid
 from tests.deploy.fitting import require_servers_fit, served_paths
 
@@ -186,13 +186,28 @@ def test_the_endpoint_picker_may_read_the_metrics() -> None:
     assert container["env"] == [{"name": "KESTREL_METRICS_OPEN", "value": "true"}]
 
 
-def test_the_ray_service_has_settings_that_there_are() -> None:
+def test_the_ray_service_has_settings_that_there_are(tmp_path: Path) -> None:
     spec = MANIFESTS["ray-service.yaml"]["spec"]
     (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
     assert application["import_path"] == "kestrel.integrations.ray:app"
-    engines, server, _ = settings_from(application["args"])
+    (head, worker) = [pod["containers"][0]["env"] for pod in pod_specs(spec)]
+    assert head == worker
+    variables = {variable["name"]: variable["value"] for variable in head}
+    keys = tmp_path / Path(variables[FILE_VARIABLE]).name
+    keys.write_text("api_keys: [secret]")
+    engines, server, _ = app_settings(application["args"], {**variables, FILE_VARIABLE: str(keys)})
+    assert server.api_keys == ("secret",)
+    assert not server.insecure
     (workers,) = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert workers["replicas"] == engines.replicas
     assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > server.drain_timeout_s
-    variables = [pod["containers"][0]["env"] for pod in pod_specs(spec)]
-    assert variables == [[{"name": HAPROXY_VARIABLE, "value": str(int(engines.haproxy))}]] * 2
+
+
+def test_every_pod_of_the_ray_service_can_read_the_keys() -> None:
+    (base,) = [volume for volume in POD["spec"]["volumes"] if volume["name"] == "keys"]
+    for pod in pod_specs(MANIFESTS["ray-service.yaml"]):
+        assert base in pod["volumes"]
+        (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "keys"]
+        variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+        assert Path(variables[FILE_VARIABLE]).parent == Path(mount["mountPath"])
+        assert pod["securityContext"]["fsGroup"] == POD["spec"]["securityContext"]["fsGroup"]

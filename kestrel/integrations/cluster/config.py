@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from kestrel.config import TRUTHS, RuntimeConfig, flag_names, setting
@@ -25,6 +25,8 @@ class ClusterConfig:
         0.7,
         "Share of its rows, or of its KV pages, that an engine should use: above it more engines are started.",
     )
+    scale_up_delay_s: float = setting(30.0, "Seconds of more load before more engines are started.")
+    scale_down_delay_s: float = setting(600.0, "Seconds of less load before engines are ended.")
     gpus_per_replica: float | None = setting(
         None, "GPUs of each engine. Default: as many as its model has processes, and 0 with --device cpu."
     )
@@ -48,6 +50,8 @@ class ClusterConfig:
                 raise ConfigError(name, f"must be an integer from {low} to {high} (got {shown(value)})")
         for name, low, high in (
             ("target_load", 0.01, 100.0),
+            ("scale_up_delay_s", 0.0, 86_400.0),
+            ("scale_down_delay_s", 0.0, 86_400.0),
             ("gpus_per_replica", 0.0, 64.0),
             ("cpus_per_replica", 0.0, 4096.0),
             ("health_check_period_s", 0.1, 3600.0),
@@ -56,15 +60,19 @@ class ClusterConfig:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and (not is_number or not low <= value <= high):
                 raise ConfigError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
+        for field in fields(self):
+            if field.name in OF_SCALING and self.max_replicas is None and getattr(self, field.name) != field.default:
+                raise ConfigError(field.name, "has an effect with max_replicas only; set that too, or leave it out")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError("max_replicas", f"{self.max_replicas} is below replicas ({self.replicas}); raise it")
 
 
+OF_SCALING = ("target_load", "scale_up_delay_s", "scale_down_delay_s")
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 """By which Ray is told, when it is imported and when its processes start."""
 HELD_BY_THE_PROXY = (
     "tls_cert_file", "receive_timeout_s", "send_timeout_s", "keep_alive_timeout_s", "max_connections",
-    "trusted_proxies", "max_header_bytes",
+    "max_header_bytes",
 )  # fmt: skip
 """Settings of connections, which are not the server's in a cluster."""
 
@@ -84,21 +92,31 @@ def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: Runtim
     if cluster.haproxy and not server.has_keys and not server.insecure:
         remedy = "set api_keys, or insecure, or haproxy: false"
         raise ConfigError("haproxy", f"listens on all addresses of each node, and no API key is set; {remedy}")
+    knows_clients = server.has_keys or server.trusted_proxies or not cluster.haproxy
+    if server.max_requests_per_client is not None and not knows_clients:
+        reason = "counts by address where there are no keys, and HAProxy hides the addresses"
+        raise ConfigError("max_requests_per_client", f"{reason}; set api_keys, or trusted_proxies, or haproxy: false")
     if config.device.startswith("cuda:"):
         raise ConfigError("device", "names one GPU, and Ray gives each engine its own; use cuda or auto")
 
 
+GROUPS = (ClusterConfig, ServerConfig, RuntimeConfig)
+
+
+def known_settings() -> dict[str, Field[Any]]:
+    return {field.name: field for group in GROUPS for field in fields(group) if flag_names(field)}
+
+
 def settings_from(given: Mapping[str, Any]) -> tuple[ClusterConfig, ServerConfig, RuntimeConfig]:
     """All settings from one mapping, by the names of their fields. Texts are read as a command line has them."""
-    groups = (ClusterConfig, ServerConfig, RuntimeConfig)
-    known = {field.name: field for group in groups for field in fields(group) if flag_names(field)}
+    known = known_settings()
     for name in given:
         if name not in known:
             close = did_you_mean(name, known)
             raise ConfigError(str(name), f"is not a setting; known ones: {', '.join(sorted(known))}{close}")
     values = {name: _typed(name, str(known[name].type), value) for name, value in given.items()}
     cluster, server, config = (
-        {field.name: values[field.name] for field in fields(group) if field.name in values} for group in groups
+        {field.name: values[field.name] for field in fields(group) if field.name in values} for group in GROUPS
     )
     made = ClusterConfig(**cluster), ServerConfig(**server), RuntimeConfig(**config)
     require_fitting(*made)

@@ -11,14 +11,17 @@ import pytest
 import kestrel
 from kestrel.cli.app import run
 from kestrel.errors import ConfigError
-from kestrel.integrations.cluster.config import HELD_BY_THE_PROXY, settings_from
+from kestrel.integrations.cluster.app_settings import FILE_VARIABLE, HELD_BY_RAY, app_settings
+from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, HELD_BY_THE_PROXY, settings_from
 
 OPEN = {"insecure": True}
+STARTED = {HAPROXY_VARIABLE: "1"}
 
 
 def test_texts_are_read_as_on_a_command_line() -> None:
     given = {
         "replicas": "3",
+        "max_replicas": "4",
         "target_load": "0.5",
         "haproxy": "no",
         "api_keys": "k",
@@ -38,6 +41,9 @@ def test_texts_are_read_as_on_a_command_line() -> None:
         ({"replicas": 0}, "replicas"),
         ({"replicas": 4, "max_replicas": 2}, "max_replicas.*below"),
         ({"target_load": 0}, "target_load"),
+        ({"target_load": 0.5}, "target_load.*max_replicas"),
+        ({"scale_down_delay_s": 5.0}, "scale_down_delay_s.*max_replicas"),
+        ({"max_requests_per_client": 5}, "max_requests_per_client.*api_keys"),
         ({"haproxy": True, "insecure": False}, "haproxy.*no API key"),
         ({"grpc_port": 9000}, "grpc_port"),
         ({"compute_process": "own"}, "compute_process"),
@@ -52,10 +58,49 @@ def test_what_cannot_work_is_refused_by_name(given: dict[str, object], named: st
 
 @pytest.mark.parametrize("name", HELD_BY_THE_PROXY)
 def test_settings_of_connections_are_refused(name: str) -> None:
-    value: object = {"tls_cert_file": "a.pem", "trusted_proxies": ["10.0.0.1"]}.get(name, 2000)
+    value: object = {"tls_cert_file": "a.pem"}.get(name, 2000)
     beside = {"tls_key_file": "b.pem"} if name == "tls_cert_file" else {}
     with pytest.raises(ConfigError, match=f"{name}.*proxy"):
         settings_from({**OPEN, **beside, name: value})
+
+
+@pytest.mark.parametrize("known_by", [{"trusted_proxies": ["127.0.0.1"]}, {"haproxy": False}, {"api_keys": ["k"]}])
+def test_clients_that_can_be_told_apart_may_have_a_limit_each(known_by: dict[str, object]) -> None:
+    assert settings_from({**OPEN, "max_requests_per_client": 5, **known_by})[1].max_requests_per_client == 5
+
+
+def test_what_an_application_of_ray_is_not_told_comes_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "kestrel.yaml"
+    file.write_text("api_keys: [from-file]\nmodel: moondream2\nmax_batch_size: 4\nreplicas: 7\n")
+    around = {**STARTED, FILE_VARIABLE: str(file), "KESTREL_MAX_BATCH_SIZE": "5", "KESTREL_REPLICAS": "8"}
+    cluster, server, config = app_settings({"replicas": 9}, around)
+    assert (server.api_keys, config.model, config.max_batch_size) == (("from-file",), "moondream2", 5)
+    assert cluster.replicas == 9
+    assert app_settings({}, {**around, "KESTREL_API_KEY": "one two"})[1].api_keys == ("one", "two")
+    assert "from-file" not in repr(server)
+
+
+@pytest.mark.parametrize("name", HELD_BY_RAY)
+def test_an_application_of_ray_leaves_to_ray_what_ray_decides(name: str) -> None:
+    around = {**STARTED, "KESTREL_API_KEY": "k", f"KESTREL_{name.upper()}": "tcp://10.0.0.1:80"}
+    app_settings({}, around)
+    with pytest.raises(ConfigError, match=f"{name}.*http_options"):
+        app_settings({name: "1"}, around)
+
+
+@pytest.mark.parametrize(
+    ("args", "around", "named"),
+    [
+        ({}, STARTED, "no API key"),
+        ({"haproxy": False}, {}, "api_keys.*KESTREL_API_KEY.*KESTREL_CONFIG"),
+        ({"api_keys": ["k"]}, {}, f"haproxy.*{HAPROXY_VARIABLE}=1"),
+        (OPEN, {**STARTED, FILE_VARIABLE: "/nowhere.yaml"}, "KESTREL_CONFIG.*/nowhere.yaml"),
+        (OPEN, {**STARTED, "KESTREL_MAX_BATCH_SIZE": "many"}, "max_batch_size.*'many'"),
+    ],
+)
+def test_an_application_of_ray_says_what_it_misses(args: dict[str, object], around: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        app_settings(args, around)
 
 
 def test_without_ray_the_command_says_what_to_install(
