@@ -9,6 +9,7 @@ for each; who gets a call is decided in the process of the ingress, by `ContentR
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -26,6 +27,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as StarletteMessage
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from kestrel.adapters.sources import AdapterListing, given_key, has_adapter_source
 from kestrel.config import RuntimeConfig
@@ -43,13 +48,20 @@ from kestrel.ready_model import ReadyModel
 from kestrel.routing import ContentRouter, ReplicaLoad
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
-from kestrel.server.records import configure_logs
+from kestrel.server.records import REQUEST_ID_HEADER, configure_logs, header_of
 from kestrel.server.state import Phase, app_state
+
+logger = logging.getLogger("kestrel.server")
 
 LoadModel = Callable[[RuntimeConfig], ReadyModel]
 MAX_ONGOING = 100_000
 """Of Ray, which is never to queue: engines have queues of their own, and say when they are full."""
+BELIEVED_VARIABLE = "FORWARDED_ALLOW_IPS"
+"""Of uvicorn, which Ray uses: by default it believes what anybody on its machine says about a client's address, and
+HAProxy passes on whatever clients say. `trusted_proxies` are believed instead."""
 REPORT_PERIOD_S = 1.0
+LOOK_BACK_S = 5.0
+"""Over which loads are averaged."""
 MAX_SENT_ADAPTERS = 64
 """Names that a replica may never report: there is no such adapter."""
 
@@ -70,6 +82,7 @@ def run_cluster(
         if not is_up:
             raise KeyboardInterrupt
 
+    os.environ[BELIEVED_VARIABLE] = ""
     ray.init(cluster.ray_address or "local", log_to_driver=False, logging_level="warning")
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,7 +142,13 @@ def _num_replicas(cluster: ClusterConfig) -> dict[str, Any]:
     )
     return {
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=cluster.replicas, max_replicas=cluster.max_replicas, policy=policy
+            min_replicas=cluster.replicas,
+            max_replicas=cluster.max_replicas,
+            policy=policy,
+            upscale_delay_s=cluster.scale_up_delay_s,
+            downscale_delay_s=cluster.scale_down_delay_s,
+            metrics_interval_s=REPORT_PERIOD_S,
+            look_back_period_s=LOOK_BACK_S,
         )
     }
 
@@ -154,9 +173,12 @@ class EngineReplica:
     async def __init__(self, config: RuntimeConfig, step_timeout_s: float, load: LoadModel) -> None:
         ready = await asyncio.to_thread(load, config)
         engine = InferenceEngine.start(config, ready, api_key=given_key())
-        await warm_up(engine)
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(name, engine, ModelDescription.of(ready), step_timeout_s)
+        warming = asyncio.ensure_future(warm_up(engine))
+        while not (await asyncio.wait({warming}, timeout=REPORT_PERIOD_S))[0]:
+            self._replica.require_healthy()  # of which Ray asks nobody whose constructor runs
+        await warming
 
     async def answer(self, call: ReplicaCall) -> AsyncGenerator[Sequence[Message], None]:
         async with aclosing(self._replica.answer(call)) as answers:
@@ -170,7 +192,12 @@ class EngineReplica:
         return await self._replica.engine.list_adapters()
 
     async def check_health(self) -> None:
-        self._replica.require_healthy()
+        try:
+            self._replica.require_healthy()
+        except EngineStopped:
+            # Ray would ask three times, and then wait for requests that are never answered. Now they go elsewhere.
+            logger.exception("this engine ends; Ray starts another one")
+            os._exit(1)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return self._replica.statistics()
@@ -191,6 +218,7 @@ class EngineReplica:
 @serve.ingress()
 class Ingress:
     async def __init__(self, engines: DeploymentHandle, config: RuntimeConfig, server: ServerConfig) -> None:
+        os.environ[BELIEVED_VARIABLE] = ""
         self._engines = engines
         self._config = config
         self._server = server
@@ -200,6 +228,9 @@ class Ingress:
         configure_logs(server.log_format, server.log_level, access=server.access_log)
         made = create_app(self._connect, server)
         self._state = app_state(made)
+        made.add_middleware(OneRequestId)
+        if server.trusted_proxies:
+            made.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(server.trusted_proxies))
         return made
 
     async def _connect(self) -> ClusterEngine:
@@ -211,6 +242,23 @@ class Ingress:
         await self._state.settled.wait()
         if self._state.phase is Phase.FAILED:
             raise EngineStopped(f"the ingress has failed: {self._state.failure}")
+
+
+class OneRequestId:
+    """Takes a request's id off its answer where Ray puts the same one there."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without(message: StarletteMessage) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if headers.get(REQUEST_ID_HEADER) == header_of(scope, REQUEST_ID_HEADER.encode()):
+                    del headers[REQUEST_ID_HEADER]
+            await send(message)
+
+        await self._app(scope, receive, send_without)
 
 
 class RayReplicas:

@@ -6,9 +6,10 @@ import asyncio
 import base64
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -22,16 +23,17 @@ from PIL import Image
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
 from kestrel.ready_model import ReadyModel
-from kestrel.runtime.contract import StepPlan
+from kestrel.runtime.contract import RuntimeLimits, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from tests.engine.fake_engine import fake_limits, fake_ready
+from tests.integrations.endpoints import free_port
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "6",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
@@ -49,6 +51,7 @@ SETTINGS = {
 def ray_cluster(port: int, *, haproxy: bool = False) -> Iterator[str]:
     """Ray and Serve without an application; gives the address of the ingress."""
     os.environ.update({**ENVIRONMENT, "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy))})
+    os.environ.update({f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")})
     import ray  # noqa: PLC0415 - it reads the variables
     from ray import serve  # noqa: PLC0415
 
@@ -99,6 +102,23 @@ def engine_pids() -> list[int]:
     return sorted(pid for pid in found if _is_ours(pid))
 
 
+def engines_are_up(number: int) -> bool:
+    """As many as that and no more, each of them ready."""
+    from ray import serve  # noqa: PLC0415
+
+    states = serve.status().applications["kestrel"].deployments["engines"].replica_states
+    return states == {"RUNNING": number} and len(engine_pids()) == number
+
+
+def engine_reports() -> list[dict[str, Any]]:
+    """What each of them says about itself."""
+    import ray  # noqa: PLC0415
+
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    actors = [ray.get_actor(name, namespace="serve") for name in names if "#engines#" in name]
+    return ray.get([actor.record_routing_stats.remote() for actor in actors])
+
+
 def _is_ours(pid: int) -> bool:
     while pid > 1:
         try:
@@ -114,9 +134,17 @@ def _is_ours(pid: int) -> bool:
 
 
 class SleepingRuntime(FakeRuntime):
-    """Each step takes a while, as on a GPU, and none of the processor's time."""
+    """Each step takes a while, as on a GPU, and none of the processor's time. Whoever finds the file `hang` takes it
+    away, and its step never ends."""
+
+    def __init__(self, limits: RuntimeLimits, hang: Path) -> None:
+        super().__init__(limits, vocab_size=320)
+        self._hang = hang
 
     def launch(self, plan: StepPlan) -> FakeStep:
+        with suppress(FileNotFoundError):
+            self._hang.unlink()
+            threading.Event().wait()
         time.sleep(STEP_S)
         return super().launch(plan)
 
@@ -124,8 +152,9 @@ class SleepingRuntime(FakeRuntime):
 STEP_S = 0.02
 
 
-def load_sleeping(config: RuntimeConfig) -> ReadyModel:
-    return fake_ready(SleepingRuntime(fake_limits(max_batch_size=config.max_batch_size), vocab_size=320))
+def load_sleeping(hang: Path, config: RuntimeConfig) -> ReadyModel:
+    limits = fake_limits(max_batch_size=config.max_batch_size, num_adapter_slots=config.max_adapters)
+    return fake_ready(SleepingRuntime(limits, hang))
 
 
 # ---------------------------------------------------------------------- clients
@@ -135,6 +164,12 @@ def load_sleeping(config: RuntimeConfig) -> ReadyModel:
 class Ask:
     path: str
     body: Mapping[str, Any]
+    forwarded_for: str = "203.0.113.1"
+    """What it says about its address."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-forwarded-for": self.forwarded_for}
 
 
 def picture(number: int) -> str:
@@ -153,11 +188,11 @@ def places_ask(number: int, *, stream: bool, max_objects: int = 6, num_pictures:
 async def answer(client: httpx.AsyncClient, ask: Ask) -> dict[str, Any]:
     """The whole answer. Anything that is none raises, and so does a stream that does not add up to it."""
     if not ask.body.get("stream"):
-        response = await client.post(ask.path, json=ask.body)
+        response = await client.post(ask.path, json=ask.body, headers=ask.headers)
         assert response.status_code == 200, response.text
         return response.json()
     told: list[Any] = []
-    async with client.stream("POST", ask.path, json=ask.body) as response:
+    async with client.stream("POST", ask.path, json=ask.body, headers=ask.headers) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
@@ -187,6 +222,13 @@ async def crowd(url: str, asks: Sequence[Ask], at_once: int = 64) -> list[dict[s
                 return await answer(client, ask)
 
         return await asyncio.gather(*map(one, asks))
+
+
+async def flood(url: str, asks: Sequence[Ask]) -> list[httpx.Response]:
+    """All at once, plain, whatever becomes of them."""
+    limits = httpx.Limits(max_connections=len(asks))
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as client:
+        return await asyncio.gather(*(client.post(ask.path, json=ask.body, headers=ask.headers) for ask in asks))
 
 
 async def single_engine_answers(asks: Sequence[Ask], engine: InferenceEngine) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A cluster on this machine: answers of one engine, whatever happens to replicas."""
+"""A cluster on this machine: answers of one engine, whatever happens to replicas. The tests share it, in order."""
 
 from __future__ import annotations
 
@@ -8,18 +8,30 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.engine.fake_engine import fake_engine
+from kestrel.adapters import save_adapter
+from kestrel.runtime.fake import FakeRuntime
+from tests.adapters.adapter_files import MD3
+from tests.engine.fake_engine import fake_engine, fake_limits
 from tests.integrations.endpoints import free_port
 from tests.integrations.ray_clusters import (
+    Ask,
     crowd,
     deploy,
     engine_pids,
+    engine_reports,
+    engines_are_up,
+    flood,
     load_sleeping,
     picture,
     places_ask,
@@ -27,6 +39,8 @@ from tests.integrations.ray_clusters import (
     said,
     single_engine_answers,
 )
+from tests.llama.tiny_folders import random_adapter
+from tests.processes import eventually
 
 pytest.importorskip("ray", reason="Ray is not installed; run scripts/install-ray")
 pytestmark = [
@@ -36,13 +50,38 @@ pytestmark = [
 ]
 
 ASKS = [places_ask(number, stream=number % 2 == 0) for number in range(64)]
+ADAPTERS = ("a0", "a1", "a2", "a3")
+MAX_PER_CLIENT = 80
+HEALTHY_S = 5
+
+
+@dataclass(frozen=True)
+class Cluster:
+    url: str
+    hang: Path
+    adapters: Path
+
+    def deploy(self, **settings: Any) -> None:
+        given = {"adapter_dir": str(self.adapters), "max_requests_per_client": MAX_PER_CLIENT}
+        deploy(partial(load_sleeping, self.hang), step_timeout_s=HEALTHY_S, **given, **settings)
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+    def require_answers(self, expected: Sequence[object], at_once: int = 64) -> None:
+        assert [said(body) for body in asyncio.run(crowd(self.url, ASKS, at_once))] == expected
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with ray_cluster(free_port()) as address:
-        deploy(load_sleeping, replicas=2)
-        yield address
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("adapters")
+    for number, name in enumerate(ADAPTERS):
+        save_adapter(random_adapter(MD3, 3, number), folder / f"{name}.safetensors")
+    with ray_cluster(free_port(), haproxy=True) as url:
+        cluster = Cluster(url, folder.parent / "hang", folder)
+        cluster.deploy(replicas=2, trusted_proxies=["192.0.2.1"])
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -53,32 +92,71 @@ def expected() -> list[object]:
     return asyncio.run(answers())
 
 
-def retries(url: str) -> float:
-    page = httpx.get(f"{url}/metrics").text
-    return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith("kestrel_retries_total{"))
+def test_64_clients_get_the_answers_of_one_engine(cluster: Cluster, expected: list[object]) -> None:
+    cluster.require_answers(expected)
+    assert cluster.metric("kestrel_retries_total") == 0
 
 
-def test_64_clients_get_the_answers_of_one_engine(url: str, expected: list[object]) -> None:
-    assert [said(body) for body in asyncio.run(crowd(url, ASKS))] == expected
-    assert retries(url) == 0
-
-
-def test_questions_about_a_known_picture_find_it(url: str) -> None:
-    asks = [places_ask(number, stream=False, max_objects=1, num_pictures=10) for number in range(1000, 1060)]
-    asks = [
-        type(ask)(ask.path, {**ask.body, "image_url": picture(1000 + index % 10)}) for index, ask in enumerate(asks)
-    ]
-    bodies = asyncio.run(crowd(url, asks, at_once=4))
+def test_questions_about_a_known_picture_find_it(cluster: Cluster) -> None:
+    asks = [places_ask(number, stream=False, max_objects=1) for number in range(1000, 1060)]
+    asks = [replace(ask, body={**ask.body, "image_url": picture(1000 + at % 10)}) for at, ask in enumerate(asks)]
+    bodies = asyncio.run(crowd(cluster.url, asks, at_once=4))
     assert sum(body["metrics"]["cached_tokens"] > 0 for body in bodies) >= 0.9 * (len(asks) - 10)
 
 
-def test_a_killed_replica_costs_no_request_and_changes_no_text(url: str, expected: list[object]) -> None:
+def test_an_adapter_is_used_where_it_is_loaded_and_answers_as_in_one_engine(cluster: Cluster) -> None:
+    asks = [adapter_ask(name, f"{number}?") for number in range(5) for name in (*ADAPTERS, None)]
+    runtime = FakeRuntime(fake_limits(num_adapter_slots=len(ADAPTERS)), vocab_size=320)
+
+    async def answers() -> list[object]:
+        return await single_engine_answers(asks, fake_engine(runtime, adapter_dir=cluster.adapters))
+
+    found = [said(body) for body in asyncio.run(crowd(cluster.url, asks, at_once=len(ADAPTERS) + 1))]
+    assert found == asyncio.run(answers())
+    assert len(set(found[: len(ADAPTERS) + 1])) == len(ADAPTERS) + 1, "adapters tell answers apart"
+    kept = Counter(name for report in engine_reports() for name in report["kept_adapters"])
+    assert kept == dict.fromkeys(ADAPTERS, 1)
+
+
+def adapter_ask(adapter: str | None, question: str) -> Ask:
+    settings = {"max_tokens": 8, "temperature": 0.0, **({"adapter": adapter} if adapter else {})}
+    return Ask("/v1/query", {"question": question, "reasoning": False, "settings": settings})
+
+
+def test_nobody_is_believed_about_its_address_unless_a_proxy_is_trusted(cluster: Cluster) -> None:
+    """HAProxy passes on what clients say."""
+    refused = [answer for answer in from_many_addresses(cluster.url) if answer.status_code != 200]
+    assert refused, "one client has that many"
+    for answer in refused:
+        require_refusal(answer, 429, "rate_limit_exceeded")
+
+
+def require_refusal(answer: httpx.Response, status: int, code: str) -> None:
+    """The server's own, with all that belongs to it."""
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+    assert int(answer.headers["retry-after"]) > 0
+    assert len(answer.headers.get_list("x-request-id")) == 1
+
+
+def from_many_addresses(url: str) -> list[httpx.Response]:
+    """More requests than one client may have."""
+    asks = [places_ask(number, stream=False, max_objects=20) for number in range(MAX_PER_CLIENT + 40)]
+    asks = [replace(ask, forwarded_for=f"203.0.113.{number}") for number, ask in enumerate(asks)]
+    return asyncio.run(flood(url, asks))
+
+
+def test_refusals_are_the_servers_own(cluster: Cluster) -> None:
+    refused = httpx.post(f"{cluster.url}/v1/query", json={"question": 5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "question")
+
+
+def test_a_killed_replica_costs_no_request_and_changes_no_text(cluster: Cluster, expected: list[object]) -> None:
     num_kills = 0
-    while num_kills < 2 or not retries(url):  # on a slow machine a kill may meet an engine that has nothing to do yet
+    # On a slow machine a kill may meet an engine that has nothing to do yet.
+    while num_kills < 2 or not cluster.metric("kestrel_retries_total"):
         assert num_kills < 10
         num_kills += 1
-        while len(engine_pids()) < 2:
-            time.sleep(0.1)
+        assert eventually(lambda: engines_are_up(2))
 
         def kill() -> None:
             time.sleep(random.uniform(0.2, 1.0))
@@ -86,19 +164,46 @@ def test_a_killed_replica_costs_no_request_and_changes_no_text(url: str, expecte
 
         killing = threading.Thread(target=kill)
         killing.start()
-        assert [said(body) for body in asyncio.run(crowd(url, ASKS))] == expected
+        cluster.require_answers(expected)
         killing.join()
 
 
-def test_an_update_and_a_smaller_cluster_fail_nobody(url: str, expected: list[object]) -> None:
-    updating = threading.Thread(target=deploy, args=(load_sleeping,), kwargs={"replicas": 1, "max_queue_size": 2000})
+def test_a_replica_that_hangs_is_replaced_and_its_requests_go_on(cluster: Cluster, expected: list[object]) -> None:
+    assert eventually(lambda: engines_are_up(2))
+    before, num_retries = engine_pids(), cluster.metric("kestrel_retries_total")
+    cluster.hang.touch()
+    cluster.require_answers(expected)
+    assert not cluster.hang.exists()
+    assert cluster.metric("kestrel_retries_total") > num_retries
+    assert eventually(lambda: engines_are_up(2))
+    assert len({*before} & {*engine_pids()}) == 1
+
+
+def test_an_update_and_a_smaller_cluster_fail_nobody(cluster: Cluster, expected: list[object]) -> None:
+    settings = {"max_replicas": 2, "target_load": 0.8, "scale_up_delay_s": 0, "scale_down_delay_s": 2}
+    settings |= {"max_queue_size": 20, "trusted_proxies": ["127.0.0.1"]}
+    updating = threading.Thread(target=cluster.deploy, kwargs={"replicas": 1, **settings})
     updating.start()
     num_rounds = 0
     while updating.is_alive() or num_rounds < 2:
-        assert [said(body) for body in asyncio.run(crowd(url, ASKS, at_once=16))] == expected
+        cluster.require_answers(expected, at_once=8)
         num_rounds += 1
     updating.join()
-    assert len(engine_pids()) == 1
+    assert eventually(lambda: engines_are_up(1))
+
+
+def test_clients_of_a_trusted_proxy_are_told_apart_and_refused_only_when_all_queues_are_full(cluster: Cluster) -> None:
+    refused = [answer for answer in from_many_addresses(cluster.url) if answer.status_code != 200]
+    assert refused, "there is room for fewer"
+    for answer in refused:
+        require_refusal(answer, 503, "overloaded")
+
+
+def test_a_crowd_brings_an_engine_that_ends_when_the_crowd_has_gone(cluster: Cluster, expected: list[object]) -> None:
+    while not engines_are_up(2):
+        cluster.require_answers(expected, at_once=32)
+    assert eventually(lambda: engines_are_up(1))
+    cluster.require_answers(expected, at_once=8)
 
 
 def test_the_number_of_engines_follows_their_loads() -> None:
@@ -115,8 +220,3 @@ def test_the_number_of_engines_follows_their_loads() -> None:
     assert wanted(1.5, 0.5) == 4
     assert wanted(0.1, 0.1) == pytest.approx(0.4)
     assert wanted() == 3
-
-
-def test_refusals_are_the_servers_own(url: str) -> None:
-    refused = httpx.post(f"{url}/v1/query", json={"question": 5})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "question")
