@@ -122,10 +122,11 @@ def test_without_ray_the_message_names_what_to_install(monkeypatch: pytest.Monke
 # ---------------------------------------------------------------------- with Ray
 
 PIPELINE = """
-import sys, ray
+import sys, pyarrow, pyarrow.parquet, ray
 from kestrel.config import RuntimeConfig
 from kestrel.integrations.ray_data import KestrelPredictor
 from ray.data.checkpoint import CheckpointConfig
+from tests.scene import turned_scenes
 
 folder, model = sys.argv[1:]
 ray.init(address="local", num_cpus=8, object_store_memory=80 << 20, log_to_driver=False, include_dashboard=False)
@@ -133,17 +134,20 @@ context = ray.data.DataContext.get_current()
 context.checkpoint_config = CheckpointConfig(
     id_column="id", checkpoint_path=f"{folder}/checkpoint", delete_checkpoint_on_success=False
 )
-ray.data.read_parquet(f"{folder}/rows.parquet").repartition(target_num_rows_per_block=4).map_batches(
-    KestrelPredictor,
-    fn_constructor_kwargs={
-        "skill": "query",
-        "columns": ["question"],
-        "fields": {"reasoning": False, "settings": {"temperature": 0, "max_tokens": 2}},
-        "config": RuntimeConfig(model_path=model, device="cpu", kv_cache_pages=200),
-    },
-    batch_size=4,
-    compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=2),
-).write_parquet(f"{folder}/answers")
+for num_rows in (8, 16):
+    rows = {"id": range(num_rows), "image": turned_scenes()[:1] * num_rows, "question": ["?"] * num_rows}
+    pyarrow.parquet.write_table(pyarrow.table(rows), f"{folder}/rows.parquet")
+    ray.data.read_parquet(f"{folder}/rows.parquet").repartition(target_num_rows_per_block=4).map_batches(
+        KestrelPredictor,
+        fn_constructor_kwargs={
+            "skill": "query",
+            "columns": ["question"],
+            "fields": {"reasoning": False, "settings": {"temperature": 0, "max_tokens": 2}},
+            "config": RuntimeConfig(model_path=model, device="cpu", kv_cache_pages=200),
+        },
+        batch_size=4,
+        compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=2),
+    ).write_parquet(f"{folder}/answers{num_rows}")
 """
 
 
@@ -151,14 +155,12 @@ ray.data.read_parquet(f"{folder}/rows.parquet").repartition(target_num_rows_per_
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 def test_rays_checkpoints_answer_each_row_once(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow = pytest.importorskip("pyarrow")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for num_rows in (8, 16):
-        rows = {"id": range(num_rows), "image": turned_scenes()[:1] * num_rows, "question": ["?"] * num_rows}
-        parquet.write_table(pyarrow.table(rows), tmp_path / "rows.parquet")
-        command = [sys.executable, "-c", PIPELINE, str(tmp_path), str(CONFIG.model_path)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr
-        table = parquet.read_table(tmp_path / "answers").to_pylist()
-        assert sorted(row["id"] for row in table) == list(range(num_rows))
-    assert all(row["error"] == "" and json.loads(row["output"])["answer"] is not None for row in table)
+    command = [sys.executable, "-c", PIPELINE, str(tmp_path), str(CONFIG.model_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    tables = [parquet.read_table(tmp_path / f"answers{num_rows}").to_pylist() for num_rows in (8, 16)]
+    assert [sorted(row["id"] for row in table) for table in tables] == [[*range(8)], [*range(8, 16)]]
+    for row in (row for table in tables for row in table):
+        assert row["error"] == ""
+        assert json.loads(row["output"])["answer"] is not None

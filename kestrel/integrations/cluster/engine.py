@@ -153,6 +153,8 @@ class ClusterEngine(ServedEngine):
                     async with aclosing(self._replicas.ask(call.attempt())) as answers:
                         async for messages in answers:
                             call.take(messages)
+                            if call.stream.is_done:
+                                self._forget(call)  # whoever asks next may come before the end of the messages
                 except ReplicaLost as lost:
                     reason = str(lost)
                 if call.stream.is_done:
@@ -167,6 +169,11 @@ class ClusterEngine(ServedEngine):
             call.end(error)
         finally:
             call.end(RequestCancelled(f"request {call.stream.request_id} was cancelled"))
+            self._forget(call)
+
+    def _forget(self, call: _Call) -> None:
+        """Another one may have its id already."""
+        if self._calls.get(call.stream.request_id) is call:
             del self._streams[call.stream.request_id], self._calls[call.stream.request_id]
 
     def _with_seed(self, skill: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.integrations.cluster.engine import ClusterEngine, added_up
-from kestrel.integrations.cluster.replica import Replica
+from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from tests.engine.conftest import picture
@@ -169,6 +169,21 @@ async def test_a_cancelled_request_ends_in_its_replica() -> None:
         replicas.open()
         while engine.num_requests or replicas.replicas["r0"].engine.num_requests:
             await asyncio.sleep(0)
+
+
+async def test_an_answered_request_leaves_its_place_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(1, max_queue_size=1) as (engine, replicas):
+        ask, has_ended = replicas.ask, asyncio.Event()
+
+        async def ask_and_linger(call: ReplicaCall) -> AsyncGenerator[Sequence[Message], None]:
+            async for messages in ask(call):
+                yield messages
+            await has_ended.wait()
+
+        monkeypatch.setattr(replicas, "ask", ask_and_linger)
+        for _ in range(engine.max_requests + 1):
+            await engine.run("complete", prompt="abc", max_tokens=3, request_id="mine")
+        has_ended.set()
 
 
 async def test_every_request_has_a_seed_that_the_cluster_draws() -> None:
