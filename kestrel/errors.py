@@ -101,6 +101,10 @@ class QueueFull(CapacityError):
     """The waiting queue reached its limit."""
 
 
+class ClusterFull(QueueFull):
+    """The queues of all engines of a cluster reached their limits."""
+
+
 class AdapterNotFound(KestrelError):
     """No configured source knows this adapter id."""
 

@@ -38,7 +38,7 @@ from kestrel.engine.api import InferenceEngine, warm_up
 from kestrel.engine.compute_process import ModelDescription
 from kestrel.engine.ranks import prepared_model
 from kestrel.engine.snapshot import EngineSnapshot
-from kestrel.errors import EngineStopped, QueueFull
+from kestrel.errors import ClusterFull, EngineStopped
 from kestrel.integrations.cluster import reports
 from kestrel.integrations.cluster.app_settings import app_settings
 from kestrel.integrations.cluster.config import ClusterConfig
@@ -274,7 +274,7 @@ class RayReplicas:
             async for messages in response:
                 yield messages
         except BackPressureError as error:
-            raise QueueFull("the queue of the cluster is full; retry later") from error
+            raise ClusterFull("the queues of all engines are full (max_queue_size); retry later") from error
         except RayTaskError:
             raise
         except RayError as error:

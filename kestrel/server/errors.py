@@ -31,6 +31,7 @@ from kestrel.errors import (
     AdapterSourceTimeout,
     AdapterUnusable,
     CapacityError,
+    ClusterFull,
     ContextTooLong,
     DeadlineExceeded,
     EngineStopped,
@@ -139,6 +140,8 @@ ERROR_KINDS: tuple[tuple[type[BaseException], ErrorKind], ...] = (
     (TooManyConnections, ErrorKind(503, "overloaded_error", "too_many_connections", RETRY_AFTER_S, closes=True)),
     (NotServing, ErrorKind(503, "overloaded_error", "not_serving", RETRY_AFTER_S)),
     (QueueTimeout, ErrorKind(503, "overloaded_error", "queue_timeout", RETRY_AFTER_S)),
+    # Not 503: what stands before a cluster takes that for a broken one.
+    (ClusterFull, ErrorKind(429, "rate_limit_error", "overloaded", RETRY_AFTER_S)),
     (CapacityError, ErrorKind(503, "overloaded_error", "overloaded", RETRY_AFTER_S)),
     (ContextTooLong, ErrorKind(400, "invalid_request_error", "context_length_exceeded")),
     (RequestError, ErrorKind(400, "invalid_request_error")),

@@ -196,7 +196,7 @@ def test_clients_of_a_trusted_proxy_are_told_apart_and_refused_only_when_all_que
     refused = [answer for answer in from_many_addresses(cluster.url) if answer.status_code != 200]
     assert refused, "there is room for fewer"
     for answer in refused:
-        require_refusal(answer, 503, "overloaded")
+        require_refusal(answer, 429, "overloaded")
 
 
 def test_a_crowd_brings_an_engine_that_ends_when_the_crowd_has_gone(cluster: Cluster, expected: list[object]) -> None:

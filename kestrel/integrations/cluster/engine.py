@@ -27,7 +27,7 @@ from kestrel.engine.intake import Route, take_route
 from kestrel.engine.served import ServedEngine
 from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineStream, StreamChunk
-from kestrel.errors import EngineStopped, RequestCancelled
+from kestrel.errors import ClusterFull, EngineStopped, QueueFull, RequestCancelled
 from kestrel.images.picture import Picture
 from kestrel.integrations.cluster.replica import Begun, Chunks, Ended, Message, Refused, ReplicaCall, Started
 from kestrel.request import GeneratedToken, require_free_id
@@ -54,7 +54,7 @@ class Replicas(Protocol):
     """The engines, by whatever carries messages to them."""
 
     def ask(self, call: ReplicaCall) -> AsyncGenerator[Sequence[Message], None]:
-        """Raises ReplicaLost, and QueueFull where no more may be sent."""
+        """Raises ReplicaLost, and ClusterFull where no more may be sent."""
         ...
 
     async def list_adapters(self) -> Sequence[AdapterListing]: ...
@@ -101,6 +101,12 @@ class ClusterEngine(ServedEngine):
     @property
     def max_requests(self) -> int:
         return super().max_requests * max(1, len(self._replicas.snapshots()))
+
+    def require_room(self, num_coming: int = 0) -> None:
+        try:
+            super().require_room(num_coming)
+        except QueueFull as full:
+            raise ClusterFull(str(full)) from None
 
     def _has_begun(self, request_id: str) -> bool:
         return request_id not in self._calls or self._calls[request_id].has_begun
@@ -265,6 +271,8 @@ class _Call:
                 case Refused(replica, EngineStopped() as error):
                     self._replica = replica
                     raise ReplicaLost(str(error))
+                case Refused(_, QueueFull() as error):
+                    self.end(ClusterFull(str(error)))
                 case Refused(_, error):
                     self.end(error)
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kestrel.engine.snapshot import EngineSnapshot
-from kestrel.errors import EngineStopped, QueueFull, RequestCancelled, RequestError
+from kestrel.errors import ClusterFull, EngineStopped, RequestCancelled, RequestError
 from kestrel.integrations.cluster.engine import ClusterEngine, added_up
 from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
 from kestrel.server.config import ServerConfig
@@ -154,7 +154,7 @@ async def test_refusals_come_from_the_replica_and_are_not_retried() -> None:
         assert len(replicas.calls) == 1
         asked = [engine.run("complete", prompt="abc", max_tokens=500) for _ in range(80)]
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        assert {type(one) for one in outcomes if isinstance(one, Exception)} == {QueueFull}
+        assert {type(one) for one in outcomes if isinstance(one, Exception)} == {ClusterFull}
         assert engine.snapshot().retries_total == 0
 
 
