@@ -22,6 +22,7 @@ from kestrel import default_model
 from kestrel.cli.train import AdapterReport
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import run_adapter
+from tests.exhaustive import sweep
 from tests.moondream.coarse import EMBEDDED, POSITIONS, coarse_folder
 from tests.sprites import sprite_atlas
 
@@ -69,7 +70,7 @@ def compare_flags(family: str, output: Path) -> list[object]:
     return [part for pair in flags.items() for part in pair]
 
 
-@pytest.mark.parametrize("family", ["md2", "md3"])
+@sweep("family", ["md2", "md3"], always=["md3"])
 def test_compare_vision_shows_the_reference_answer_and_its_embeddings(
     family: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +125,7 @@ def test_inspect_kv_shows_norms_and_what_a_second_question_shares(
     assert re.search(r"second answer: .* 148 cached\)", told)
 
 
+@pytest.mark.exhaustive
 def test_inspect_kv_shows_the_embedded_model_when_no_weights_are_named(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

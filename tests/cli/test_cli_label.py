@@ -373,6 +373,7 @@ def test_a_server_labels_as_the_engine_does(
     assert rows_in(tmp_path / "locked") == []
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_dies_is_no_picture_s_error_and_another_one_goes_on(
     kestrel: Kestrel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def assert_alike(found: Any, expected: Any) -> None:
         assert found == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
 
 
+@pytest.mark.exhaustive
 async def test_outlines_are_refined_there(apart: Apart, make_engine: MakeEngine) -> None:
     options = {"refiner_path": HEAD}
     here, (there, _) = await make_engine("md3", **options), await apart("md3", **options)

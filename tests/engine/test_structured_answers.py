@@ -74,6 +74,7 @@ async def test_any_object_is_json_when_it_ends(make_coarse_engine: MakeEngine) -
         assert result.finish_reason == "stop" or result.metrics.output_tokens == 60
 
 
+@pytest.mark.exhaustive
 async def test_eight_schemas_and_strangers_share_a_batch(make_coarse_engine: MakeEngine) -> None:
     """fp32: the strangers answer exactly as alone."""
     engine = await make_coarse_engine("md2", max_batch_size=16, dtype="float32")
@@ -151,6 +152,7 @@ async def test_cancelling_gives_the_row_back(make_coarse_engine: MakeEngine) -> 
     assert_valid(result.output["answer"], SCHEMAS["choice"])
 
 
+@pytest.mark.exhaustive
 async def test_the_embedded_model_fills_in_a_form() -> None:
     schema = {
         "type": "object",

@@ -256,6 +256,7 @@ def test_a_checkpoint_has_scales_for_every_layer_or_for_none() -> None:
         cache_scales(scales, FP8, 3)
 
 
+@pytest.mark.exhaustive
 def test_weights_and_cache_in_float8_go_together() -> None:
     g = golden("md2")
     engine = paged(g.model, quantization="fp8", kv_dtype=FP8, in_fixed_sizes=True)

@@ -129,6 +129,7 @@ def test_path_and_box_come_back_together() -> None:
     assert (coarse & drawn).sum() / (coarse | drawn).sum() > 0.9
 
 
+@pytest.mark.exhaustive
 def test_a_loaded_head_gives_the_same_as_the_stage_by_itself() -> None:
     model = golden("md2").model
     head = load_refiner(WEIGHTS, "cpu", torch.float32)

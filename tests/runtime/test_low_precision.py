@@ -48,7 +48,8 @@ def check_close(family: str, model: MoondreamModel, where: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@sweep("family", FAMILIES, always=["md2"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.exhaustive
 def test_bf16_stays_close(family: str, device: str) -> None:
     check_close(family, deepcopy(golden(family).model).to(device, torch.bfloat16), device)
 

@@ -48,6 +48,7 @@ def test_every_skill_equals_the_usual_step(device: str) -> None:
     assert engine(device).run(*cases) == paged(model_on(device)).run(*cases)
 
 
+@pytest.mark.exhaustive
 @devices
 def test_draws_and_wishes_about_the_end_are_those_of_the_usual_step(device: str) -> None:
     g = coarse("md2")

@@ -329,7 +329,7 @@ def test_one_prompt_of_full_length_may_have_the_most_log_probabilities(
     assert turns.longest_s < MAX_TURN * reference_s()
 
 
-@pytest.mark.parametrize("value", [[], {}, "", False, "0", 1.0, -1])
+@pytest.mark.parametrize("value", [[], {}, "", False, "0", 1.5, -1])
 @pytest.mark.parametrize("wants", [True, False])
 def test_top_logprobs_that_are_no_number_are_refused(client: httpx.Client, value: Any, wants: bool) -> None:
     body = {"messages": [{"role": "user", "content": "Who?"}], "logprobs": wants, "top_logprobs": value}
@@ -375,6 +375,7 @@ def test_escapes_are_never_cut_wherever_they_stand() -> None:
         assert json_body.parse_in_pieces(json.dumps(value, ensure_ascii=False).encode(), MOST) == value
 
 
+@pytest.mark.exhaustive
 def test_random_texts_of_escapes_in_small_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body, "PIECE_BYTES", 24)
     monkeypatch.setattr(json_body, "RUN_BYTES", 8)

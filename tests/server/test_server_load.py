@@ -157,7 +157,7 @@ async def abort_all(server: RunningServer, sent: bytes, waits_for_answer: bool, 
     await asyncio.gather(*(visitor(numbers) for _ in range(8)))
 
 
-@sweep("num_clients", [300, 1000], always=[300])
+@sweep("num_clients", [100, 1000], always=[100])
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(crowded: RunningServer, num_clients: int) -> None:
     body = request_bytes(long_query(end_id_of(crowded.engine), stream=True))
     moments = ((b"", False), (body[: len(body) // 2], False), (body, True))

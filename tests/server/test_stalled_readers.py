@@ -53,6 +53,7 @@ def ask_and_never_read(server: RunningServer, body: dict[str, Any]) -> socket.so
     return connection
 
 
+@pytest.mark.exhaustive
 def test_a_stalled_stream_ends_with_its_time_and_harms_nobody(brief: RunningServer) -> None:
     before = holdings(brief)
     began_s = time.monotonic()

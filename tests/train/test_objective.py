@@ -32,6 +32,7 @@ TASKS = [
 ]
 
 
+@pytest.mark.exhaustive
 @sweep("size", [(378, 378), (420, 640)], always=[(378, 378)])
 def test_every_packed_task_has_the_hidden_states_it_has_alone(size: tuple[int, int]) -> None:
     torch.set_num_threads(1)

@@ -14,7 +14,6 @@ from kestrel.layers.mlp import Moe
 from kestrel.train.curves import CurveWriter, draw_curves
 from kestrel.train.loop import AveragedWeights, StepReport, TrainingPlan, block_matrices, train
 from kestrel.train.objective import AllExpertsMlp, all_experts, losses
-from tests.exhaustive import sweep
 from tests.train.small_model import small_batch, small_model
 
 
@@ -23,7 +22,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@sweep("orthogonal", [True, False], always=[True])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("orthogonal", [True, False])
 def test_losses_fall_on_one_batch(tmp_path: Path, orthogonal: bool) -> None:
     plan = TrainingPlan(
         steps=30,

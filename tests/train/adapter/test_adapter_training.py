@@ -236,6 +236,7 @@ def test_resuming_with_other_options_data_or_nothing_is_refused(data: Path, tmp_
     assert run(replace(chosen, overwrite=True))[0].steps_done == 2
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_is_no_number_ends_the_run_with_a_remedy(data: Path, tmp_path: Path) -> None:
     chosen = options(data, tmp_path / "a.safetensors")
     first = QuietReport()

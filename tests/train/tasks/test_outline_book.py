@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kestrel.skills.segment import parse_path
 from kestrel.train.scenes.atlas import SpriteAtlas
@@ -35,6 +36,7 @@ def test_printed_kinds_have_no_outline() -> None:
     assert path_book(_atlas()).path(WORD, False) == ()
 
 
+@pytest.mark.exhaustive
 def test_every_item_of_the_atlas_is_one_token() -> None:
     pieces = list(path_pieces(path_book(_atlas()).path(0, False)))
     assert [len(profile().tokenizer.encode(piece)) for piece in pieces] == [1] * 10
