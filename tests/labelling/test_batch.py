@@ -305,6 +305,15 @@ def without_times_and_hits(line: dict[str, Any]) -> dict[str, Any]:
     return {**line, "response": {**line["response"], "body": body}}
 
 
+def with_rounding(line: dict[str, Any]) -> dict[str, Any]:
+    """The rest of a batch changes the last bits of an embedding."""
+    body = line["response"]["body"]
+    if "data" not in body:
+        return line
+    data = [{**entry, "embedding": pytest.approx(entry["embedding"], abs=1e-6)} for entry in body["data"]]
+    return {**line, "response": {**line["response"], "body": {**body, "data": data}}}
+
+
 async def test_an_engine_and_a_server_give_the_same_answers_in_the_forms_of_openai(
     tmp_path: Path, text_model: Path
 ) -> None:
@@ -333,7 +342,9 @@ async def test_an_engine_and_a_server_give_the_same_answers_in_the_forms_of_open
         job.write()
     here = written(tmp_path / "here.jsonl")
     served = written(tmp_path / "served.jsonl")
-    assert list(map(without_times_and_hits, here)) == list(map(without_times_and_hits, served))
+    assert [without_times_and_hits(line) for line in here] == [
+        with_rounding(without_times_and_hits(line)) for line in served
+    ]
     chat, completion, embedding, prompt, wrong = (line["response"]["body"] for line in here)
     assert len(openai_chat.ChatCompletion.model_validate(chat).choices) == 2
     assert len(openai_types.Completion.model_validate(completion).choices) == 2
