@@ -55,7 +55,8 @@ def test_bf16_stays_close(family: str, device: str) -> None:
 
 
 @pytest.mark.skipif(not device.has_fast_bfloat16(), reason="this processor has none: the test above is this one")
-@sweep("family", FAMILIES, always=["md3"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.exhaustive
 def test_bf16_stays_close_on_a_processor_without_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_fast_bfloat16", lambda: False)
     check_close(family, deepcopy(golden(family).model).to(torch.bfloat16), "in wide products")

@@ -75,8 +75,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("in_fixed_sizes", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@sweep(
+    ("name", "in_fixed_sizes"),
+    [(name, fixed) for name in OPTIONS for fixed in (False, True)],
+    always=[*((name, True) for name in OPTIONS), ("all", False)],
+)
 def test_greedy_tokens_equal_a_plain_loop(name: str, in_fixed_sizes: bool) -> None:
     engine = small(in_fixed_sizes=in_fixed_sizes)
     one = case(name, **OPTIONS[name])

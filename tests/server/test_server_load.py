@@ -87,7 +87,7 @@ def close_to(found: Any, wanted: Any) -> bool:
     )
 
 
-@sweep(("num_streams", "num_scenes"), [(64, 2), (256, 8)], always=[(64, 2)])
+@sweep(("num_streams", "num_scenes"), [(24, 2), (64, 2), (256, 8)], always=[(24, 2)])
 def test_many_streams_at_once_are_answered_rightly_or_refused(
     crowded: RunningServer, num_streams: int, num_scenes: int
 ) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel.skills.base import Tokenizer
 from kestrel.skills.states import StoppingTextStream, TextStream
 from tests.cpu_time import least_cpu_s
+from tests.exhaustive import given_examples
 
 from .model_profiles import golden_tokenizer
 
@@ -70,8 +71,7 @@ def test_tokens_of_a_real_vocabulary(text: str, stops: list[str]) -> None:
     check(TOKENIZER, TOKENIZER.encode(text), stops)
 
 
-@settings(max_examples=300)
-@given(TEXTS, STOPS, st.data())
+@given_examples(100, 2000, TEXTS, STOPS, st.data())
 def test_any_cut_into_tokens_even_inside_characters(text: str, stops: list[str], data: st.DataObject) -> None:
     octets = text.encode()
     cuts = sorted(data.draw(st.sets(st.integers(0, len(octets)))) | {0, len(octets)})
