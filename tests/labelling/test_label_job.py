@@ -31,8 +31,13 @@ TASK = LabelTask(objects=("gear",))
 class Canned:
     """Answers with a box whose side is the picture's first byte; notes what was asked, and how much at once."""
 
-    def __init__(self, failing: Mapping[bytes, KestrelError] | None = None, num_requests: int = 4) -> None:
+    def __init__(
+        self, failing: Mapping[bytes, KestrelError] | None = None, num_requests: int = 4, waits_until_full: bool = False
+    ) -> None:
         self.num_requests = num_requests
+        self._is_full = asyncio.Event()
+        if not waits_until_full:
+            self._is_full.set()
         self.asked: list[bytes] = []
         self.names: list[Any] = []
         self.num_running = self.most_running = 0
@@ -43,6 +48,9 @@ class Canned:
         self.names.append(fields["object"])
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        if self.num_running == self.num_requests:
+            self._is_full.set()
+        await asyncio.wait_for(self._is_full.wait(), 60)
         await asyncio.sleep(0.001)
         self.num_running -= 1
         if image in self._failing:
@@ -185,7 +193,7 @@ async def test_the_asker_is_kept_full_and_no_more_is_read_than_is_needed_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_read, most_ahead, lock = 0, 0, threading.Lock()
-    source, asker = folder_of(tmp_path / "in", many(200)), Canned(num_requests=8)
+    source, asker = folder_of(tmp_path / "in", many(200)), Canned(num_requests=8, waits_until_full=True)
     read = job.read_picture
 
     def counted(item: Any) -> Any:
