@@ -32,6 +32,8 @@ from tests.integrations.endpoints import free_port
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray gives a proxy five seconds to start, which a busy machine may not have.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_AUTH_MODE": "disabled",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "6",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -113,7 +113,7 @@ def test_an_adapter_is_used_where_it_is_loaded_and_answers_as_in_one_engine(clus
 
     found = [said(body) for body in asyncio.run(crowd(cluster.url, asks, at_once=len(ADAPTERS) + 1))]
     assert found == asyncio.run(answers())
-    assert len(set(found[: len(ADAPTERS) + 1])) == len(ADAPTERS) + 1, "adapters tell answers apart"
+    assert found[len(ADAPTERS)] not in found[: len(ADAPTERS)], "adapters change an answer"
     kept = Counter(name for report in engine_reports() for name in report["kept_adapters"])
     assert kept == dict.fromkeys(ADAPTERS, 1)
 
