@@ -108,7 +108,7 @@ class WebPages:
         self._origins = frozenset(config.cors_origins)
         self._own_name = config.host.lower()
         self._is_open = not config.has_keys
-        is_private = self._is_open and config.is_loopback
+        is_private = self._is_open and config.is_loopback and not config.insecure
         self._checks_host = ANY not in self._names and (bool(self._names) or is_private)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

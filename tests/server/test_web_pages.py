@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from kestrel.server.config import ServerConfig
+from kestrel.server.http import create_app
+from tests.engine.fake_engine import fake_engine
 from tests.server.conftest import KEYS, RunningServer, runtime_config, start_server
 
 QUESTION = json.dumps({"question": "Who are you?", "max_tokens": 1})
@@ -49,6 +51,14 @@ def test_a_name_that_resolves_to_loopback_is_no_way_in(server: RunningServer, ho
 )
 def test_every_name_of_loopback_is_known(server: RunningServer, host: str) -> None:
     assert post(server, host=host).status_code == 200
+
+
+@pytest.mark.parametrize(("insecure", "status"), [(False, 403), (True, 200)])
+async def test_any_name_is_taken_where_the_operator_wants_no_key(insecure: bool, status: int) -> None:
+    """Ray listens for an ingress, which knows its own host as loopback."""
+    app = create_app(fake_engine(), ServerConfig(insecure=insecure))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://10.0.0.5:8000") as client:
+        assert (await client.get("/version")).status_code == status
 
 
 @pytest.mark.parametrize(
