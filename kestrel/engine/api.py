@@ -42,7 +42,7 @@ from kestrel.engine.served import ServedEngine
 from kestrel.engine.snapshot import EngineSnapshot, take_snapshot
 from kestrel.engine.streams import EngineStream
 from kestrel.engine.worker import Add, Cancel, CancelAll, EngineWorker, Fail, Stop
-from kestrel.errors import EngineStopped, QueueFull
+from kestrel.errors import EngineStopped
 from kestrel.images.picture import Picture
 from kestrel.models.family import Progress
 from kestrel.ready_model import ReadyModel
@@ -86,7 +86,7 @@ class InferenceEngine(ServedEngine):
             self._cache,
             priority_ageing_s=config.priority_ageing_s,
         )
-        self._room = QueueRoom(self.max_requests, config.max_queue_tokens, self._scheduler.has_begun)
+        self._room = QueueRoom(lambda: self.max_requests, config.max_queue_tokens, self._scheduler.has_begun)
         self._turns = ReadingTurns(loop, self._num_delays)
         self._gate = PictureGate(loop, limits.max_batch_size + PICTURES_AHEAD, config.priority_ageing_s)
         self._worker = EngineWorker(self._scheduler, self._deliver_from_worker, self._fault_from_worker)
@@ -257,12 +257,6 @@ class InferenceEngine(ServedEngine):
         stream = EngineStream(request_id, skill, self.cancel, self._list_threads)
         self._streams[request_id] = stream
         return stream
-
-    def _refuse_for_others(self, request_ids: Sequence[str], bound: str) -> None:
-        for request_id in request_ids:
-            self.cancel(
-                request_id, QueueFull(f"the queue is full ({bound}) and this client has the most in it; retry later")
-            )
 
     def _close_stream(self, request_id: str) -> None:
         self._room.leave(request_id)

@@ -44,7 +44,9 @@ Held: TypeAlias = Mapping[Client, Mapping[str, int]]
 
 
 class QueueRoom:
-    def __init__(self, max_requests: int, max_tokens: int | None, has_begun: Callable[[str], bool]) -> None:
+    def __init__(
+        self, max_requests: Callable[[], int], max_tokens: int | None, has_begun: Callable[[str], bool]
+    ) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._has_begun = has_begun
@@ -54,9 +56,10 @@ class QueueRoom:
     def enter(self, request_id: str, client: Client) -> list[str]:
         """Count a request in; returns those that give way to it, which are counted out. Raises QueueFull."""
         given_way: list[str] | None = []
-        if len(self._client_of) >= self._max_requests:
+        room = self._max_requests()
+        if len(self._client_of) >= room:
             held = {other: dict.fromkeys(tokens, 1) for other, tokens in self._tokens.items()}
-            given_way = self._giving_way(held, client, 1, self._max_requests)
+            given_way = self._giving_way(held, client, 1, room)
         if given_way is None:
             raise QueueFull(f"{len(self._client_of)} requests are unanswered (max_queue_size); retry later")
         for other in given_way:

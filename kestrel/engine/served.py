@@ -277,6 +277,9 @@ class SkillCalls(ABC):
 
 
 class ServedEngine(SkillCalls):
+    full_error: type[QueueFull] = QueueFull
+    """What a request is refused with when there is no room for it."""
+
     def __init__(
         self,
         config: RuntimeConfig,
@@ -340,7 +343,7 @@ class ServedEngine(SkillCalls):
         """Raises QueueFull when the queue is full, with so many requests on their way here."""
         num_unanswered = len(self._streams) + num_coming
         if num_unanswered >= self.max_requests:
-            raise QueueFull(f"{num_unanswered} requests are unanswered (max_queue_size); retry later")
+            raise self.full_error(f"{num_unanswered} requests are unanswered (max_queue_size); retry later")
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a request has had its first step, or is over; False while it waits for one."""
@@ -434,6 +437,11 @@ class ServedEngine(SkillCalls):
         if stream is not None and not stream.is_done:
             stream.fail(error)
             self._stop(stream)
+
+    def _refuse_for_others(self, request_ids: Sequence[str], bound: str) -> None:
+        for request_id in request_ids:
+            why = f"the queue is full ({bound}) and this client has the most in it; retry later"
+            self.cancel(request_id, self.full_error(why))
 
     @abstractmethod
     def _stop(self, stream: EngineStream) -> None:

@@ -285,8 +285,9 @@ class RayReplicas:
     async def list_adapters(self) -> Sequence[AdapterListing]:
         return await self._listing.remote()
 
-    def snapshots(self) -> Sequence[EngineSnapshot]:
-        return [EngineSnapshot(**report) if report else NOTHING for report in list(reports.latest.values())]
+    def snapshots(self) -> Mapping[str, EngineSnapshot]:
+        latest = list(reports.latest.items())
+        return {name: EngineSnapshot(**report) if report else NOTHING for name, report in latest}
 
 
 class ContentRequestRouter(RequestRouter):

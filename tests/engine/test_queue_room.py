@@ -15,7 +15,7 @@ from tests.engine.fake_engine import fake_engine, fake_limits
 
 
 def room(max_requests: int = 4, max_tokens: int | None = None, begun: tuple[str, ...] = ()) -> QueueRoom:
-    return QueueRoom(max_requests, max_tokens, begun.__contains__)
+    return QueueRoom(lambda: max_requests, max_tokens, begun.__contains__)
 
 
 def fill(queue: QueueRoom, client: str | None, number: int) -> None:
@@ -74,7 +74,7 @@ def weighed(queue: QueueRoom, request_id: str, client: str, num_tokens: int) -> 
 
 def test_a_queue_full_of_tokens_refuses_but_never_a_lone_request() -> None:
     begun: set[str] = set()
-    queue = QueueRoom(100, 10, begun.__contains__)
+    queue = QueueRoom(lambda: 100, 10, begun.__contains__)
     assert weighed(queue, "large", "a", 15) == []
     with pytest.raises(QueueFull, match="15 prompt tokens are waiting \\(max_queue_tokens\\)"):
         weighed(queue, "next", "a", 1)

@@ -13,6 +13,7 @@ import logging
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields as dataclass_fields
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 from kestrel.adapters.sources import AdapterListing
 from kestrel.config import RuntimeConfig
 from kestrel.engine.compute_process import ModelDescription
-from kestrel.engine.intake import Route, take_route
+from kestrel.engine.intake import QueueRoom, Route, take_route
 from kestrel.engine.served import ServedEngine
 from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.engine.streams import EngineStream, StreamChunk
@@ -50,6 +51,10 @@ class ReplicaLost(Exception):
     """The replica that worked on a request will never answer it."""
 
 
+class ReplicaFull(Exception):
+    """The replica has no room for a request."""
+
+
 class Replicas(Protocol):
     """The engines, by whatever carries messages to them."""
 
@@ -59,12 +64,14 @@ class Replicas(Protocol):
 
     async def list_adapters(self) -> Sequence[AdapterListing]: ...
 
-    def snapshots(self) -> Sequence[EngineSnapshot]:
-        """What each of them has reported last."""
+    def snapshots(self) -> Mapping[str, EngineSnapshot]:
+        """What each of them has reported last, by its name."""
         ...
 
 
 class ClusterEngine(ServedEngine):
+    full_error = ClusterFull
+
     def __init__(
         self, config: RuntimeConfig, description: ModelDescription, replicas: Replicas, seed: int | None = None
     ) -> None:
@@ -81,9 +88,12 @@ class ClusterEngine(ServedEngine):
         self._replicas = replicas
         self._dice = random.Random(seed)
         self._calls: dict[str, _Call] = {}
+        self._room = QueueRoom(lambda: self.max_requests, None, self._has_begun)  # tokens are counted by each replica
         self._fault: BaseException | None = None
         self._accepting = True
         self._num_retries = 0
+        self._seen: dict[str, EngineSnapshot] = {}
+        self._gone_totals: Counter[str] = Counter()
 
     @property
     def fault(self) -> BaseException | None:
@@ -102,12 +112,6 @@ class ClusterEngine(ServedEngine):
     def max_requests(self) -> int:
         return super().max_requests * max(1, len(self._replicas.snapshots()))
 
-    def require_room(self, num_coming: int = 0) -> None:
-        try:
-            super().require_room(num_coming)
-        except QueueFull as full:
-            raise ClusterFull(str(full)) from None
-
     def _has_begun(self, request_id: str) -> bool:
         return request_id not in self._calls or self._calls[request_id].has_begun
 
@@ -118,7 +122,14 @@ class ClusterEngine(ServedEngine):
         """The replicas have."""
 
     def snapshot(self) -> EngineSnapshot:
-        return replace(added_up(self._replicas.snapshots()), retries_total=self._num_retries)
+        """Totals keep what replicas had counted that are gone: counters of Prometheus may not fall."""
+        now = self._replicas.snapshots()
+        for name in self._seen.keys() - now.keys():
+            self._gone_totals += totals_of(self._seen[name])
+        self._seen = dict(now)
+        together = added_up([*now.values()])
+        totals = self._gone_totals + totals_of(together)
+        return replace(together, **{**totals, "retries_total": self._num_retries})
 
     # ------------------------------------------------------------------ one request
 
@@ -132,18 +143,21 @@ class ClusterEngine(ServedEngine):
         route = take_route(dict(fields))
         request_id = route.request_id or uuid.uuid4().hex
         require_free_id(request_id, self._streams, self._joint)
-        self.require_room()
+        self._enter(request_id, route)
         stream = EngineStream(request_id, skill.name, self.cancel, self._list_threads)
         self._streams[request_id] = stream
         try:
             call = _Call(stream, self._with_seed(skill.name, fields), route, is_stream, await self._keys(fields, route))
             stream.require_open()
         except BaseException:
+            self._room.leave(request_id)
             del self._streams[request_id]
             raise
         self._calls[request_id] = call
         # Not in the context of an HTTP request: Ray takes calls of one such context for one request.
         call.task = contextvars.Context().run(asyncio.ensure_future, self._answer(call))
+        # A task that is cancelled before its first turn runs no `finally`.
+        call.task.add_done_callback(lambda _: self._close(call))
         try:
             await asyncio.shield(call.started)
         except asyncio.CancelledError:
@@ -151,36 +165,55 @@ class ClusterEngine(ServedEngine):
             raise
         return stream
 
-    async def _answer(self, call: _Call) -> None:
+    def _enter(self, request_id: str, route: Route) -> None:
         try:
-            reason = ""
-            for attempt in range(MAX_RETRIES + 1):
+            self._refuse_for_others(self._room.enter(request_id, route.client), "max_queue_size")
+        except QueueFull as full:
+            raise ClusterFull(str(full)) from None
+
+    async def _answer(self, call: _Call) -> None:
+        """By a replica that has room. One that is lost is replaced by another, a few times."""
+        num_lost = num_full = 0
+        try:
+            while not call.stream.is_done:
                 try:
-                    async with aclosing(self._replicas.ask(call.attempt())) as answers:
-                        async for messages in answers:
-                            call.take(messages)
-                            if call.stream.is_done:
-                                self._forget(call)  # whoever asks next may come before the end of the messages
+                    await self._follow(call)
+                except ReplicaFull as full:
+                    num_full += 1
+                    if num_full >= len(self._replicas.snapshots()):
+                        raise ClusterFull(str(full)) from None
                 except ReplicaLost as lost:
-                    reason = str(lost)
-                if call.stream.is_done:
-                    return
-                if attempt < MAX_RETRIES:
+                    num_lost += 1
+                    if num_lost > MAX_RETRIES:
+                        raise EngineStopped(
+                            f"{num_lost} engines were lost under the request ({lost}); send it again"
+                        ) from None
                     self._num_retries += 1
-                    logger.warning(
-                        "request %s lost its engine (%s); another one gets it", call.stream.request_id, reason
-                    )
-            call.end(EngineStopped(f"{MAX_RETRIES + 1} engines were lost under the request ({reason}); send it again"))
+                    logger.warning("request %s lost its engine (%s); another one gets it", call.stream.request_id, lost)
         except Exception as error:
             call.end(error)
         finally:
-            call.end(RequestCancelled(f"request {call.stream.request_id} was cancelled"))
-            self._forget(call)
+            self._close(call)
+
+    async def _follow(self, call: _Call) -> None:
+        async with aclosing(self._replicas.ask(call.attempt())) as answers:
+            async for messages in answers:
+                call.take(messages)
+                if call.stream.is_done:
+                    self._forget(call)  # whoever asks next may come before the end of the messages
+        if not call.stream.is_done:
+            raise ReplicaLost("its messages ended before the answer")
+
+    def _close(self, call: _Call) -> None:
+        call.end(RequestCancelled(f"request {call.stream.request_id} was cancelled"))
+        self._forget(call)
 
     def _forget(self, call: _Call) -> None:
         """Another one may have its id already."""
-        if self._calls.get(call.stream.request_id) is call:
-            del self._streams[call.stream.request_id], self._calls[call.stream.request_id]
+        request_id = call.stream.request_id
+        if self._calls.get(request_id) is call:
+            self._room.leave(request_id)
+            del self._streams[request_id], self._calls[request_id]
 
     def _with_seed(self, skill: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         settings = fields.get("settings")
@@ -236,7 +269,7 @@ class _Call:
         self._fields = {**fields, "has_reader": has_reader, "read_along": read_along, "tells_tokens": has_reader}
         self._keys = keys
         self._replica: str | None = None
-        self._lost: set[str] = set()
+        self._failed: set[str] = set()
         self._tokens: list[GeneratedToken] = []
         self._num_told = 0
         self._num_to_skip = 0
@@ -244,15 +277,15 @@ class _Call:
     def attempt(self) -> ReplicaCall:
         """What the next replica is asked. One that begins anew says again what its reader has."""
         if self._replica is not None:
-            self._lost.add(self._replica)
+            self._failed.add(self._replica)
         self._num_to_skip = 0 if self._tokens else self._num_told
         own = {"request_id": uuid.uuid4().hex, "resumed": tuple(self._tokens)}
         return ReplicaCall(
-            self.stream.skill, {**self._fields, **own}, self._keys, _adapter(self._fields), frozenset(self._lost)
+            self.stream.skill, {**self._fields, **own}, self._keys, _adapter(self._fields), frozenset(self._failed)
         )
 
     def take(self, messages: Sequence[Message]) -> None:
-        """Raises ReplicaLost when the replica says that its engine has stopped."""
+        """Raises ReplicaLost when the replica says that its engine has stopped, and ReplicaFull."""
         for message in messages:
             match message:
                 case Started(replica, num_prompt_tokens, adapter, warnings):
@@ -271,8 +304,9 @@ class _Call:
                 case Refused(replica, EngineStopped() as error):
                     self._replica = replica
                     raise ReplicaLost(str(error))
-                case Refused(_, QueueFull() as error):
-                    self.end(ClusterFull(str(error)))
+                case Refused(replica, QueueFull() as error):
+                    self._replica = replica
+                    raise ReplicaFull(str(error))
                 case Refused(_, error):
                     self.end(error)
 
@@ -301,7 +335,8 @@ def _adapter(fields: Mapping[str, Any]) -> str | None:
 def _files(fields: Mapping[str, Any]) -> list[bytes]:
     """Pictures of a request that came as files, in their order."""
     messages = fields.get("messages")
-    contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
+    listed = messages if isinstance(messages, (list, tuple)) else ()
+    contents = [message.get("content") for message in listed if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     pictures = [fields.get("image"), *(part.get("image") for part in parts if isinstance(part, Mapping))]
     return [picture for picture in pictures if isinstance(picture, bytes)]
@@ -313,6 +348,11 @@ def _digests(files: Sequence[bytes]) -> list[str]:
 
 NOTHING = EngineSnapshot(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Of an engine that has not reported yet."""
+
+
+def totals_of(snapshot: EngineSnapshot) -> Counter[str]:
+    names = (field.name for field in dataclass_fields(EngineSnapshot) if field.name.endswith("_total"))
+    return Counter({name: getattr(snapshot, name) for name in names})
 
 
 def added_up(parts: Sequence[EngineSnapshot]) -> EngineSnapshot:

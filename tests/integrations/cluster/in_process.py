@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from kestrel.adapters.sources import AdapterListing
@@ -94,8 +94,8 @@ class LocalReplicas:
     async def list_adapters(self) -> Sequence[AdapterListing]:
         return ()
 
-    def snapshots(self) -> Sequence[EngineSnapshot]:
-        return [replica.engine.snapshot() for replica in self.replicas.values()]
+    def snapshots(self) -> Mapping[str, EngineSnapshot]:
+        return {name: replica.engine.snapshot() for name, replica in self.replicas.items()}
 
     def open(self) -> None:
         for runtime in self.runtimes.values():

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kestrel.engine.snapshot import EngineSnapshot
-from kestrel.errors import ClusterFull, EngineStopped, RequestCancelled, RequestError
+from kestrel.errors import ClusterFull, EngineStopped, QueueFull, RequestCancelled, RequestError
 from kestrel.integrations.cluster.engine import ClusterEngine, added_up
 from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
 from kestrel.server.config import ServerConfig
@@ -184,6 +184,66 @@ async def test_an_answered_request_leaves_its_place_to_the_next_one(monkeypatch:
         for _ in range(engine.max_requests + 1):
             await engine.run("complete", prompt="abc", max_tokens=3, request_id="mine")
         has_ended.set()
+
+
+async def test_a_request_that_is_ended_before_its_first_turn_leaves_nothing_behind() -> None:
+    async with cluster(1) as (engine, _):
+        asking = asyncio.ensure_future(engine.run("complete", prompt="abc", max_tokens=3, request_id="mine"))
+        asyncio.get_running_loop().call_soon(engine.cancel, "mine")
+        with pytest.raises(RequestCancelled):
+            await asyncio.wait_for(asking, 30)
+        assert engine.num_requests == 0
+        await engine.run("complete", prompt="abc", max_tokens=3, request_id="mine")
+
+
+async def test_the_queue_s_room_is_shared_by_clients() -> None:
+    async with cluster(1, num_steps=1, max_queue_size=6) as (engine, replicas):
+
+        async def ask(client: str) -> type[Exception] | None:
+            try:
+                await engine.run("complete", prompt="abc", max_tokens=3, client=client)
+            except QueueFull as error:
+                return type(error)
+            return None
+
+        greedy = [asyncio.ensure_future(ask("greedy")) for _ in range(engine.max_requests)]
+        while len(replicas.calls) < engine.max_requests:
+            await asyncio.sleep(0)
+        modest = asyncio.ensure_future(ask("modest"))
+        refused, _ = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        assert [one.result() for one in refused] == [ClusterFull]
+        replicas.open()
+        assert await modest is None
+
+
+async def test_where_one_replica_is_full_another_one_gets_the_request() -> None:
+    """All have one beginning, which one replica knows."""
+    async with cluster(2, num_steps=0, max_queue_tokens=600) as (engine, replicas):
+        start = "the same beginning of a long prompt, again and again. " * 10
+        asked: list[asyncio.Future[Any]] = []
+        for number in range(6):
+            asked.append(asyncio.ensure_future(engine.run("complete", prompt=f"{start}{number}", max_tokens=3)))
+            while len(replicas.calls) <= number:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+        refused, _ = await asyncio.wait(asked, timeout=0.2)
+        waiting = [replica.engine.num_requests for replica in replicas.replicas.values()]
+        assert min(waiting) > 0
+        assert sum(waiting) + len(refused) == len(asked)
+        assert {type(one.exception()) for one in refused} <= {ClusterFull}
+        assert engine.snapshot().retries_total == 0
+
+
+async def test_counters_do_not_fall_when_a_replica_is_gone() -> None:
+    async with cluster(2) as (engine, replicas):
+        await asyncio.gather(*(engine.run("complete", prompt=f"{number} abc", max_tokens=3) for number in range(8)))
+        before = engine.snapshot()
+        gone = replicas.replicas.pop("r0")
+        after = engine.snapshot()
+        assert (before.num_replicas, after.num_replicas) == (2, 1)
+        assert gone.engine.snapshot().prefix_query_tokens_total > 0
+        assert after.prefix_query_tokens_total == before.prefix_query_tokens_total
+        replicas.replicas["r0"] = gone
 
 
 async def test_every_request_has_a_seed_that_the_cluster_draws() -> None:
