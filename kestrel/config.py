@@ -377,7 +377,9 @@ def flag_names(field: Field[Any]) -> tuple[str, ...]:
 
 
 def environment_names(field: Field[Any]) -> list[str]:
-    return [PREFIX + name.removeprefix("--").replace("-", "_").upper() for name in flag_names(field)]
+    """By each of its flags, then by its own name, as files have it; none without a flag."""
+    flags = [name.removeprefix("--").replace("-", "_") for name in flag_names(field)]
+    return [PREFIX + name.upper() for name in dict.fromkeys([*flags, field.name] if flags else ())]
 
 
 def runtime_config_from(environment: Mapping[str, str]) -> RuntimeConfig:

@@ -8,7 +8,7 @@ A verb takes a dataclass as a parameter; `with_flags` puts a flag for each of it
 - a repeatable flag for a tuple
 - help under the title of the last `metadata["group"]`; where fields are marked with `metadata["common"]`, the others
   are shown by --help-all only
-- the environment variable KESTREL_<FLAG> for every flag of the RuntimeConfig and the ServerConfig
+- the environment variables KESTREL_<FLAG> and KESTREL_<FIELD> for every flag of the RuntimeConfig and the ServerConfig
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import typer
 from kestrel.cli.app import VERBS, verb_module
 from kestrel.cli.config_flags import flag_parameters, takes_config, with_flags
 from kestrel.config import RuntimeConfig, environment_names, flag_names
+from kestrel.server.config import ServerConfig
 
 from .conftest import MD3, Kestrel
 
@@ -95,9 +96,12 @@ def test_environment_variables_set_fields_and_flags_win(monkeypatch: pytest.Monk
     assert parsed_config().page_size == 8
 
 
-def test_environment_names_are_the_flags_in_capitals() -> None:
+def test_environment_names_are_the_flags_and_the_field_in_capitals() -> None:
     assert environment_names(FIELDS["model_path"]) == ["KESTREL_MODEL_PATH", "KESTREL_WEIGHTS"]
     assert environment_names(FIELDS["max_seq_length"]) == ["KESTREL_MAX_SEQ_LENGTH"]
+    (hosts,) = [field for field in fields(ServerConfig) if field.name == "allowed_hosts"]
+    assert environment_names(hosts) == ["KESTREL_ALLOWED_HOST", "KESTREL_ALLOWED_HOSTS"]
+    assert environment_names(FIELDS["weights_path"]) == []
 
 
 def test_help_shows_the_words_and_default_of_each_field(kestrel: Kestrel) -> None:

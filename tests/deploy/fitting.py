@@ -28,17 +28,17 @@ def served_paths() -> set[str]:
     return set(create_app(AsyncMock()).openapi()["paths"])
 
 
-def parsed(arguments: list[str]) -> dict[str, Any]:
-    """What they give, read by the command line's own table of options."""
+def parsed(arguments: list[str], source: str = "COMMANDLINE") -> dict[str, Any]:
+    """What they give, or the environment, read by the command line's own table of options."""
     app = typer.Typer()
     add_verb(app, "serve", serve)
     with typer.main.get_command(app).make_context("serve", list(arguments)) as context:
-        return {name: value for name, value in context.params.items() if is_given(context, name)}
+        return {name: value for name, value in context.params.items() if is_given(context, name, source)}
 
 
-def is_given(context: Any, name: str) -> bool:
+def is_given(context: Any, name: str, by: str) -> bool:
     source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+    return source is not None and source.name == by
 
 
 def require_servers_fit(manifest: dict[str, Any]) -> int:

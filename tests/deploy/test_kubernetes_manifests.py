@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kestrel.config import RuntimeConfig, flag_names
 from kestrel.integrations.cluster.app_settings import FILE_VARIABLE, app_settings
+from kestrel.server.config import ServerConfig
 from tests.deploy.custom_resources import pod_specs, require_valid
 from tests.deploy.fitting import require_servers_fit, served_paths
 
@@ -40,6 +44,8 @@ PATCHES = (
 )
 NOT_SERVED = ("optional/prometheus-adapter-values.yaml", "gateway/istio.yaml")
 """Values of a chart, and a kind that Istio alone knows: no schema here."""
+OF_THE_CHART = ("host", "port", "drain_timeout_s", "api_keys", "urgent_api_keys")
+"""Settings that have values of their own there, or are secrets."""
 
 
 def test_every_manifest_is_checked() -> None:
@@ -211,3 +217,22 @@ def test_every_pod_of_the_ray_service_can_read_the_keys() -> None:
         variables = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
         assert Path(variables[FILE_VARIABLE]).parent == Path(mount["mountPath"])
         assert pod["securityContext"]["fsGroup"] == POD["spec"]["securityContext"]["fsGroup"]
+
+
+def schema_of(field: Field[Any]) -> dict[str, Any]:
+    """What the chart takes for a setting: Helm keeps numbers of a file as floats, and joins lists by blanks."""
+    kinds = {
+        "int": {"type": "integer", "maximum": 2**53 - 1},
+        "float": {"type": "number"},
+        "bool": {"type": "boolean"},
+        "tuple[str, ...]": {"type": "array", "items": {"type": "string", "pattern": "^\\S+$"}},
+    }
+    return kinds.get(str(field.type).removesuffix(" | None"), {"type": "string"})
+
+
+def test_the_chart_takes_the_settings_that_the_server_has() -> None:
+    path = FOLDER.parent / "helm" / "kestrel" / "values.schema.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))["properties"]["settings"]
+    has = [field for group in (RuntimeConfig, ServerConfig) for field in fields(group) if flag_names(field)]
+    assert settings["properties"] == {field.name: schema_of(field) for field in has if field.name not in OF_THE_CHART}
+    assert settings["additionalProperties"] is False

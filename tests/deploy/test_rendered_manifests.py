@@ -11,7 +11,7 @@ import yaml
 
 from tests.conftest import downloaded
 from tests.deploy.custom_resources import require_valid
-from tests.deploy.fitting import require_servers_fit
+from tests.deploy.fitting import parsed, require_servers_fit
 
 pytestmark = pytest.mark.exhaustive
 
@@ -67,11 +67,11 @@ def test_the_charts_own_values_are_one_server_on_a_cpu() -> None:
 
 def test_the_values_for_a_gpu_are_one_server_with_a_volume() -> None:
     made = rendered(
-        *KEYS, "-f", str(CHART / "values-gpu.yaml"), "--set", "settings.trusted_proxy={10.0.0.7,10.1.0.0/16}"
+        *KEYS, "-f", str(CHART / "values-gpu.yaml"), "--set", "settings.trusted_proxies={10.0.0.7,10.1.0.0/16}"
     )
     assert made.keys() == {"Deployment", "Service", "Secret", "PersistentVolumeClaim"}
     assert container_of(made)["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert variables(made)["KESTREL_TRUSTED_PROXY"] == "10.0.0.7 10.1.0.0/16"
+    assert variables(made)["KESTREL_TRUSTED_PROXIES"] == "10.0.0.7 10.1.0.0/16"
     volumes = {volume["name"]: volume for volume in made["Deployment"][0]["spec"]["template"]["spec"]["volumes"]}
     claim = made["PersistentVolumeClaim"][0]["metadata"]["name"]
     assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim
@@ -90,13 +90,36 @@ def test_the_values_for_many_are_a_pool_behind_a_gateway() -> None:
     assert others["backendRefs"][0]["name"] == made["Service"][0]["metadata"]["name"]
 
 
+def test_settings_reach_the_server_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = {
+        "max_image_bytes": 20_000_000, "image_work_bytes": 2**40, "seed": 2**53 - 1, "kv_cache_memory_fraction": 0.55,
+        "request_timeout_s": 1e6, "enable_prefix_cache": False, "model": 'a "b"', "root_path": "/2e7",
+        "allowed_hosts": ["a.example", "b.example"], "cors_origins": ["*"], "served_model_names": ["eyes"],
+    }  # fmt: skip
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump({"settings": {**written, "device": None}}))
+    given = variables(rendered(*KEYS, "-f", str(path)))
+    assert given["KESTREL_MAX_IMAGE_BYTES"] == "20000000"
+    for name in set(given) - {"KESTREL_CONFIG"}:
+        monkeypatch.setenv(name, given[name])
+    assert "KESTREL_DEVICE" not in given
+    assert {name: value for name, value in parsed([], "ENVIRONMENT").items() if name in written} == written
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ((), "apiKeys: give at least one, or existingSecret, or settings.insecure=true"),
         ((*KEYS, "--set", "existingSecret=there"), "leave one of them out"),
         ((*KEYS, "--set", "replica=3"), "'replica' not allowed"),
-        ((*KEYS, "--set", "settings.port=9"), "invalid propertyName 'port'"),
+        ((*KEYS, "--set", "settings.port=9"), "'port' not allowed"),
+        ((*KEYS, "--set", "settings.urgent_api_keys={secret}"), "'urgent_api_keys' not allowed"),
+        ((*KEYS, "--set", "settings.max_batchsize=64"), "'max_batchsize' not allowed"),
+        ((*KEYS, "--set", "settings.max_batch_size=many"), "at '/settings/max_batch_size': got string, want integer"),
+        ((*KEYS, "--set", "settings.seed=9007199254740993"), "at '/settings/seed': maximum"),
+        ((*KEYS, "--set", "settings.revision=12"), "at '/settings/revision': got number, want string"),
+        ((*KEYS, "--set-string", "settings.insecure=false"), "at '/settings/insecure': got string, want boolean"),
+        ((*KEYS, "--set", "settings.cors_origins={https://a b}"), "at '/settings/cors_origins/0'"),
     ],
 )
 def test_values_that_cannot_work_are_refused(arguments: tuple[str, ...], words: str) -> None:

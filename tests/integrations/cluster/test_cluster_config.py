@@ -77,6 +77,7 @@ def test_what_an_application_of_ray_is_not_told_comes_from_the_environment(tmp_p
     assert (server.api_keys, config.model, config.max_batch_size) == (("from-file",), "moondream2", 5)
     assert cluster.replicas == 9
     assert app_settings({}, {**around, "KESTREL_API_KEY": "one two"})[1].api_keys == ("one", "two")
+    assert app_settings({}, {**around, "KESTREL_API_KEYS": "one two"})[1].api_keys == ("one", "two")
     assert "from-file" not in repr(server)
 
 
