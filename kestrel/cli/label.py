@@ -162,9 +162,13 @@ class RunFlags:
     )
     api_key: str | None = flag(f"The key of the server. Default: the value of {KEY_VARIABLE}.", metavar="KEY")
     ray: str | None = flag(
-        "Label on this Ray cluster, with one engine per GPU: auto, HOST:PORT or local.", metavar="ADDRESS", common=True
+        "Label on this Ray cluster, with engines on its GPUs: auto, HOST:PORT or local.",
+        metavar="ADDRESS",
+        common=True,
     )
-    ray_engines: int | None = flag("Engines on the cluster. Default: one per GPU, or one.", metavar="N")
+    ray_engines: int | None = flag(
+        "Engines on the cluster. Default: as many as it has GPUs for; one on CPUs.", metavar="N"
+    )
     concurrency: int | None = flag(
         "Pictures in progress at the same time in each engine. Default: twice --max-batch-size; 32 with --endpoint.",
         metavar="N",
@@ -201,8 +205,10 @@ class RunFlags:
             refuse_local_settings(config)
             return
         if self.ray is not None:
+            from kestrel.integrations.cluster.config import refuse_named_gpu  # noqa: PLC0415
             from kestrel.integrations.ray_data import require_ray  # noqa: PLC0415
 
+            refuse_named_gpu(config)
             require_ray("ray")
         if task.adapter is not None:
             check_adapter(task.adapter, config)

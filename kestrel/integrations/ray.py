@@ -41,7 +41,7 @@ from kestrel.engine.snapshot import EngineSnapshot
 from kestrel.errors import ClusterFull, EngineStopped
 from kestrel.integrations.cluster import reports
 from kestrel.integrations.cluster.app_settings import app_settings
-from kestrel.integrations.cluster.config import ClusterConfig
+from kestrel.integrations.cluster.config import ClusterConfig, gpus_per_engine
 from kestrel.integrations.cluster.engine import NOTHING, ClusterEngine, ReplicaLost
 from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
 from kestrel.ready_model import ReadyModel
@@ -120,7 +120,7 @@ def cluster_app(
         **shared,
         ray_actor_options={
             "num_cpus": cluster.cpus_per_replica,
-            "num_gpus": gpus if gpus is not None else config.tensor_parallel_size * (config.device != "cpu"),
+            "num_gpus": gpus if gpus is not None else gpus_per_engine(config),
         },
         request_router_config=RequestRouterConfig(
             request_router_class="kestrel.integrations.ray:ContentRequestRouter",

@@ -1,4 +1,4 @@
-"""A labelling job on a Ray cluster: the same journal and the same rows, by one engine on each GPU.
+"""A labelling job on a Ray cluster: the same journal and the same rows, by engines on its GPUs.
 
     cluster = RayCluster("auto")
     with open_journal(output, task, model, sources, options) as journal:
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
+from kestrel.integrations.cluster.config import gpus_per_engine, refuse_named_gpu
 from kestrel.integrations.ray_data import BATCHES_AT_ONCE, ActorEngine, require_ray
 from kestrel.labelling.askers import Answer, EngineAsker
 from kestrel.labelling.job import NUM_READERS, Done, LabelJob, Picture, Wanted, answered, read_picture
@@ -52,7 +53,7 @@ class RayCluster:
 
     address: str
     num_engines: int | None = None
-    """By default one per GPU of the cluster, or one if there is none."""
+    """By default as many as the cluster has GPUs for, or one on CPUs."""
 
     def __post_init__(self) -> None:
         require_ray("ray")
@@ -89,13 +90,34 @@ class RayCluster:
         finally:
             ray.shutdown()
 
-    def placing(self) -> dict[str, Any]:
-        """How many engines, and what each takes of the cluster."""
+    def placing(self, config: RuntimeConfig, num_calls: int) -> dict[str, Any]:
+        """How many engines, what each takes of the cluster, and how many calls it has at the same time."""
         ray = import_module("ray")
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        num_engines = self.num_engines or num_gpus or 1
-        pool = ray.data.ActorPoolStrategy(size=num_engines, max_concurrent_calls_per_actor=BATCHES_AT_ONCE)
-        return {"compute": pool, **({"num_gpus": 1} if num_gpus else {"num_cpus": 1})}
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        num_engines, num_gpus = engines_for(config, gpus, self.num_engines)
+        pool = ray.data.ActorPoolStrategy(size=num_engines, max_concurrent_calls_per_actor=num_calls)
+        return {"compute": pool, **({"num_gpus": num_gpus} if num_gpus else {"num_cpus": 1})}
+
+
+def engines_for(config: RuntimeConfig, gpus: Sequence[int], num_engines: int | None) -> tuple[int, int]:
+    """How many engines there are, and GPUs of each. `gpus`: of each machine; `num_engines`: if it was given, in which
+    case the cluster may add machines for them."""
+    needed = gpus_per_engine(config)
+    if config.device == "auto" and not any(gpus):
+        needed = 0
+    if num_engines is not None or not needed:
+        return num_engines or 1, needed
+    fitting = sum(num_gpus // needed for num_gpus in gpus)
+    if not fitting:
+        most = f"an engine needs {needed} GPUs of one machine, and none has more than {max(gpus, default=0)}"
+        raise ConfigError("ray", f"{most}; use device cpu, or give ray_engines if the cluster adds machines by itself")
+    return fitting, needed
+
+
+def calls_and_size(num_requests: int) -> tuple[int, int]:
+    """How many chunks an engine has at the same time, and pictures each has: together at most `num_requests`."""
+    num_calls = min(BATCHES_AT_ONCE, num_requests)
+    return num_calls, num_requests // num_calls
 
 
 # ---------------------------------------------------------------------- what travels
@@ -191,6 +213,7 @@ class RayJob(LabelJob):
         **options: Any,
     ) -> None:
         """`num_requests`: pictures that each engine is asked about at the same time; further options are LabelJob's."""
+        refuse_named_gpu(config)
         super().__init__(sources, task, journal, _no_asker, **options)
         self._cluster = cluster
         self._config = config
@@ -241,7 +264,7 @@ class RayJob(LabelJob):
         try:
             done = Done(frozenset(self.journal.keys) - self._done.but)
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-            size = max(1, self._num_requests // BATCHES_AT_ONCE)
+            num_calls, size = calls_and_size(self._num_requests)
             listed = ray.data.read_datasource(
                 _source(self.wanted, ray.put(done), size), override_num_blocks=1, num_cpus=0, label_selector=here
             )
@@ -251,7 +274,7 @@ class RayJob(LabelJob):
                 LabelPredictor,
                 fn_constructor_kwargs={**told, "num_requests": self._num_requests},
                 batch_size=1,
-                **self._cluster.placing(),
+                **self._cluster.placing(self._config, num_calls),
             )
         finally:
             context.target_max_block_size, context.enable_progress_bars = before

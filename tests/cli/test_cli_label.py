@@ -249,6 +249,7 @@ def test_a_dry_run_tells_what_all_would_take_and_writes_nothing(kestrel: Kestrel
         (("--objects", "bee", "--ray-engines", "2"), "--ray-engines: is for a cluster; add --ray"),
         (("--objects", "bee", "--ray", "auto", "--endpoint", "http://x"), "--ray: cannot be used together with"),
         (("--objects", "bee", "--ray", "auto", "--dry-run"), "--dry-run: measures one engine here"),
+        (("--objects", "bee", "--ray", "auto", "--device", "cuda:1"), "--device: names one GPU, and Ray gives each"),
         (("--objects", "bee", "--upload", "labels"), "--upload: must be an address such as s3://bucket/labels"),
     ],
 )

@@ -11,18 +11,29 @@ import sys
 import time
 import zipfile
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.integrations import ray_data
 from kestrel.integrations.ray_data import ActorEngine
 from kestrel.labelling import LabelTask, Row
 from kestrel.labelling import ray_job as module
-from kestrel.labelling.job import Done, Wanted
-from kestrel.labelling.ray_job import Chunk, LabelPredictor, RayCluster, _cause, chunks
+from kestrel.labelling.job import Done, Wanted, open_journal
+from kestrel.labelling.ray_job import (
+    Chunk,
+    LabelPredictor,
+    RayCluster,
+    RayJob,
+    _cause,
+    calls_and_size,
+    chunks,
+    engines_for,
+)
 from kestrel.labelling.sources import SourceOptions
 from tests.labelling.test_label_job import Canned, folder_of, labelled, many
 from tests.moondream.coarse import coarse_folder
@@ -120,7 +131,103 @@ def test_an_engines_error_is_told_without_what_ray_wraps_around_it() -> None:
     assert _cause(other) is other
 
 
+@pytest.mark.parametrize(
+    ("settings", "gpus", "wanted", "expected"),
+    [
+        ({}, [], None, (1, 0)),
+        ({}, [], 3, (3, 0)),
+        ({}, [0, 4, 2], None, (6, 1)),
+        ({}, [0, 4], 2, (2, 1)),
+        ({"device": "cpu"}, [4], None, (1, 0)),
+        ({"device": "cpu", "tensor_parallel_size": 2}, [4], 3, (3, 0)),
+        ({"device": "cuda", "tensor_parallel_size": 2}, [3, 3, 1], None, (2, 2)),
+        ({"tensor_parallel_size": 2}, [0], None, (1, 0)),
+        ({"device": "cuda"}, [0], 2, (2, 1)),
+    ],
+)
+def test_an_engine_has_the_gpus_of_its_model(
+    settings: dict[str, Any], gpus: list[int], wanted: int | None, expected: tuple[int, int]
+) -> None:
+    """The last one waits for machines that the cluster adds."""
+    assert engines_for(RuntimeConfig(**settings), gpus, wanted) == expected
+
+
+@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"tensor_parallel_size": 2}])
+def test_a_cluster_without_enough_gpus_on_a_machine_is_refused(settings: dict[str, Any]) -> None:
+    gpus = [0] if "device" in settings else [1, 1, 1]
+    words = rf"ray: an engine needs {1 if 'device' in settings else 2} GPUs of one machine.* {max(gpus)};.*device cpu"
+    with pytest.raises(ConfigError, match=words):
+        engines_for(RuntimeConfig(**settings), gpus, None)
+
+
+@pytest.mark.parametrize(("num_requests", "expected"), [(1, (1, 1)), (2, (2, 1)), (3, (2, 1)), (32, (2, 16))])
+def test_no_more_pictures_are_in_progress_than_asked_for(num_requests: int, expected: tuple[int, int]) -> None:
+    assert calls_and_size(num_requests) == expected
+
+
+def test_a_job_on_a_cluster_refuses_one_named_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_data, "find_spec", lambda name: object())
+    source, cluster = folder_of(tmp_path / "in", many(1)), RayCluster("local")
+    journal = open_journal(tmp_path / "out", TASK, "some model", [source], SourceOptions())
+    with journal as opened, pytest.raises(ConfigError, match="device: names one GPU, and Ray gives each engine its"):
+        RayJob([source], TASK, opened, cluster, RuntimeConfig(device="cuda:1"), options=SourceOptions())
+
+
 # ---------------------------------------------------------------------- with Ray
+
+
+ON_A_CPU = """
+import asyncio, pathlib, ray, sys, time
+from kestrel.config import RuntimeConfig
+from kestrel.labelling import LabelTask, ray_job
+from kestrel.labelling.job import open_journal
+from kestrel.labelling.sources import SourceOptions
+
+folder, model = pathlib.Path(sys.argv[1]), sys.argv[2]
+task, sources = LabelTask(objects=("bee",), settings={"max_objects": 1}), [str(folder / "in")]
+
+class Watched(ray_job.LabelPredictor):
+    async def _answered(self, asker, part):
+        with (folder / f"signs{self._num_requests}").open("a", buffering=1) as file:
+            print("+", file=file)
+            answered = await ray_job.LabelPredictor._answered(self, asker, part)
+            print("-", file=file)
+        return answered
+
+async def label(num_requests):
+    config = RuntimeConfig(model_path=model, device="cpu", kv_cache_pages=200, max_batch_size=2)
+    with open_journal(folder / str(num_requests), task, "coarse", sources, SourceOptions()) as journal:
+        cluster = ray_job.RayCluster("local")
+        job = ray_job.RayJob(sources, task, journal, cluster, config, num_requests=num_requests)
+        assert [row.error async for row in job.rows()] == [None] * 8
+
+ray.init("local", num_cpus=10, num_gpus=3, include_dashboard=False, log_to_driver=False)
+shared = ray_job.RayCluster("local").placing(RuntimeConfig(device="cuda", tensor_parallel_size=2), 1)
+assert (shared["compute"].min_size, shared["num_gpus"]) == (1, 2), shared
+holder = ray.remote(num_gpus=3)(lambda: time.sleep(600)).remote()
+while ray.available_resources().get("GPU"):
+    time.sleep(0.1)
+ray_job.LabelPredictor = Watched
+for num_requests in (1, 2):
+    asyncio.run(label(num_requests))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
+def test_a_job_on_a_cpu_takes_no_gpu_and_asks_as_many_as_told(tmp_path: Path) -> None:
+    """There are GPUs by name, and a task holds them all: an engine that wanted one would wait for ever."""
+    from tests.scene import turned_scenes  # noqa: PLC0415
+
+    scenes = turned_scenes()
+    folder_of(tmp_path / "in", {f"{index}.png": scenes[index % len(scenes)] + b"%d" % index for index in range(8)})
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", ON_A_CPU, str(tmp_path), str(coarse_folder("md3"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for num_requests in (1, 2):
+        signs = (tmp_path / f"signs{num_requests}").read_text().split()
+        assert max(accumulate({"+": 1, "-": -1}[sign] for sign in signs)) == num_requests
 
 
 @pytest.mark.exhaustive

@@ -96,8 +96,17 @@ def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: Runtim
     if server.max_requests_per_client is not None and not knows_clients:
         reason = "counts by address where there are no keys, and HAProxy hides the addresses"
         raise ConfigError("max_requests_per_client", f"{reason}; set api_keys, or trusted_proxies, or haproxy: false")
+    refuse_named_gpu(config)
+
+
+def refuse_named_gpu(config: RuntimeConfig) -> None:
     if config.device.startswith("cuda:"):
         raise ConfigError("device", "names one GPU, and Ray gives each engine its own; use cuda or auto")
+
+
+def gpus_per_engine(config: RuntimeConfig) -> int:
+    """What Ray reserves: one for each process of its model, none on a CPU."""
+    return 0 if config.device == "cpu" else config.tensor_parallel_size
 
 
 GROUPS = (ClusterConfig, ServerConfig, RuntimeConfig)
