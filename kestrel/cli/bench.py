@@ -17,11 +17,11 @@ import typer
 from kestrel.bench.workloads import SUITE_NAMES, WORKLOADS, Case, cases_of
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
-from kestrel.cli.loading import LoadingBars
+from kestrel.cli.loading import LoadingBars, check_model
 from kestrel.cli.options import check_choice, check_parent_folder, flag, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
-from kestrel.known_models import check_source, random_names
+from kestrel.known_models import random_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -178,7 +178,7 @@ def text(
 def check_random(random: str | None, config: RuntimeConfig) -> None:
     """The model is one that can be made or looked for."""
     if random is None:
-        check_source(config)
+        check_model(config)
         return
     if random not in random_names():
         raise ConfigError("--random", f"{random!r} is not a random model; use one of: {', '.join(random_names())}")

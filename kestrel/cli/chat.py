@@ -19,7 +19,14 @@ import typer
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, print_error, run_to_end, write
 from kestrel.cli.loading import check_model, note_default_model, open_engine, require_skill
-from kestrel.cli.options import TextOutputOptions, TextSettings, check_pictures, check_settings, read_picture
+from kestrel.cli.options import (
+    TextOutputOptions,
+    TextSettings,
+    check_adapter,
+    check_pictures,
+    check_settings,
+    read_picture,
+)
 from kestrel.cli.printing import TextPrinter, note_limit, note_metrics
 from kestrel.config import RuntimeConfig
 from kestrel.errors import CapacityError, RequestCancelled, RequestError
@@ -57,6 +64,7 @@ def chat(
     """
     check_settings("chat", settings, TextOutputOptions())
     check_pictures([] if image is None else [image])
+    check_adapter(settings.given().get("adapter"), config)
     check_model(config)
     run_to_end(_converse(Conversation(system=system), image, settings, config))
 

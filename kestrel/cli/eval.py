@@ -13,7 +13,7 @@ import typer
 from kestrel.cli.config_flags import with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console
 from kestrel.cli.loading import check_model, note_default_model, open_engine, require_skill
-from kestrel.cli.options import check_parent_folder, flag, open_sprites, parse_size, split_names
+from kestrel.cli.options import check_adapter, check_parent_folder, flag, open_sprites, parse_size, split_names
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError
 from kestrel.evals.plans import DEFAULT_SIZE, FAMILY_NAMES, EvalPlan, LocatePlan, annotations_in
@@ -175,6 +175,7 @@ def adapter(
     if not data.exists():
         raise ConfigError("data", f"there is no {data}; name annotations, or a folder that holds them")
     path = annotations_in(data)
+    check_adapter(options.adapter, config)
     check_model(config)
     # As above.
     from kestrel.evals.adapter import as_json, only_listed, open_pictures, read_questions  # noqa: PLC0415

@@ -66,7 +66,7 @@ class TaskFlags:
 
 
 def _names(text: str) -> list[str]:
-    names = object_or_objects(text)
+    names = object_or_objects(text, "objects")
     return [names] if isinstance(names, str) else names
 
 
@@ -204,15 +204,17 @@ class RunFlags:
             base_url(self.endpoint, "endpoint")
             refuse_local_settings(config)
             return
-        if self.ray is not None:
-            from kestrel.integrations.cluster.config import refuse_named_gpu  # noqa: PLC0415
-            from kestrel.integrations.ray_data import require_ray  # noqa: PLC0415
+        check_adapter(task.adapter, config, is_here=self.ray is None)
+        if self.ray is None:
+            check_model(config)
+            return
+        from kestrel.integrations.cluster.config import refuse_named_gpu  # noqa: PLC0415
+        from kestrel.integrations.ray_data import require_ray  # noqa: PLC0415
+        from kestrel.known_models import check_source  # noqa: PLC0415
 
-            refuse_named_gpu(config)
-            require_ray("ray")
-        if task.adapter is not None:
-            check_adapter(task.adapter, config)
-        check_model(config)
+        refuse_named_gpu(config)
+        require_ray("ray")
+        check_source(config)  # files of the engines may be on other machines only
 
 
 @with_flags

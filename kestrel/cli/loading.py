@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kestrel import default_model
 from kestrel.cli.console import note, stderr_console
 from kestrel.config import RuntimeConfig, environment_names, runtime_config_from
-from kestrel.errors import ConfigError
+from kestrel.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,10 +36,20 @@ def refuse_local_settings(config: RuntimeConfig) -> None:
 
 
 def check_model(config: RuntimeConfig) -> None:
-    """Refuses a model that nobody knows, and files that are not there, before anything else is loaded."""
+    """Refuses a model that nobody knows, and files and folders that are not there, before anything else is loaded."""
     from kestrel.known_models import check_source  # noqa: PLC0415 - help needs none of it
 
     check_source(config)
+    for name, path in (("tokenizer_path", config.tokenizer_file), ("refiner_path", config.refiner_file)):
+        if path is not None and not os.path.exists(path):
+            raise CheckpointError(f"{path} does not exist; check {name}")
+    template = config.chat_template_file
+    if template is not None and not os.path.exists(template):
+        raise ConfigError("chat_template", f"{template} does not exist; give a file with a template")
+    if config.adapter_folder is not None:
+        from kestrel.adapters.sources.folder import require_folder  # noqa: PLC0415
+
+        require_folder(config.adapter_folder)
 
 
 def note_default_model(config: RuntimeConfig) -> None:

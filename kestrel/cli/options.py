@@ -6,13 +6,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 
-from kestrel.cli.console import note
+from kestrel.cli.console import note, run_to_end
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, RequestError, shown
 from kestrel.settings import OTHER_BOUND, SETTINGS, Setting, object_names
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kestrel.skills.builtin import SpatialRef
     from kestrel.train.scenes.atlas import SpriteAtlas
 
+MAX_NAMES_SHOWN = 20
 SAVED_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 
 ImageArgument = Annotated[str, typer.Argument(metavar="IMAGE", help="A picture file, or - to read one from stdin.")]
@@ -144,17 +145,30 @@ def check_settings(skill: str, settings: Settings, output: OutputOptions) -> Non
         check_saved_path(output.save)
 
 
-def check_adapter(adapter: str, config: RuntimeConfig) -> None:
-    """Before a model is loaded: without a source of adapters there is none to be found."""
+def check_adapter(adapter: str | None, config: RuntimeConfig, *, is_here: bool = True) -> None:
+    """Before a model is loaded: it has a source, and is in it where that is only a folder on this machine."""
+    if adapter is None:
+        return
     from kestrel.adapters import AdapterId  # noqa: PLC0415
-    from kestrel.adapters.sources import API_KEY_VARIABLE, given_key, has_adapter_source  # noqa: PLC0415
+    from kestrel.adapters.sources import (  # noqa: PLC0415
+        API_KEY_VARIABLE,
+        FolderSource,
+        given_key,
+        has_adapter_source,
+    )
 
+    name, folder = str(AdapterId.parse(adapter)), config.adapter_folder
     if not has_adapter_source(config, given_key()):
         raise RequestError(
             "adapter",
-            f"'{AdapterId.parse(adapter)}' has no source; add --adapter-dir or "
-            f"--adapter-url-template, or set {API_KEY_VARIABLE}",
+            f"'{name}' has no source; add --adapter-dir or --adapter-url-template, or set {API_KEY_VARIABLE}",
         )
+    if not is_here or folder is None or has_adapter_source(replace(config, adapter_dir=None), given_key()):
+        return
+    names = [listing.name for listing in run_to_end(FolderSource(folder).list())]
+    if name not in names:
+        known = f"it has {', '.join(names[:MAX_NAMES_SHOWN])}" if names else "it has no adapters"
+        raise RequestError("adapter", f"'{name}' is not in {folder}; {known}")
 
 
 def check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
@@ -190,10 +204,16 @@ def split_names(texts: Sequence[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
-def object_or_objects(text: str) -> str | list[str]:
+def object_or_objects(text: str, field: str = "object") -> str | list[str]:
     """A name, or those between commas; a backslash before a comma makes it part of a name."""
     parts = [part.replace("\\,", ",").strip() for part in re.split(r"(?<!\\),", text)]
-    return parts[0] if len(parts) == 1 else list(object_names(parts))
+    if len(parts) > 1 and "" in parts:
+        raise RequestError(field, f"{shown(text)} has a comma without a name beside it; leave it out")
+    try:
+        names = object_names(parts if len(parts) > 1 else parts[0])
+    except RequestError as error:
+        raise RequestError(field, str(error).removeprefix(f"{error.field}: ")) from None
+    return names[0] if len(parts) == 1 else list(names)
 
 
 def parse_size(flag: str, text: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from kestrel.cli.options import (
     OutputOptions,
     ReasoningOption,
     TextSettings,
+    check_adapter,
     check_pictures,
     check_settings,
     read_pictures,
@@ -67,6 +68,7 @@ def schedule(
     for prompt in prompts:
         refuse_path_as_question("prompt", prompt, "give a picture with --image")
     check_pictures(image or ())
+    check_adapter(settings.given().get("adapter"), config)
     check_model(config)
     fields = {"reasoning": reasoning, "settings": settings.given()}
     failures = run_to_end(_schedule(prompts, image or [], fields, output, config))

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from kestrel.cli.config_flags import with_flags
+from kestrel.cli.loading import check_model
 from kestrel.config import RuntimeConfig
-from kestrel.known_models import check_source
+from kestrel.errors import ConfigError, shown
 from kestrel.server.config import ServerConfig
 from kestrel.server.config_file import read_config_file
 
@@ -51,8 +52,19 @@ def serve(
     --grpc-port also offers the skills in the protocol of KServe and Triton.
     After SIGTERM or Ctrl-C accepted requests may finish; a second signal ends the server immediately.
     """
-    check_source(config)
+    check_model(config)
+    _check_certificate(server)
+    if server.grpc_port == server.port != 0:
+        raise ConfigError("grpc_port", f"{server.port} is also the port for HTTP (--port); choose another one")
     # Here and not above: help and refused settings need neither torch nor a web framework.
     from kestrel.cli.run_server import run_server  # noqa: PLC0415
 
     run_server(server, config)
+
+
+def _check_certificate(server: ServerConfig) -> None:
+    """Whether the files are there; what is in them is read by the server."""
+    for name in ("tls_cert_file", "tls_key_file"):
+        path = getattr(server, name)
+        if path is not None and not Path(path).exists():
+            raise ConfigError(name, f"there is no file {shown(path)}; give the path of a PEM file")

@@ -36,6 +36,7 @@ from kestrel.cli.options import (
 from kestrel.config import RuntimeConfig
 from kestrel.errors import RequestError
 from kestrel.settings import CAPTION_LENGTHS, INSTANCES
+from kestrel.settings import text as check_text
 
 if TYPE_CHECKING:
     from kestrel.engine import EngineResult, EngineStream
@@ -84,7 +85,7 @@ def picture_and_question(words: list[str], image: str | None) -> tuple[str | Non
     question = words[-1]
     if len(words) == 1 and image is None:
         refuse_path_as_question("question", question, "add the question after it")
-    return (words[0] if len(words) == 2 else image), question
+    return (words[0] if len(words) == 2 else image), check_text("question", question)
 
 
 @with_flags
@@ -208,8 +209,7 @@ def _run_skill(call: _SkillCall) -> None:
     check_settings(call.skill, call.settings, call.output)
     if call.source is not None:
         check_pictures([call.source])
-    if (adapter := call.settings.given().get("adapter")) is not None:
-        check_adapter(adapter, call.config)
+    check_adapter(call.settings.given().get("adapter"), call.config)
     check_model(call.config)
     run_to_end(_answer(call))
 

@@ -88,7 +88,7 @@ def test_a_text_model_refuses_pictures_and_the_conversation_goes_on(
     assert "detect is not supported by noise; use one of: chat, complete, or a model" in asked.err
     assert "or a model that reads pictures, such as moondream2" in asked.err
     missing = kestrel("chat", *text_model, "--chat-template", tmp_path / "none.jinja")
-    assert missing.err.endswith("none.jinja cannot be read (No such file or directory); give a file with a template\n")
+    assert missing.err.endswith("none.jinja does not exist; give a file with a template\n")
 
 
 def test_a_text_is_continued_as_it_is(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:

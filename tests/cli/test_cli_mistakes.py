@@ -81,7 +81,19 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         ),
         (("query", "hi", *MD3, "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),
         (("adapters", "list", "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),
-        (("query", "hi", *MD3, "--adapter-dir", str(GOLDENS), "--adapter", "mine"), 2, "adapter 'mine' was not found"),
+        (("query", "hi", "--adapter-dir", str(GOLDENS), "--adapter", "mine"), 2, "--adapter: 'mine' is not in "),
+        (("query", "hi", "--tokenizer-path", "/no/such"), 3, "/no/such does not exist; check --tokenizer-path"),
+        (("detect", SMALL, "cat,"), 2, "OBJECT: 'cat,' has a comma without a name beside it; leave it out"),
+        (
+            ("serve", "--port", "8123", "--grpc-port", "8123"),
+            2,
+            "--grpc-port: 8123 is also the port for HTTP (--port); choose another one",
+        ),
+        (
+            ("serve", "--tls-cert-file", SMALL, "--tls-key-file", "/no/such"),
+            2,
+            "--tls-key-file: there is no file '/no/such'; give the path of a PEM file",
+        ),
         (
             ("query", "hi", *MD3, "--quantization", "fp8", "--attention-backend", "sdpa"),
             2,

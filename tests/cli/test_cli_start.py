@@ -90,9 +90,20 @@ MISTAKES = (
     (["train", "adapter", "--data", "nofolder", "--output", "a.safetensors"], 2),
     (["train", "adaptr"], 2),
     (["eval", "adapter", "--data", "nofile"], 2),
+    (["eval", "adapter", "--data", "pyproject.toml", "--adapter", "mine", "--adapter-dir", "nofolder"], 2),
     (["adapters", "inspect", "nofile"], 3),
     (["mcp", "--allow", "nofolder"], 2),
     (["serve", "--model", "moondraem2"], 2),
+    (["serve", "--tls-cert-file", "nofile", "--tls-key-file", "nofile"], 2),
+    (["serve", "--adapter-dir", "nofolder"], 2),
+    (["bench", "engine", "--tokenizer-path", "nofile"], 3),
+    (["chat", "--chat-template", "nofile"], 2),
+    (["detect", "pyproject.toml", ""], 2),
+    (["point", "pyproject.toml", "cat,cat"], 2),
+    (["query", "pyproject.toml", ""], 2),
+    (["query", "hi", "--adapter-dir", "nofolder"], 2),
+    (["query", "hi", "--tokenizer-path", "nofile"], 3),
+    (["segment", "pyproject.toml", "cat", "--refiner-path", "nofile"], 3),
     (["query", "hi", "--weights", "/no/such"], 3),
     (["qury"], 2),
 )
@@ -130,7 +141,9 @@ def test_lists_wrong_paths_and_typos_load_neither_models_nor_pictures() -> None:
     """torch takes three seconds to import, the others a tenth to a half each."""
     lines = [(["--version"], 0), (["models"], 0), (["models", "--json"], 0)]
     told_with([*lines, *((["query", *words], 2) for words in WRONG), *MISTAKES], HEAVY)
-    told_with([(["query", "pyproject.toml", "What is this?"], 2), (["query", "hi", "--adapter", "mine"], 2)], HEAVY[:3])
+    adapters = ([], ["--adapter-dir", "nofolder"], ["--adapter-dir", "kestrel"])
+    lines = [(["query", "hi", "--adapter", "mine", *words], 2) for words in adapters]
+    told_with([(["query", "pyproject.toml", "What is this?"], 2), *lines], HEAVY[:3])
 
 
 def test_help_names_every_choice() -> None:

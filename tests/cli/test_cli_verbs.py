@@ -110,7 +110,7 @@ def test_commas_separate_names_and_may_be_part_of_one(kestrel: Kestrel, verb: st
     lines = kestrel(*arguments, "--save", tmp_path / "drawn.png").out.splitlines()
     assert [line.split("  ")[0] for line in lines] == [f"{n}: {place['label']}" for n, place in enumerate(places, 1)]
     twice = kestrel(verb, SMALL, "cow,cow", *MD3)
-    assert (twice.code, "object[1]: 'cow' is given twice" in twice.err) == (2, True)
+    assert (twice.code, "OBJECT: 'cow' is given twice" in twice.err) == (2, True)
 
 
 @pytest.mark.parametrize("verb", ["point", "detect"])

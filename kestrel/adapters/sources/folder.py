@@ -32,13 +32,17 @@ class _Hashed:
     copy: AdapterCopy
 
 
+def require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError("adapter_dir", f"{folder} is not a folder; create it, or leave adapter_dir out")
+
+
 class FolderSource:
     downloads = False
     title = "the adapter folder"
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise ConfigError("adapter_dir", f"{folder} is not a folder; create it, or leave adapter_dir out")
+        require_folder(folder)
         self._folder = folder.resolve()
         self._known: dict[AdapterId, _Hashed] = {}
         self._hashing: SingleFlight[AdapterCopy] = SingleFlight()
