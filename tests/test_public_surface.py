@@ -117,6 +117,10 @@ def test_the_first_screen_holds_the_two_commands_and_no_other() -> None:
     assert first_screen.count("```") == 4
 
 
+def test_the_readme_stays_short() -> None:
+    assert len(README.splitlines()) < 150
+
+
 def test_ci_runs_the_test_command_of_the_readme_and_what_it_leaves_out() -> None:
     command, script = code_blocks("bash")[1].strip(), (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert command in script
