@@ -19,6 +19,7 @@ from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note, run_to_end, stderr_console, stdout_console, write
 from kestrel.cli.loading import LoadingBars, check_model
 from kestrel.cli.options import check_choice, check_parent_folder, flag, split_names
+from kestrel.cli.verb_help import RARE
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.known_models import random_names
@@ -55,6 +56,7 @@ RandomOption = Annotated[
 PictureCacheOption = Annotated[
     Path | None,
     typer.Option("--picture-cache", metavar="DIR", help="Where drawn pictures are kept. Default: the user's cache."),
+    RARE,
 ]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Add a row to this CSV file as each case is done.")

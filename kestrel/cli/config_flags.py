@@ -7,7 +7,7 @@ A verb takes a dataclass as a parameter; `with_flags` puts a flag for each of it
 - `--x/--no-x` for booleans, unless "flags" says otherwise
 - a repeatable flag for a tuple
 - help under the title of the last `metadata["group"]`; where fields are marked with `metadata["common"]`, the others
-  are shown by --help-all only
+  are shown by --help-all only, as is a parameter with RARE in its annotation
 - the environment variables KESTREL_<FLAG> and KESTREL_<FIELD> for every flag of the RuntimeConfig and the ServerConfig
 """
 
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Optional, TypeVar, Union, get_args, get_origi
 
 import typer
 
-from kestrel.cli.verb_help import HelpAllOption, VerbCommand, VerbGroup, rare_flags, titles
+from kestrel.cli.verb_help import RARE, HelpAllOption, VerbCommand, VerbGroup, rare_flags, titles
 from kestrel.config import RuntimeConfig, environment_names, flag_names
 from kestrel.errors import AboutField, KestrelError
 from kestrel.integrations.cluster.config import ClusterConfig
@@ -60,7 +60,8 @@ def with_flags(verb: Callable[..., None]) -> Callable[..., None]:
             raise
 
     parameters.insert(0, inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
-    rare = [name for group in groups.values() for name in rare_flags(group)]
+    rare = [name for name, hint in hints.items() if RARE in getattr(hint, "__metadata__", ())]
+    rare += [name for group in groups.values() for name in rare_flags(group)]
     if rare:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("help_all", kind, default=False, annotation=HelpAllOption))

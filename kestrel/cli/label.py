@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -74,11 +74,12 @@ def _names(text: str) -> list[str]:
 class SourceFlags:
     """Which pictures."""
 
+    is_rare: ClassVar = True
     recursive: bool = flag("Also read subfolders.", True, group="Which pictures")
     every: int | None = flag("Videos: take every Nth frame.", metavar="N")
     fps: float | None = flag("Videos: take R frames per second. Default: 1.", metavar="R", show_default=False)
     scenes: bool = flag("Videos: take a frame at each change of scene.", False, flags=("--scenes",), show_default=False)
-    limit: int | None = flag("Label only the first N pictures.", metavar="N", common=True)
+    limit: int | None = flag("Label only the first N pictures.", metavar="N")
 
     def options(self, sources: list[str], output: Path) -> SourceOptions:
         if self.limit is not None and self.limit < 1:
@@ -103,9 +104,7 @@ class OutputFlags:
         group="What is written",
         common=True,
     )
-    split: str | None = flag(
-        "Divide the pictures into parts, such as train=0.9,val=0.1.", metavar="NAME=S,...", common=True
-    )
+    split: str | None = flag("Divide the pictures into parts, such as train=0.9,val=0.1.", metavar="NAME=S,...")
     with_pictures: bool = flag(
         "Also copy the pictures to the labels; YOLO, VOC and WebDataset always have them.",
         False,
@@ -162,9 +161,7 @@ class RunFlags:
     )
     api_key: str | None = flag(f"The key of the server. Default: the value of {KEY_VARIABLE}.", metavar="KEY")
     ray: str | None = flag(
-        "Label on this Ray cluster, with engines on its GPUs: auto, HOST:PORT or local.",
-        metavar="ADDRESS",
-        common=True,
+        "Label on this Ray cluster, with engines on its GPUs: auto, HOST:PORT or local.", metavar="ADDRESS"
     )
     ray_engines: int | None = flag(
         "Engines on the cluster. Default: as many as it has GPUs for; one on CPUs.", metavar="N"
@@ -181,7 +178,6 @@ class RunFlags:
         False,
         flags=("--dry-run",),
         show_default=False,
-        common=True,
     )
 
     def __post_init__(self) -> None:
@@ -236,7 +232,7 @@ def label(
 ) -> None:
     """Label folders of pictures and videos.
 
-    kestrel label photos --objects gear,bolt --output labels --format coco,yolo --split train=0.9,val=0.1
+    kestrel label photos --objects gear,bolt --output labels --format coco,yolo
 
     Every picture is written to DIR/journal.jsonl as soon as it is labelled: the same command continues where the last
     run ended. Files appear complete at the end. Their names go to stdout.

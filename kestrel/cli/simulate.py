@@ -21,12 +21,17 @@ MAX_ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    model: str = flag("Which figures of the file of --costs to use.", "moondream2", metavar="NAME", group="GPUs")
-    gpus: int | None = flag("GPUs, each with an engine of its own. Default: 1, or found with --p99.", metavar="N")
+    model: str = flag(
+        "Which figures of the file of --costs to use.", "moondream2", metavar="NAME", group="GPUs", common=True
+    )
+    gpus: int | None = flag(
+        "GPUs, each with an engine of its own. Default: 1, or found with --p99.", metavar="N", common=True
+    )
     p99: float | None = flag(
         "Find the fewest GPUs for --rate, or the most requests a second for --gpus, with 99 of 100 answers within so "
         "many milliseconds.",
         metavar="MS",
+        common=True,
     )
     max_batch_size: int = flag("Rows of each engine.", 64, metavar="N")
     costs: Path = field(
@@ -37,10 +42,14 @@ class Simulated:
             "show_default": False,
         },
     )
-    rate: float | None = flag("Requests a second, at random times.", metavar="N", group="Traffic")
-    clients: int | None = flag("Instead of a rate: clients with one request at a time.", metavar="N")
+    rate: float | None = flag("Requests a second, at random times.", metavar="N", group="Traffic", common=True)
+    clients: int | None = flag("Instead of a rate: clients with one request at a time.", metavar="N", common=True)
     at_once: bool = flag(
-        "Instead of a rate: all requests arrive at the same time.", False, flags=("--at-once",), show_default=False
+        "Instead of a rate: all requests arrive at the same time.",
+        False,
+        flags=("--at-once",),
+        show_default=False,
+        common=True,
     )
     requests: int | None = flag(
         f"Number of requests. Default: {SECONDS:g} seconds of a rate, {PER_CLIENT} per client, {AT_ONCE} with "
@@ -48,19 +57,23 @@ class Simulated:
         metavar="N",
     )
     crops: int | None = flag(
-        f"Crops of each picture; 0: no pictures. Default: {Traffic.crops}, or 0 for a text model.", metavar="N"
+        f"Crops of each picture; 0: no pictures. Default: {Traffic.crops}, or 0 for a text model.",
+        metavar="N",
+        common=True,
     )
-    repeated: float = flag("Share of the requests about one of the latest pictures.", Traffic.repeated, metavar="0..1")
+    repeated: float = flag(
+        "Share of the requests about one of the latest pictures.", Traffic.repeated, metavar="0..1", common=True
+    )
     among: int | None = flag(f"How many pictures are the latest. Default: {Traffic.among}.", metavar="N")
     prompt_tokens: str = flag("Tokens of a prompt without its picture: 20, or 5-40.", "20", metavar="N|LOW-HIGH")
-    answer_tokens: str = flag("Tokens of an answer: 30, or 3-300.", "30", metavar="N|LOW-HIGH")
+    answer_tokens: str = flag("Tokens of an answer: 30, or 3-300.", "30", metavar="N|LOW-HIGH", common=True)
     stream: bool = flag("Answers are streamed.", Traffic.stream, flags=("--stream",), show_default=False)
     picture_kb: float | None = flag(f"Size of a picture's file. Default: {Traffic.picture_kb:g}.", metavar="KB")
     link_gbit: float | None = flag(
         f"Speed of the way in that all pictures share. Default: {Traffic.link_gbit:g}.", metavar="GBIT/S"
     )
     seed: int = flag("Other random times, lengths and pictures.", Traffic.seed, metavar="N")
-    as_json: bool = flag("Print JSON.", False, flags=("--json",), show_default=False, group="Output")
+    as_json: bool = flag("Print JSON.", False, flags=("--json",), show_default=False, group="Output", common=True)
 
 
 @with_flags

@@ -15,6 +15,8 @@ from kestrel.config import TRUTHS, flag_names
 from kestrel.errors import ConfigError
 
 HELP_ALL = "--help-all"
+RARE = object()
+"""In the annotation of a verb's own parameter: --help-all shows it, --help does not."""
 
 
 READERS = {
@@ -111,10 +113,10 @@ HelpAllOption = Annotated[
 
 
 def rare_flags(group: type) -> list[str]:
-    """Of a dataclass in which some fields are marked as common: the others."""
+    """Of a dataclass in which some fields are marked as common: the others. All, where it says `is_rare`."""
     flags = [field for field in fields(group) if flag_names(field) and not field.metadata.get("hidden", False)]
     rare = [field.name for field in flags if not field.metadata.get("common", False)]
-    return rare if len(rare) < len(flags) else []
+    return rare if len(rare) < len(flags) or getattr(group, "is_rare", False) else []
 
 
 def titles(group: type) -> dict[str, str | None]:

@@ -38,7 +38,6 @@ class AdapterRun:
         "Default: everything in train.jsonl; detect from COCO.",
         flags=("--skill",),
         metavar="SKILL",
-        common=True,
     )
     model: str | None = setting(
         None,
@@ -51,7 +50,7 @@ class AdapterRun:
         None, "Base model: a folder, or a single weights file.", metavar="PATH", common=True
     )
     tokenizer_path: Path | None = setting(None, "tokenizer.json to use with a single weights file.", metavar="FILE")
-    rank: int = setting(16, "Rank of the adapter; experts share it.", group="Adapter", common=True)
+    rank: int = setting(16, "Rank of the adapter; experts share it.", group="Adapter")
     alpha: float | None = setting(None, "Deltas are scaled by alpha / rank. Default: the rank, for no scaling.")
     targets: str = setting(",".join(MATRICES), "Matrices to adapt, separated by commas.", metavar="NAME,...")
     epochs: float | None = setting(
@@ -67,7 +66,6 @@ class AdapterRun:
         None,
         "Learning rate after the warm-up; it falls along a half cosine. Default: 0.5 / the model's width, "
         "0.002 for kestrel-tiny and 0.00024 for Moondream 2.",
-        common=True,
     )
     final_lr: float = setting(0.0, "Learning rate at the end.")
     warmup_steps: int = setting(20, "Steps in which the learning rate rises.")
