@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kestrel.cli.config_flags import add_verb
-from kestrel.cli.console import FAILED, INTERRUPTED, OK, Interrupted, note, report, write
+from kestrel.cli.console import FAILED, INTERRUPTED, OK, USAGE_ERROR, Interrupted, note, report, write
 from kestrel.cli.verb_help import VerbGroup
 
 VERBS = {
@@ -51,6 +51,20 @@ GROUPS = {
 """Verbs with verbs of their own."""
 SUBVERBS = {"eval": ("adapter",)}
 """Of verbs that do something without one too; functions of the same module."""
+OTHER_WORDS = {
+    "query": ("ask", "question", "answer", "count", "read", "vqa"),
+    "caption": ("describe", "description"),
+    "detect": ("find", "locate", "box", "boxes", "search"),
+    "segment": ("outline", "mask", "cut"),
+    "complete": ("continue", "generate"),
+    "label": ("annotate", "tag"),
+    "serve": ("server", "start", "api"),
+    "train adapter": ("finetune", "fine-tune", "lora"),
+    "eval": ("evaluate", "test"),
+    "bench": ("benchmark", "measure"),
+    "models": ("list", "ls"),
+}
+"""What people may call a verb; nothing in the spelling leads from one to the other."""
 SKILL_VERBS = ("query", "caption", "point", "detect", "segment", "complete")
 
 
@@ -73,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
 @cache
 def _program() -> TyperGroup:
     app = typer.Typer(
-        cls=VerbGroup,
+        cls=_Program,
         help="Kestrel runs vision-language and text models: answers, captions, points, boxes, outlines, conversations.",
         epilog="Start with `kestrel demo`, then `kestrel models`.",
         add_completion=False,
@@ -87,6 +101,17 @@ def _program() -> TyperGroup:
     for name, text in (VERBS | GROUPS).items():
         program.add_command(_LateVerb(name, help=text))
     return program
+
+
+class _Program(VerbGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except USAGE_ERROR as error:
+            meant = next((verb for verb, words in OTHER_WORDS.items() if args[0].lower() in words), None)
+            if meant is not None:
+                cast(typer.BadParameter, error).message = f"No such command {args[0]!r}. Did you mean {meant!r}?"
+            raise
 
 
 class _LateVerb(TyperCommand):

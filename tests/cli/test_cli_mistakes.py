@@ -29,7 +29,12 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("nonsense",), 2, "No such command 'nonsense'"),
+        (("nonsense",), 2, "No such command 'nonsense'. See `kestrel --help`."),
+        (("serv",), 2, "No such command 'serv'. Did you mean 'serve'?"),
+        (("ask", SMALL, "hi"), 2, "No such command 'ask'. Did you mean 'query'? See `kestrel --help`."),
+        (("Describe",), 2, "Did you mean 'caption'?"),
+        (("find", SMALL, "cat"), 2, "Did you mean 'detect'?"),
+        (("fine-tune",), 2, "Did you mean 'train adapter'?"),
         (("query",), 2, "Missing argument"),
         (("query", "--tempreature", "1", "hi"), 2, "--tempreature"),
         (("query", "hi", *MD3, "--page-size", "many"), 2, "--page-size"),
