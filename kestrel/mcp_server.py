@@ -141,7 +141,7 @@ def make_server(tools: PictureTools, pictures: Pictures) -> MCPServer:
     folders = ", ".join(str(folder) for folder in pictures.folders)
     return MCPServer(
         "kestrel",
-        instructions=f"Looks at pictures. They may lie in: {folders}. Relative paths count from the first of these.",
+        instructions=f"Looks at pictures in these folders: {folders}. Relative paths start in the first of them.",
         tools=[_strict_tool(method) for method in methods],
         log_level="WARNING",
     )

@@ -235,7 +235,7 @@ class _Fields:
             raise self.refusal("target_parameters", found, problem)
         numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
         if found and (numbers is None or tuple(map(int, numbers.groups())) < _FIRST_UPRIGHT):
-            problem = f"in files of peft {version} they may lie crosswise; train the adapter with 0.19.1 or newer"
+            problem = f"in files of peft {version} they may be transposed; train the adapter with 0.19.1 or newer"
             raise self.refusal("target_parameters", found, problem)
         return tuple(found)
 

@@ -296,7 +296,7 @@ def kernels(
 
     kestrel bench kernels --output bench/results/kernels.csv
 
-    Times are of the GPU alone, on inputs that do not lie in its cache. Needs an NVIDIA GPU; with --check and without
+    Times are of the GPU alone, on inputs that are not in its cache. Needs an NVIDIA GPU; with --check and without
     one, the kernels run in Triton's interpreter.
     """
     named = None if ops is None else split_names(ops)

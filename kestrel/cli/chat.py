@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 HELP = {
     "/clear": "forget the conversation",
-    "/system TEXT": "say what the model should be; without a text: show it",
+    "/system TEXT": "set the system prompt; without a text: show it",
     "/image FILE": "show a picture with the next message",
     "/exit": "leave; Ctrl-D does too",
 }

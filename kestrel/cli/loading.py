@@ -32,7 +32,7 @@ def refuse_local_settings(config: RuntimeConfig) -> None:
         if value != getattr(by_variables, field.name):
             raise ConfigError(field.name, "is for a model loaded here; leave it or --endpoint out")
         name = next(name for name in environment_names(field) if os.environ.get(name))
-        note(f"{name} is for a model loaded here; the server at --endpoint does not hear of it")
+        note(f"{name} is for a model loaded here; it has no effect on the server at --endpoint")
 
 
 def check_model(config: RuntimeConfig) -> None:

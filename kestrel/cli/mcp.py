@@ -108,7 +108,7 @@ def _address(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
         raise ConfigError("--http", f"{shown(text)} is not an address; write it as in 127.0.0.1:8090")
     if host in EVERY_ADDRESS:
-        message = f"{host} is no name that clients could ask for; give the machine's own address, or 127.0.0.1"
+        message = f"{host} is not an address that clients can use; give the machine's own address, or 127.0.0.1"
         raise ConfigError("--http", message)
     return host, int(port)
 

@@ -28,8 +28,8 @@ class Simulated:
         "GPUs, each with an engine of its own. Default: 1, or found with --p99.", metavar="N", common=True
     )
     p99: float | None = flag(
-        "Find the fewest GPUs for --rate, or the most requests a second for --gpus, with 99 of 100 answers within so "
-        "many milliseconds.",
+        "Find the fewest GPUs for --rate, or the most requests a second for --gpus, with 99 of 100 answers within "
+        "this many milliseconds.",
         metavar="MS",
         common=True,
     )
@@ -70,7 +70,7 @@ class Simulated:
     stream: bool = flag("Answers are streamed.", Traffic.stream, flags=("--stream",), show_default=False)
     picture_kb: float | None = flag(f"Size of a picture's file. Default: {Traffic.picture_kb:g}.", metavar="KB")
     link_gbit: float | None = flag(
-        f"Speed of the way in that all pictures share. Default: {Traffic.link_gbit:g}.", metavar="GBIT/S"
+        f"Speed of the network link that all pictures share. Default: {Traffic.link_gbit:g}.", metavar="GBIT/S"
     )
     seed: int = flag("Other random times, lengths and pictures.", Traffic.seed, metavar="N")
     as_json: bool = flag("Print JSON.", False, flags=("--json",), show_default=False, group="Output", common=True)

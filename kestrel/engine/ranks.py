@@ -249,7 +249,7 @@ class OtherRanks:
 
     def abandon(self) -> None:
         """Nobody wants the model: what waits for a rank gets an error, from the threads that watch them."""
-        self._lost = EngineStopped("whoever asked for the model has left; create a new engine")
+        self._lost = EngineStopped("the process that asked for the model has ended; create a new engine")
         self.close()
 
 

@@ -342,7 +342,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _TableFault(f"{shown(twice)} stands twice in one object")
+        raise _TableFault(f"{shown(twice)} is given twice in one object")
     return found
 
 

@@ -33,7 +33,7 @@ def chat_format(
         try:
             return TemplateChat(given.read_text(encoding="utf-8"), files.special_tokens, encoder, tool_parser)
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(
                 "chat_template", f"{given} cannot be read ({why}); give a file with a template"
             ) from error

@@ -311,7 +311,7 @@ def read_shard_index(index: Path) -> Mapping[str, str]:
         raise CheckpointError(f"{index} lists no tensors; download it again")
     for file in entries.values():
         if Path(file).name != file:
-            raise CheckpointError(f"{index} points to {file!r}; shards must lie in the same folder as the index")
+            raise CheckpointError(f"{index} points to {file!r}; shards must be in the same folder as the index")
     return entries
 
 

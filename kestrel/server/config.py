@@ -243,7 +243,7 @@ def _check_texts(config: ServerConfig) -> None:
     _check_kinds(config)
     for name in ("api_keys", "urgent_api_keys"):
         if not all(key.isascii() and key.isprintable() and " " not in key for key in getattr(config, name)):
-            raise ConfigError(name, "must be printable ASCII without blanks: keys travel in a header")
+            raise ConfigError(name, "must be printable ASCII without spaces: keys are sent in a header")
     for proxy in config.trusted_proxies:
         _check_proxy(proxy)
     for origin in config.cors_origins:

@@ -314,7 +314,9 @@ class _EngineGauges(Collector):
             "kestrel_kv_pages_evicted", "Cached pages given up for other requests.", taken.evicted_pages_total
         )
         yield self._counter(
-            "kestrel_preemptions", "Running requests sent back to the queue for want of pages.", taken.preemptions_total
+            "kestrel_preemptions",
+            "Running requests sent back to the queue because the KV cache was full.",
+            taken.preemptions_total,
         )
         yield self._gauge("kestrel_replicas", "Engines behind this server.", taken.num_replicas)
         yield self._counter("kestrel_retries", "Requests sent to another engine, theirs lost.", taken.retries_total)

@@ -71,7 +71,7 @@ class Question:
                 break
             number, stride = following, 2 * stride
         if kept is None:
-            raise ConfigError("p99", f"{self.p99_ms:g} ms is not kept, whatever was tried; raise it")
+            raise ConfigError("p99", f"{self.p99_ms:g} ms is not kept with any number that was tried; raise it")
         while late is not None and abs(late - kept) > 1:
             number = (kept + late) // 2
             tried[number] = simulate(number)

@@ -64,7 +64,7 @@ def _message(name: str, raw: Any) -> Message:
     if calls:
         extra["tool_calls"] = calls
     if calls and role != "assistant":
-        raise RequestError(f"{name}.tool_calls", f"stands in a {shown(role)} message; only assistants call tools")
+        raise RequestError(f"{name}.tool_calls", f"is in a {shown(role)} message; only assistants call tools")
     content = "" if role == "assistant" and raw.get("content") is None else raw.get("content")
     words, images = _content(f"{name}.content", content)
     if images and role != "user":
@@ -92,7 +92,7 @@ def template_values(name: str, value: Any) -> Mapping[str, Any]:
     try:
         size = len(json.dumps(value, ensure_ascii=False).encode())
     except (TypeError, ValueError, RecursionError):
-        raise RequestError(name, "must hold JSON values only, not too deep in one another") from None
+        raise RequestError(name, "must hold JSON values only, not nested too deeply") from None
     if size > MAX_TEMPLATE_CHARACTERS:
         raise RequestError(name, f"has {size} bytes as JSON; give at most {MAX_TEMPLATE_CHARACTERS}")
     return value

@@ -114,7 +114,7 @@ class CacheFolder:
         except NoRoom:
             pass  # other programs are downloading, and their next step makes room
         except OSError as error:
-            logger.warning("the folder of downloaded adapters cannot be swept (%s)", error.strerror)
+            logger.warning("the folder of downloaded adapters cannot be cleaned up (%s)", error.strerror)
 
     def reserve(self, partial: Path, num_bytes: int) -> None:
         """Gives a download its size. The least recently used adapters make way; raises NoRoom where that is no help."""
@@ -144,7 +144,7 @@ class CacheFolder:
                 return
             adapter.remove()
             missing -= adapter.num_bytes
-            logger.info("a downloaded adapter of %d bytes made way for another", adapter.num_bytes)
+            logger.info("a downloaded adapter of %d bytes was removed to make room for another", adapter.num_bytes)
 
     def _kept(self) -> Iterator[_Kept]:
         for folder in self.path.iterdir():

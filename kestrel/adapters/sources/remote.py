@@ -187,7 +187,7 @@ class HostedSource(RemoteSource):
         limits: DownloadLimits | None = None,
     ) -> None:
         if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-            raise ConfigError("api_key", "must be printable ASCII without blanks; copy MOONDREAM_API_KEY again")
+            raise ConfigError("api_key", "must be printable ASCII without spaces; copy MOONDREAM_API_KEY again")
         if parsed_url(base_url) is None:
             raise ConfigError("base_url", "must be an https URL (http only for this machine)")
         self._base_url = base_url.rstrip("/")

@@ -124,7 +124,7 @@ def _add_format(body: Body, fields: EngineFields) -> None:
         raise RequestError("output_config", f'must be an object such as {{"format": …}} (got {shown(config)})')
     require_known("output_config.", config, ("format", "effort"))
     if config.get("effort") not in (None, EFFORT):
-        problem = f'is not supported: every answer has the same; leave it out or send "{EFFORT}"'
+        problem = f'is not supported: the effort cannot be set; leave it out or send "{EFFORT}"'
         raise RequestError("output_config.effort", problem)
     asked, name = config.get("format"), "output_config.format"
     if asked is None:

@@ -53,9 +53,9 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "json_schema": _schema,
     "regex": _regex,
 }
-_GRAMMAR = Refusal("grammars are not read here; write it as a regular expression or a JSON schema")
-_TAG = Refusal("it is not read here; use tools, or a JSON schema")
-_BLANKS = Refusal("JSON is written with a blank behind each comma and colon; leave it out", (False,))
+_GRAMMAR = Refusal("write the grammar as a regular expression or a JSON schema")
+_TAG = Refusal("use tools, or a JSON schema")
+_BLANKS = Refusal("JSON is written with a space after each comma and colon; leave it out", (False,))
 _REFUSED: Mapping[str, Refusal] = {
     "guided_grammar": _GRAMMAR,
     "ebnf": _GRAMMAR,

@@ -57,7 +57,7 @@ def derived_seed(seed: int, choice: int) -> int:
 
 _STOP_TEXT = Refusal("the text ends before the stop text; leave it out and add that yourself", (False,))
 _IDS = Refusal("ids are not shown; leave it out and ask POST /tokenize for those of a text", (False,))
-_PROCESSORS = Refusal("no code of a request is run; use logit_bias, allowed_token_ids or a response_format", ([],))
+_PROCESSORS = Refusal("code in a request is never run; use logit_bias, allowed_token_ids or a response_format", ([],))
 _VECTORS = Refusal("prompts are text or token ids; leave it out")
 _REFUSED: Mapping[str, Refusal] = {
     "use_beam_search": Refusal("there is no beam search; leave it out, and set n for several choices", (False,)),
@@ -75,7 +75,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "custom_logit_processor": _PROCESSORS,
     "repetition_detection": Refusal("leave it out, and set repetition_penalty or frequency_penalty"),
     "thinking_token_budget": Refusal("leave it out, and set max_tokens", (-1,)),
-    "lora_path": Refusal("name the adapter behind the model: model/adapter"),
+    "lora_path": Refusal("write the adapter after the name of the model: model/adapter"),
     "prompt_embeds": _VECTORS,
     "input_embeds": _VECTORS,
     "return_tokens_as_token_ids": _IDS,
@@ -85,12 +85,12 @@ _REFUSED: Mapping[str, Refusal] = {
 """What vLLM and SGLang take and would change an answer."""
 REFUSED_IN_CHAT: Mapping[str, Refusal] = {
     **_REFUSED,
-    "functions": Refusal("it has made way for tools; use these", ([],)),
-    "function_call": Refusal("it has made way for tool_choice; use that", ("none", "auto")),
+    "functions": Refusal("tools have replaced it; send tools", ([],)),
+    "function_call": Refusal("tool_choice has replaced it; send tool_choice", ("none", "auto")),
     "modalities": Refusal('answers are text; leave it out or send ["text"]', (["text"],)),
     "audio": Refusal("answers are text; leave it out"),
-    "web_search_options": Refusal("nothing is looked up; leave it out"),
-    "echo": Refusal("an answer is what is new; leave it out", (False,)),
+    "web_search_options": Refusal("the web is not searched; leave it out"),
+    "echo": Refusal("an answer does not repeat the prompt; leave it out", (False,)),
     "add_special_tokens": Refusal("conversations have their own; leave it out", (False,)),
     "chat_template": Refusal("the model's own is used; leave it out, or start with --chat-template FILE"),
     "documents": Refusal("write them into a message", ([],)),

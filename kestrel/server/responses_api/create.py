@@ -49,9 +49,9 @@ UNUSED = (
 """Taken without effect: prefixes are cached anyway, and no tool runs here."""
 INCLUDED = ("reasoning.encrypted_content",)
 """Of `include`, likewise: thoughts are there as text."""
-_STATELESS = "send everything that the model shall read in input, or name a previous_response_id"
+_STATELESS = "send everything that the model should read in input, or name a previous_response_id"
 REFUSED: Mapping[str, Refusal] = {
-    "background": Refusal("answers are waited for; leave it out, and stream them if they take long", (False,)),
+    "background": Refusal("nothing runs in the background; leave it out, and set stream for long answers", (False,)),
     "conversation": Refusal(_STATELESS),
     "prompt": Refusal(_STATELESS),
     "context_management": Refusal("a conversation is never shortened; leave it out", ([],)),
@@ -157,7 +157,7 @@ def _settings(state: ServerState, body: Body) -> EngineFields:
         raise RequestError("text", f'must be an object such as {{"format": {{"type": "text"}}}} (got {shown(text)})')
     require_known("text.", text, ("format", "verbosity"))
     if text.get("verbosity") not in (None, "medium"):
-        raise RequestError("text.verbosity", "is not supported: write into instructions how long answers shall be")
+        raise RequestError("text.verbosity", "is not supported: say in instructions how long answers should be")
     if text.get("format") is not None:
         there["response_format"] = _format(text["format"])
     fields = sampling_fields(state, there, None)
@@ -208,7 +208,7 @@ def _take_tools(body: Body, fields: EngineFields) -> None:
         require_list("include", body["include"])
         for at, name in enumerate(body["include"]):
             if name not in INCLUDED:
-                raise RequestError(f"include[{at}]", f"is {shown(name)}, which is not there to include; leave it out")
+                raise RequestError(f"include[{at}]", f"is {shown(name)}, which cannot be included; leave it out")
 
 
 def _tool(name: str, raw: Any, fields: EngineFields) -> dict[str, Any]:
