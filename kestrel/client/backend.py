@@ -40,7 +40,8 @@ class Backend(Protocol):
         ...
 
     def stream(self, skill: str, fields: Fields) -> Iterator[dict[str, Any]]:
-        """Events as the native routes send them. Refusals are raised here, and not by the first `next`."""
+        """Events as the native routes send them; the last one is `completed` and has the whole result. Refusals are
+        raised here, and not by the first `next`."""
         ...
 
     def close(self) -> None: ...
@@ -94,15 +95,16 @@ class EngineBackend:
 
         def events() -> Iterator[dict[str, Any]]:
             try:
-                while (event := self._wait(next_event())) is not None:
+                while not (event := self._wait(next_event())).get("completed"):
                     yield event
+                yield event
             finally:
                 self._loop.call_soon_threadsafe(stream.cancel)
 
-        async def next_event() -> dict[str, Any] | None:
+        async def next_event() -> dict[str, Any]:
             async for chunk in stream:
                 return self._chunk_body(chunk)
-            return None
+            return {"completed": True, **(await stream.result()).body()}
 
         return events()
 
@@ -172,9 +174,9 @@ class ServerBackend:
                         event = orjson.loads(line.removeprefix("data: "))
                         if "error" in event:
                             raise KestrelError(f"the server broke the stream off ({event['error'].get('message')})")
+                        yield event
                         if event.get("completed"):
                             return
-                        yield event
 
         return events()
 

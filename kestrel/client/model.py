@@ -176,15 +176,23 @@ class Model:
         settings: Settings | None = None,
         **options: Any,
     ) -> Any:
-        """{"path", "bbox", …, "segments"}, with `stream` a generator of events: the box, then pieces of the path."""
+        """{"path", "bbox", …, "segments"}. With `stream` a generator: {"bbox"}, then {"chunk"} for each piece of the
+        path, and at the end the whole result with "completed"."""
         fields = {"object": object, "spatial_refs": spatial_refs, **options}
-        return self._call("segment", "segments", image, fields, settings, stream)
+        return self._call("segment", None, image, fields, settings, stream)
 
     # ------------------------------------------------------------------ one call
 
     def _call(
-        self, skill: str, yields: str, image: Any, fields: dict[str, Any], settings: Settings | None, stream: bool
+        self,
+        skill: str,
+        yields: str | None,
+        image: Any,
+        fields: dict[str, Any],
+        settings: Settings | None,
+        stream: bool,
     ) -> Any:
+        """`yields`: the name of what is streamed; None where a stream is of several things."""
         if self._is_closed:
             raise EngineStopped("this model is closed; make another one with kestrel.vl()")
         fields = {name: value for name, value in fields.items() if value is not None}
@@ -199,21 +207,31 @@ class Model:
             return [Answer(body, file) for body, file in zip(found, files, strict=True)]
         file = None if image is None else self.encode_image(image).data
         asked = fields if file is None else {**fields, "image": file}
-        if stream:
-            return {yields: _pieces(self._backend.stream(skill, asked))}
-        return Answer(self._backend.ask(skill, asked), file)
+        if not stream:
+            return Answer(self._backend.ask(skill, asked), file)
+        events = self._backend.stream(skill, asked)
+        return _outline(events, file) if yields is None else {yields: _pieces(events)}
 
 
 def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Any]:
     """Pieces of text, or what was found; thinking is left out."""
     for event in events:
         kind = event.get("type")
+        if event.get("completed"):
+            return
         if kind is None:
             yield event["chunk"]
         elif kind in ("point", "object"):
             yield event[kind]
-        elif kind != "reasoning":
-            yield event
+
+
+def _outline(events: Iterator[dict[str, Any]], file: bytes | None) -> Iterator[dict[str, Any]]:
+    """The shape of the `moondream` package. Of several objects each piece has the `label` and the `index` too."""
+    for event in events:
+        if event.get("completed"):
+            yield Answer({name: value for name, value in event.items() if name != "type"}, file)
+        else:
+            yield {name: event[name] for name in ("bbox", "chunk", "label", "index") if name in event}
 
 
 def _file_of(image: Any) -> bytes:

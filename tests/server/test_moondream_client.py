@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import urllib.error
 from typing import Any
 
 import pytest
 from PIL import Image
 
+import kestrel
 from kestrel.evals.metrics import box_iou
 from tests.scene import BEES, SCENE
 from tests.server.conftest import KEYS, RunningServer
@@ -85,6 +87,15 @@ def test_segment_whole_and_streamed(model: Any, picture: Image.Image) -> None:
     assert updates[0] == {"bbox": whole["bbox"]}
     assert "".join(update["chunk"] for update in updates[1:-1]) == whole["path"]
     assert updates[-1] == {"path": whole["path"], "bbox": whole["bbox"], "completed": True}
+
+
+def test_our_own_client_streams_outlines_in_the_same_shape(model: Any, picture: Image.Image, endpoint: str) -> None:
+    encoded = model.encode_image(picture)
+    theirs = list(model.segment(encoded, "red cross", stream=True, settings=GREEDY))
+    file = base64.b64decode(encoded.image_url.partition(",")[2])
+    with kestrel.vl(endpoint=endpoint, api_key=KEY) as own:
+        *pieces, whole = own.segment(file, "red cross", stream=True, settings=GREEDY)
+    assert [*pieces, {name: whole[name] for name in theirs[-1]}] == theirs
 
 
 def test_spatial_references(model: Any, picture: Image.Image) -> None:

@@ -103,6 +103,20 @@ def test_streams_are_generators_that_add_up(model: Model) -> None:
         model.caption(SCENE, "endless", stream=True)
 
 
+def test_an_outline_is_streamed_as_its_box_its_pieces_and_the_whole(model: Model) -> None:
+    box, *pieces, last = model.segment(SCENE, "bus", stream=True, settings=GREEDY)
+    whole = model.segment(SCENE, "bus", settings=GREEDY)
+    assert box == {"bbox": whole["bbox"]}
+    assert len(pieces) > 2
+    assert [set(piece) for piece in pieces] == [{"chunk"}] * len(pieces)
+    assert "".join(piece["chunk"] for piece in pieces) == whole["path"]
+    assert told(last) == {**told(whole), "completed": True}
+    assert last._repr_html_() == whole._repr_html_()
+    *parts, both = model.segment(SCENE, ["bus", "frog"], stream=True, settings=GREEDY)
+    for index, outline in enumerate(both["segments"]):
+        assert outline["path"] == "".join(part["chunk"] for part in parts if "chunk" in part and part["index"] == index)
+
+
 def test_a_stream_that_is_left_ends_its_request(remote: Model, server: RunningServer) -> None:
     pieces = remote.query(question="Who are you?", stream=True, ignore_eos=True, max_tokens=400)["answer"]
     next(pieces)
