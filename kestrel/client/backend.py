@@ -152,6 +152,10 @@ class ServerBackend:
             self._client.close()
             raise
 
+    def model_names(self) -> list[str]:
+        """Every name that the server has for its model, and for adapters behind it."""
+        return [str(card["id"]) for card in self._sent(self._client.build_request("GET", "/v1/models"))["data"]]
+
     def ask(self, skill: str, fields: Fields) -> dict[str, Any]:
         return self._sent(self._request(skill, fields))
 

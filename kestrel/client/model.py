@@ -25,8 +25,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kestrel.client.backend import Backend, EngineBackend, ServerBackend
-from kestrel.errors import ConfigError, EngineStopped, RequestError, did_you_mean
-from kestrel.known_models import registered_models
+from kestrel.errors import ConfigError, EngineStopped, RequestError, did_you_mean, shown
+from kestrel.known_models import known_models, registered_models, short_names
+from kestrel.models.published import is_repository
 
 if TYPE_CHECKING:
     from kestrel.config import RuntimeConfig
@@ -40,6 +41,7 @@ def vl(
     *,
     endpoint: str | None = None,
     api_key: str | None = None,
+    local: bool | None = None,
     device: str | None = None,
     adapter: str | None = None,
     config: RuntimeConfig | None = None,
@@ -49,14 +51,74 @@ def vl(
     repository of the hub, or a folder); with `endpoint`, the one that a Kestrel server at this address has.
 
     `adapter` is used by calls that name no other. `options` are fields of `RuntimeConfig`; or give a whole `config`.
+    `local` is for scripts of the `moondream` package: a model is local unless there is an `endpoint`.
     """
-    if endpoint is not None:
-        given = {"model": model, "device": device, "config": config, **options}
-        for name, value in given.items():
-            if value is not None:
-                raise ConfigError(name, "is decided by the server; leave it out, or leave out endpoint")
-        return Model(ServerBackend(endpoint, api_key), adapter)
-    return Model(EngineBackend(_config(model, device, config, options), api_key), adapter)
+    if endpoint is None:
+        model, adapter = _with_adapter(model, adapter)
+        return Model(_engine(model, api_key, local, device, adapter, config, options), adapter)
+    for name, value in {"device": device, "config": config, **options}.items():
+        if value is not None:
+            raise ConfigError(name, "is decided by the server; leave it out, or leave out endpoint")
+    if local:
+        raise ConfigError("local", "is true, and endpoint names a server; give one of them")
+    server = ServerBackend(endpoint, api_key)
+    try:
+        return Model(server, adapter, _served(server, model))
+    except BaseException:
+        server.close()
+        raise
+
+
+def _engine(
+    model: str | None,
+    api_key: str | None,
+    local: bool | None,
+    device: str | None,
+    adapter: str | None,
+    config: RuntimeConfig | None,
+    options: Mapping[str, Any],
+) -> EngineBackend:
+    server = 'give endpoint="http://…" too'
+    if local is False:
+        raise ConfigError("local", f"is false, and no server is named; {server}, or leave local out")
+    has_use = {"model", "model_path", "weights_path", "adapter_url_template"} & options.keys()
+    if api_key is not None and not has_use and (model, adapter, config) == (None, None, None):
+        raise ConfigError(
+            "api_key",
+            f"names no model, and the hosted service is not called from here; for a server {server}; for a model on "
+            'this machine name it, as in kestrel.vl("moondream2"), and leave api_key out',
+        )
+    return EngineBackend(_config(model, device, config, options), api_key)
+
+
+def _with_adapter(model: str | None, adapter: str | None) -> tuple[str | None, str | None]:
+    """Scripts of the `moondream` package name an adapter behind the model: name/id@step."""
+    base, _, behind = (model or "").rpartition("/")
+    if "@" not in behind or base not in _model_names():
+        return model, adapter
+    if adapter is not None:
+        raise ConfigError("adapter", f"is given, and model names {shown(behind)}; give one of them")
+    return base, behind
+
+
+def _model_names() -> list[str]:
+    return [spec.name for spec in known_models()] + list(short_names())
+
+
+def _served(server: ServerBackend, model: str | None) -> str | None:
+    """The name, if the server knows it. What it does not know may be a key: it is not sent, and not shown."""
+    if model is None:
+        return None
+    known = server.model_names()
+    own = model.removeprefix("moondream/")
+    if not any(own == name or own.startswith(f"{name}/") for name in known):
+        close = did_you_mean(model, known)
+        listed = ", ".join(known)
+        raise ConfigError("model", f"is not served at {server.url}, which has {listed}; {KEY_REMEDY}{close}")
+    return model
+
+
+KEY_REMEDY = "if it is a key, give it as api_key, next to endpoint"
 
 
 def _config(
@@ -66,7 +128,7 @@ def _config(
 
     changed = dict(options)
     if model is not None:
-        changed["model_path" if os.path.exists(model) else "model"] = model
+        changed[_kind_of_source(model)] = model
     if device is not None:
         changed["device"] = device
     if config is not None:
@@ -82,6 +144,22 @@ def _config(
         raise ConfigError(unknown, f"is not an option; docs/configuration.md lists them{close}") from None
 
 
+def _kind_of_source(model: str) -> str:
+    """The field of a configuration that it belongs to. Scripts of the `moondream` package have a key in its place,
+    so that a word that is no name is not shown."""
+    if os.path.exists(os.path.expanduser(model)):
+        return "model_path"
+    names = _model_names()
+    if model not in names and not is_repository(model):
+        if os.sep in model:
+            raise ConfigError("model", f"there is no file or folder {shown(model)}; check the path")
+        close = did_you_mean(model, names)
+        raise ConfigError(
+            "model", f"is neither a name that `kestrel models` lists, nor org/name, nor a path; {KEY_REMEDY}{close}"
+        )
+    return "model"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedImage:
     """A picture that is read once. What the model makes of it is kept by the engine: further questions about the same
@@ -93,9 +171,11 @@ class EncodedImage:
 class Model:
     """Skills as plain calls, from any thread. Close it, or use `with`: an engine holds the memory of its model."""
 
-    def __init__(self, backend: Backend, adapter: str | None = None) -> None:
+    def __init__(self, backend: Backend, adapter: str | None = None, served_name: str | None = None) -> None:
+        """`served_name`: which of a server's models to ask."""
         self._backend = backend
         self._adapter = adapter
+        self._served_name = served_name
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -195,6 +275,7 @@ class Model:
         """`yields`: the name of what is streamed; None where a stream is of several things."""
         if self._is_closed:
             raise EngineStopped("this model is closed; make another one with kestrel.vl()")
+        fields = {"model": self._served_name, **fields}
         fields = {name: value for name, value in fields.items() if value is not None}
         merged = {**({} if self._adapter is None else {"adapter": self._adapter}), **(settings or {})}
         if merged:

@@ -182,6 +182,48 @@ def test_keys_and_addresses_of_servers(locked: RunningServer) -> None:
         kestrel.vl(endpoint=locked.url, device="cpu")
 
 
+def test_a_key_alone_is_not_a_model() -> None:
+    """In the `moondream` package it means the hosted service."""
+    others: tuple[dict[str, Any], ...] = ({}, {"device": "cpu"}, {"local": True})
+    for given in others:
+        with pytest.raises(ConfigError, match=r"api_key: names no model.* endpoint=.*kestrel\.vl\(\"moondream2\"\)"):
+            kestrel.vl(api_key="secret-key", **given)
+    with pytest.raises(ConfigError, match="local: is false, and no server is named; give endpoint"):
+        kestrel.vl(local=False)
+
+
+def test_a_key_in_the_place_of_a_model_is_not_shown(server: RunningServer) -> None:
+    places: tuple[dict[str, Any], ...] = ({}, {"endpoint": server.url})
+    for given in places:
+        with pytest.raises(ConfigError, match="if it is a key, give it as api_key, next to endpoint") as refused:
+            kestrel.vl("secret-key", **given)
+        assert "secret" not in str(refused.value)
+
+
+def test_a_model_that_is_not_there_is_refused_in_words_of_python() -> None:
+    with pytest.raises(ConfigError, match="model: there is no file or folder '/nope/model'; check the path"):
+        kestrel.vl("/nope/model")
+    with pytest.raises(ConfigError, match=r"`kestrel models` lists.*did you mean 'moondream2'"):
+        kestrel.vl("moondrem2")
+    with pytest.raises(ConfigError, match="adapter: is given, and model names '01HX@10'"):
+        kestrel.vl(model="moondream2/01HX@10", adapter="other")
+
+
+def test_lines_of_the_moondream_package_make_models(server: RunningServer) -> None:
+    small: dict[str, Any] = {"device": "cpu", "kv_cache_pages": 600}
+    with kestrel.vl(local=True, model=default_model.NAME, **small) as model:
+        assert model.query(SCENE, COUNT, settings=GREEDY)["answer"] == str(len(BEES))
+    with kestrel.vl(endpoint=f"{server.url}/v1", local=False, model=f"moondream/{default_model.NAME}") as model:
+        assert model.query(SCENE, COUNT, settings=GREEDY)["answer"] == str(len(BEES))
+    with (
+        kestrel.vl(endpoint=server.url, model=f"{default_model.NAME}/none") as model,
+        pytest.raises(KestrelError, match="none"),
+    ):
+        model.query(SCENE, COUNT)
+    with pytest.raises(ConfigError, match="local: is true, and endpoint names a server"):
+        kestrel.vl(endpoint=server.url, local=True)
+
+
 def test_options_of_an_engine_are_checked() -> None:
     with pytest.raises(ConfigError, match="colour: is not an option"):
         kestrel.vl(colour="red")
