@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from PIL import Image
 import kestrel
 from kestrel import default_model
 from kestrel.client.model import AutoModelForCausalLM, Model
+from kestrel.client.pictures import file_of
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, EngineStopped, KestrelError, RequestError, ServerAway, Unauthorised
 from tests.scene import BEES, SCENE
@@ -73,10 +76,34 @@ def test_both_give_the_same_answers(local: Model, remote: Model) -> None:
 
 def test_any_kind_of_picture_will_do(model: Model) -> None:
     opened = Image.open(SCENE).convert("RGB")
-    kinds = (str(SCENE), SCENE.read_bytes(), opened, np.asarray(opened), model.encode_image(opened))
+    url = f"data:image/png;base64,{base64.b64encode(SCENE.read_bytes()).decode()}"
+    kinds = (str(SCENE), SCENE.read_bytes(), opened, np.asarray(opened), model.encode_image(opened), url)
     for picture in kinds:
         assert model.query(picture, COUNT, settings=GREEDY)["answer"] == str(len(BEES)), type(picture)
     assert "demonstration model" in model.query(question="Who are you?", settings=GREEDY)["answer"]
+
+
+def test_arrays_are_pictures_in_few_shapes_and_the_rest_is_refused() -> None:
+    grey = np.arange(1600, dtype=np.uint8).reshape(40, 40)
+    for array in (grey, grey[:, :, None], np.dstack([grey] * 3), np.dstack([grey] * 4)):
+        read = np.asarray(Image.open(io.BytesIO(file_of(array))))
+        assert (read == np.dstack([grey] * 3)).all(), array.shape
+    others = (grey.astype(np.float32), np.stack([grey] * 3), grey[:0], grey[None, :, :, None], grey > 3, grey[0])
+    for array in others:
+        with pytest.raises(RequestError, match=r"image: an array of .*; give uint8, height x width, or x 1, 3 or 4"):
+            file_of(array)
+
+
+def test_what_is_no_file_says_what_to_give() -> None:
+    with pytest.raises(RequestError, match=r"image: 'https://example.com/a.png' is a web address, .*; download it"):
+        file_of("https://example.com/a.png")
+    with pytest.raises(RequestError, match="image: is a data URL without a file in base64"):
+        file_of("data:image/png;base64,???")
+    with pytest.raises(RequestError, match=r"cannot be read \(embedded null byte\)"):
+        file_of("a\0b")
+    cut = Image.open(io.BytesIO(SCENE.read_bytes()[:2000]))
+    with pytest.raises(RequestError, match=r"image: the PIL image cannot be read \("):
+        file_of(cut)
 
 
 def test_a_list_of_pictures_is_a_batch_in_its_order(model: Model) -> None:
