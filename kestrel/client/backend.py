@@ -15,6 +15,7 @@ import httpx
 import orjson
 
 from kestrel.client.refusals import answer_of, base_url, reason_of, refusal
+from kestrel.config import normalise_dtype
 from kestrel.errors import KestrelError, ServerAway
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class EngineBackend:
         # Here and not above: a client of a server has no use for torch.
         from kestrel.engine import InferenceEngine  # noqa: PLC0415
         from kestrel.engine.streams import chunk_body  # noqa: PLC0415
+        from kestrel.runtime.device import choose_device, choose_dtype  # noqa: PLC0415
 
         self._chunk_body = chunk_body
         self._loop = asyncio.new_event_loop()
@@ -69,6 +71,16 @@ class EngineBackend:
             self._end_loop()
             raise
         self.model_name = self._engine.model_name
+        device = choose_device(config)
+        self.device, self.dtype = str(device), str(choose_dtype(config, device)).removeprefix("torch.")
+
+    def is_on(self, device: str) -> bool:
+        """A GPU without a number is the first one."""
+        whole = [name if name == "cpu" or ":" in name else f"{name}:0" for name in (device, self.device)]
+        return whole[0] == whole[1]
+
+    def computes_in(self, dtype: str) -> bool:
+        return normalise_dtype(dtype) in ("auto", self.dtype)
 
     def ask(self, skill: str, fields: Fields) -> dict[str, Any]:
         return self._wait(self._answer(skill, fields))

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kestrel.client.answers import Answer
 from kestrel.client.backend import Backend, EngineBackend, ServerBackend
 from kestrel.client.pictures import file_of
+from kestrel.config import DTYPE_ALIASES, DTYPES
 from kestrel.errors import ConfigError, EngineStopped, RequestError, did_you_mean, shown
 from kestrel.known_models import known_models, registered_models, short_names
 from kestrel.models.published import is_repository
@@ -164,6 +165,10 @@ class EncodedImage:
     picture are cheap, with or without this."""
 
     data: bytes = field(repr=False)
+    settings: Settings = field(default_factory=dict, repr=False)
+
+
+PICTURE_SETTINGS = ("adapter", "variant", "max_crops")
 
 
 class Model:
@@ -195,8 +200,15 @@ class Model:
         self._is_closed = True
         self._backend.close()
 
-    def encode_image(self, image: Any) -> EncodedImage:
-        return image if isinstance(image, EncodedImage) else EncodedImage(file_of(image))
+    def encode_image(self, image: Any, settings: Settings | None = None) -> EncodedImage:
+        """`settings`: the adapter and `max_crops`, for calls with this picture that have no others."""
+        for name in settings or {}:
+            if name not in PICTURE_SETTINGS:
+                known = ", ".join(PICTURE_SETTINGS)
+                raise RequestError(f"settings.{name}", f"is not about a picture ({known} are); give it to the call")
+        if isinstance(image, EncodedImage):
+            return replace(image, settings={**image.settings, **settings}) if settings else image
+        return EncodedImage(file_of(image), dict(settings or {}))
 
     def query(
         self,
@@ -271,25 +283,38 @@ class Model:
         stream: bool,
     ) -> Any:
         """`yields`: the name of what is streamed; None where a stream is of several things."""
-        if self._is_closed:
-            raise EngineStopped("this model is closed; make another one with kestrel.vl()")
-        fields = {"model": self._served_name, **fields}
-        fields = {name: value for name, value in fields.items() if value is not None}
-        merged = {**({} if self._adapter is None else {"adapter": self._adapter}), **(settings or {})}
-        if merged:
-            fields["settings"] = merged
+        self._require_open()
         if isinstance(image, (list, tuple)):
             if stream:
                 raise RequestError("stream", "is for one picture; ask for a batch without it")
-            files = [self.encode_image(one).data for one in image]
-            found = self._backend.ask_all(skill, [{**fields, "image": file} for file in files])
-            return [Answer(body, file) for body, file in zip(found, files, strict=True)]
-        file = None if image is None else self.encode_image(image).data
-        asked = fields if file is None else {**fields, "image": file}
+            pictures = [self.encode_image(one) for one in image]
+            found = self._backend.ask_all(skill, [self._asked(fields, settings, picture) for picture in pictures])
+            return [Answer(body, picture.data) for body, picture in zip(found, pictures, strict=True)]
+        picture = None if image is None else self.encode_image(image)
+        file = None if picture is None else picture.data
+        asked = self._asked(fields, settings, picture)
         if not stream:
             return Answer(self._backend.ask(skill, asked), file)
         events = self._backend.stream(skill, asked)
         return _outline(events, file) if yields is None else {yields: _pieces(events)}
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineStopped("this model is closed; make another one with kestrel.vl()")
+
+    def _asked(self, fields: Settings, settings: Settings | None, picture: EncodedImage | None) -> dict[str, Any]:
+        """The fields of a request. A call's own settings go before its picture's, and these before the model's."""
+        asked = {"model": self._served_name, "image": None if picture is None else picture.data, **fields}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        merged = dict(settings or {})
+        given = {"adapter" if name == "variant" else name for name in (*asked, *merged)}
+        for defaults in ({} if picture is None else picture.settings, {"adapter": self._adapter}):
+            for name, value in defaults.items():
+                name = "adapter" if name == "variant" else name
+                if value is not None and name not in given:
+                    merged[name] = value
+                    given.add(name)
+        return {**asked, "settings": merged} if merged else asked
 
 
 def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Any]:
@@ -316,6 +341,90 @@ def _outline(events: Iterator[dict[str, Any]], file: bytes | None) -> Iterator[d
 # ---------------------------------------------------------------------- scripts for the hub's class
 
 
+class HubModel(Model):
+    """With what scripts do to the hub's class before they ask it."""
+
+    @property
+    def model(self) -> HubModel:
+        """There the part that is compiled."""
+        return self
+
+    def compile(self, **options: Any) -> None:
+        """Nothing is left to do: an engine has its own kernels and graphs from the beginning."""
+
+    def eval(self) -> HubModel:
+        """Nothing is left to do: an engine does not train."""
+        return self
+
+    def to(self, *targets: Any, device: Any = None, dtype: Any = None) -> HubModel:
+        """The model itself, if it is there in these numbers already; it is not moved."""
+        assert isinstance(self._backend, EngineBackend)
+        for target in (*targets, device, dtype):
+            name = _option(target)
+            if name in DTYPES or name in DTYPE_ALIASES:
+                if not self._backend.computes_in(name):
+                    raise _stays("dtype", self._backend.dtype, f"dtype={name!r}")
+            elif name is not None and not self._backend.is_on(name):
+                raise _stays("device", self._backend.device, f"device_map={name!r}")
+        return self
+
+    def cuda(self) -> HubModel:
+        return self.to("cuda")
+
+    def cpu(self) -> HubModel:
+        return self.to("cpu")
+
+    def half(self) -> HubModel:
+        return self.to("float16")
+
+    def float(self) -> HubModel:
+        return self.to("float32")
+
+    def bfloat16(self) -> HubModel:
+        return self.to("bfloat16")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in INSTEAD:
+            raise AttributeError(f"{name} is not a method here; {INSTEAD[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _option(value: Any) -> str | None:
+    """A device or a number format of torch, by its name."""
+    if value is None:
+        return None
+    return f"cuda:{value}" if isinstance(value, int) else str(value).removeprefix("torch.")
+
+
+def _stays(field: str, now: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        field, f"is {now}, and stays so once a model is loaded; load it with from_pretrained(…, {remedy})"
+    )
+
+
+INSTEAD = {
+    "answer_question": 'call query(image, question)["answer"]',
+    "batch_answer": "call query([image, …], question), which gives a list of answers",
+    "detect_gaze": 'where people look is not found; call detect(image, "face") or point(image, "eye") for the places',
+    "generate": 'call query(image, question)["answer"], or chat(messages)',
+}
+"""Of methods of the hub's class that this one does not have."""
+HARMLESS = ("trust_remote_code", "low_cpu_mem_usage", "use_safetensors")
+"""How it is loaded there. Here weights are read from safetensors, piece by piece, and no code is run."""
+REFUSED = {
+    "cache_dir": "set the environment variable HF_HUB_CACHE to this folder before Python starts",
+    "local_files_only": "set the environment variable HF_HUB_OFFLINE=1 before Python starts",
+    "force_download": "remove the model from the hub's cache with `hf cache`",
+    "token": "set the environment variable HF_TOKEN, or run `hf auth login`",
+    "use_auth_token": "set the environment variable HF_TOKEN, or run `hf auth login`",
+    "attn_implementation": 'leave it out; the engine chooses (or kestrel.vl(…, attention_backend="sdpa"))',
+    "quantization_config": 'load it with kestrel.vl(…, quantization="fp8")',
+    "load_in_8bit": 'load it with kestrel.vl(…, quantization="fp8")',
+    "load_in_4bit": 'load it with kestrel.vl(…, quantization="fp8")',
+}
+"""Options of `from_pretrained` there that would change something, and what does it here."""
+
+
 class AutoModelForCausalLM:
     """The name under which scripts for the hub load Moondream: change `from transformers import …` to `from
     kestrel.client.model import …`."""
@@ -325,18 +434,29 @@ class AutoModelForCausalLM:
         name: str,
         *,
         revision: str | None = None,
-        trust_remote_code: bool | None = None,
         device_map: Any = None,
         dtype: Any = None,
         torch_dtype: Any = None,
-    ) -> Model:
+        **options: Any,
+    ) -> HubModel:
         """No code of the repository runs, whatever `trust_remote_code` says."""
+        _check_hub_options(options)
         device = next(iter(device_map.values()), None) if isinstance(device_map, Mapping) else device_map
-        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        changed: dict[str, Any] = {} if revision is None else {"revision": revision}
         wanted = dtype if dtype is not None else torch_dtype
         if wanted is not None:
-            options["dtype"] = str(wanted).removeprefix("torch.")
-        return vl(_registered(name), device=None if device is None else str(device), **options)
+            changed["dtype"] = _option(wanted)
+        return HubModel(EngineBackend(_config(_registered(str(name)), _option(device), None, changed)))
+
+
+def _check_hub_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name in HARMLESS or (name in REFUSED and value in (None, False)):
+            continue
+        if name not in REFUSED:
+            close = did_you_mean(name, ("revision", "device_map", "dtype", "torch_dtype", *HARMLESS))
+            raise ConfigError(name, f"is not an option of from_pretrained here; leave it out{close}")
+        raise ConfigError(name, f"is not an option here; {REFUSED[name]}")
 
 
 def _registered(name: str) -> str:

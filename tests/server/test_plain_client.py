@@ -14,11 +14,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import kestrel
 from kestrel import default_model
-from kestrel.client.model import AutoModelForCausalLM, Model
+from kestrel.client.model import AutoModelForCausalLM, HubModel, Model
 from kestrel.client.pictures import file_of
 from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, EngineStopped, KestrelError, RequestError, ServerAway, Unauthorised
@@ -209,6 +210,12 @@ def test_keys_and_addresses_of_servers(locked: RunningServer) -> None:
         kestrel.vl(endpoint=locked.url, device="cpu")
 
 
+def test_the_package_lists_what_it_has() -> None:
+    assert "vl" in dir(kestrel)
+    with pytest.raises(AttributeError, match=r"photon is not in kestrel; call kestrel\.vl\(model\)"):
+        _ = kestrel.photon
+
+
 def test_a_key_alone_is_not_a_model() -> None:
     """In the `moondream` package it means the hosted service."""
     others: tuple[dict[str, Any], ...] = ({}, {"device": "cpu"}, {"local": True})
@@ -261,12 +268,69 @@ def test_options_of_an_engine_are_checked() -> None:
 
 
 def test_scripts_for_the_hubs_class_name_the_model_as_the_hub_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("kestrel.client.model.vl", lambda model, **more: given.update(model=model, **more))
+    given: list[RuntimeConfig] = []
+    monkeypatch.setattr("kestrel.client.model.EngineBackend", lambda config: given.append(config))
     AutoModelForCausalLM.from_pretrained(
-        "vikhyatk/moondream2", revision="2025-06-21", trust_remote_code=True, device_map={"": "cuda"}, dtype="float16"
+        "vikhyatk/moondream2",
+        revision="2025-06-21",
+        trust_remote_code=True,
+        device_map={"": 0},
+        dtype=torch.float16,
+        low_cpu_mem_usage=True,
+        cache_dir=None,
     )
-    assert given == {"model": "moondream2", "device": "cuda", "revision": "2025-06-21", "dtype": "float16"}
+    assert given == [RuntimeConfig(model="moondream2", device="cuda:0", revision="2025-06-21", dtype="float16")]
+
+
+@pytest.fixture(scope="module")
+def hub_model(_one_thread: None) -> Iterator[HubModel]:
+    with AutoModelForCausalLM.from_pretrained(str(default_model.FOLDER), device_map="cpu", torch_dtype="auto") as model:
+        yield model
+
+
+def test_what_scripts_do_to_the_hubs_class_is_harmless_where_it_changes_nothing(hub_model: HubModel) -> None:
+    hub_model.model.compile(mode="reduce-overhead")
+    assert hub_model.eval().to("cpu").to(torch.device("cpu"), torch.float32).cpu().float() is hub_model
+    encoded = hub_model.encode_image(SCENE, settings={"max_crops": 1})
+    assert hub_model.query(encoded, COUNT, settings=GREEDY)["answer"]
+
+
+def test_what_would_change_the_hubs_class_is_refused_with_a_remedy(hub_model: HubModel) -> None:
+    with pytest.raises(ConfigError, match=r"device: is cpu, .* from_pretrained\(…, device_map='cuda'\)"):
+        hub_model.to("cuda")
+    with pytest.raises(ConfigError, match=r"device: .* device_map='cuda:1'"):
+        hub_model.to(1)
+    with pytest.raises(ConfigError, match=r"dtype: is float32, .* from_pretrained\(…, dtype='float16'\)"):
+        hub_model.half()
+    with pytest.raises(AttributeError, match=r"call query\(image, question\)\[\"answer\"\]"):
+        _ = hub_model.answer_question
+    with pytest.raises(AttributeError, match="where people look is not found"):
+        _ = hub_model.detect_gaze
+    assert not hasattr(hub_model, "colour")
+    refused = {
+        "cache_dir": "HF_HUB_CACHE",
+        "token": "HF_TOKEN",
+        "load_in_8bit": "quantization",
+        "colour": "leave it out",
+    }
+    for name, remedy in refused.items():
+        with pytest.raises(ConfigError, match=f"{name}: .*{remedy}") as error:
+            AutoModelForCausalLM.from_pretrained("vikhyatk/moondream2", **{name: "secret"})
+        assert "secret" not in str(error.value)
+
+
+def test_settings_of_a_picture_are_those_of_calls_without_others(local: Model) -> None:
+    encoded = local.encode_image(SCENE, settings={"variant": "mine", "max_crops": 2})
+    with pytest.raises(KestrelError, match="mine"):
+        local.query(encoded, COUNT)
+    with pytest.raises(KestrelError, match="other"):
+        local.query(encoded, COUNT, settings={"adapter": "other"})
+    with pytest.raises(KestrelError, match="other"):
+        local.query(encoded, COUNT, variant="other")
+    with pytest.raises(RequestError, match="max_crops"):
+        local.query(local.encode_image(SCENE, {"max_crops": 0}), COUNT)
+    with pytest.raises(RequestError, match=r"settings\.temperature: is not about a picture"):
+        local.encode_image(SCENE, settings=GREEDY)
 
 
 def test_the_example_of_a_client_does_not_import_torch(server: RunningServer) -> None:
