@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +221,8 @@ class Model:
         spatial_refs: Refs | None = None,
         **options: Any,
     ) -> Any:
-        """{"answer": …}, with `stream` a generator of its pieces."""
+        """{"answer": …}, with `stream` a generator of its pieces. Of a model that thinks first also {"reasoning": …}; a
+        stream is given when the thoughts are complete."""
         fields = {"question": question, "reasoning": reasoning, "spatial_refs": spatial_refs, **options}
         return self._call("query", "answer", image, fields, settings, stream)
 
@@ -296,7 +298,12 @@ class Model:
         if not stream:
             return Answer(self._backend.ask(skill, asked), file)
         events = self._backend.stream(skill, asked)
-        return _outline(events, file) if yields is None else {yields: _pieces(events)}
+        if yields is None:
+            return _outline(events, file)
+        if skill != "query" or asked.get("reasoning") is False:
+            return {yields: _pieces(events)}
+        thoughts, events = _thoughts(events)
+        return {**thoughts, yields: _pieces(events)}
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -315,6 +322,22 @@ class Model:
                     merged[name] = value
                     given.add(name)
         return {**asked, "settings": merged} if merged else asked
+
+
+def _thoughts(events: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """{"reasoning": …} as in a result, if something was thought; and the events from the answer on."""
+    words: list[str] = []
+    grounding: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.get("type") != "reasoning":
+            events = chain((event,), events)
+            break
+        words.append(event["reasoning"])
+        if (place := event.get("grounding")) is not None:
+            points = grounding.get(place["start_idx"], {"points": []})["points"]
+            grounding[place["start_idx"]] = {**place, "points": [*points, *place["points"]]}
+    thought = {"text": "".join(words), "grounding": list(grounding.values())}
+    return ({"reasoning": thought} if words else {}), events
 
 
 def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Any]:

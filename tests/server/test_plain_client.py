@@ -125,10 +125,19 @@ def test_streams_are_generators_that_add_up(model: Model) -> None:
     assert "".join(pieces) == whole
     found = list(model.detect(SCENE, "bee", settings=GREEDY, stream=True)["objects"])
     assert found == model.detect(SCENE, "bee", settings=GREEDY)["objects"]
-    thought = model.query(SCENE, COUNT, stream=True, settings=GREEDY, reasoning=True)["answer"]
-    assert "".join(thought) == str(len(BEES))
     with pytest.raises(RequestError, match="length"):
         model.caption(SCENE, "endless", stream=True)
+
+
+def test_thoughts_come_before_a_streamed_answer(model: Model) -> None:
+    whole = model.query(SCENE, COUNT, settings=GREEDY, reasoning=True)
+    stream = model.query(SCENE, COUNT, stream=True, settings=GREEDY, reasoning=True)
+    assert set(stream) == {"reasoning", "answer"}
+    assert stream["reasoning"] == whole["reasoning"]
+    assert len(stream["reasoning"]["grounding"]) == len(BEES)
+    assert "".join(stream["answer"]) == whole["answer"] == str(len(BEES))
+    for reasoning in (None, False):
+        assert set(model.query(SCENE, COUNT, stream=True, reasoning=reasoning)) == {"answer"}
 
 
 def test_an_outline_is_streamed_as_its_box_its_pieces_and_the_whole(model: Model) -> None:
