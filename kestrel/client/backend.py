@@ -8,12 +8,13 @@ import base64
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 import orjson
 
+from kestrel.client.conversation import completion_answer, completion_body, completion_event
 from kestrel.client.refusals import answer_of, base_url, reason_of, refusal
 from kestrel.config import normalise_dtype
 from kestrel.errors import KestrelError, ServerAway
@@ -169,7 +170,8 @@ class ServerBackend:
         return [str(card["id"]) for card in self._sent(self._client.build_request("GET", "/v1/models"))["data"]]
 
     def ask(self, skill: str, fields: Fields) -> dict[str, Any]:
-        return self._sent(self._request(skill, fields))
+        answer = self._sent(self._request(skill, fields))
+        return completion_answer(answer) if skill == "chat" else answer
 
     def ask_all(self, skill: str, requests: Sequence[Fields]) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -183,16 +185,19 @@ class ServerBackend:
     def stream(self, skill: str, fields: Fields) -> Iterator[dict[str, Any]]:
         response = self._open(self._request(skill, {**fields, "stream": True}))
 
+        read = completion_event if skill == "chat" else orjson.loads
+
         def events() -> Iterator[dict[str, Any]]:
-            with closing(response):
+            with closing(response), self._reaching():
                 for line in response.iter_lines():
                     if line.startswith("data: "):
-                        event = orjson.loads(line.removeprefix("data: "))
+                        event = read(line.removeprefix("data: "))
                         if "error" in event:
                             raise KestrelError(f"the server broke the stream off ({event['error'].get('message')})")
                         yield event
                         if event.get("completed"):
                             return
+            raise ServerAway(f"{self.url} ended the stream before the answer was complete; ask again")
 
         return events()
 
@@ -201,6 +206,9 @@ class ServerBackend:
 
     def _request(self, skill: str, fields: Fields) -> httpx.Request:
         body = {name: value for name, value in fields.items() if value is not None}
+        if skill == "chat":
+            content = orjson.dumps(completion_body(body))
+            return self._client.build_request("POST", "/v1/chat/completions", content=content)
         image = body.pop("image", None)
         if image is not None:
             body["image_url"] = base64.b64encode(image).decode()
@@ -208,7 +216,7 @@ class ServerBackend:
 
     def _sent(self, request: httpx.Request) -> dict[str, Any]:
         response = self._open(request)
-        with closing(response):
+        with closing(response), self._reaching():
             response.read()
         try:
             return orjson.loads(response.content)
@@ -216,16 +224,21 @@ class ServerBackend:
             raise KestrelError(f"{self.url} does not answer in JSON; check the address") from None
 
     def _open(self, request: httpx.Request) -> httpx.Response:
-        try:
+        with self._reaching():
             response = self._client.send(request, stream=True)
             if response.status_code != 200:
                 with closing(response):
                     response.read()
-        except httpx.HTTPError as error:
-            message = f"{self.url} cannot be reached ({reason_of(error)}); start the server, or check endpoint"
-            raise ServerAway(message) from None
         if response.status_code in (429, 503):
             raise KestrelError(f"the server is busy ({answer_of(response)}); ask again later")
         if response.status_code != 200:
             raise refusal(response, "api_key")
         return response
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            message = f"{self.url} cannot be reached ({reason_of(error)}); start the server, or check endpoint"
+            raise ServerAway(message) from None

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kestrel.client.answers import Answer
 from kestrel.client.backend import Backend, EngineBackend, ServerBackend
-from kestrel.client.pictures import file_of
+from kestrel.client.conversation import OPTIONS, reply, with_files
+from kestrel.client.pictures import EncodedImage, file_of
 from kestrel.config import DTYPE_ALIASES, DTYPES
 from kestrel.errors import ConfigError, EngineStopped, RequestError, did_you_mean, shown
 from kestrel.known_models import known_models, registered_models, short_names
 from kestrel.models.published import is_repository
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kestrel.config import RuntimeConfig
 
 Settings = Mapping[str, Any]
@@ -160,15 +163,6 @@ def _kind_of_source(model: str) -> str:
     return "model"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedImage:
-    """A picture that is read once. What the model makes of it is kept by the engine: further questions about the same
-    picture are cheap, with or without this."""
-
-    data: bytes = field(repr=False)
-    settings: Settings = field(default_factory=dict, repr=False)
-
-
 PICTURE_SETTINGS = ("adapter", "variant", "max_crops")
 
 
@@ -189,7 +183,7 @@ class Model:
     def name(self) -> str:
         return self._backend.model_name
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -273,6 +267,30 @@ class Model:
         fields = {"object": object, "spatial_refs": spatial_refs, **options}
         return self._call("segment", None, image, fields, settings, stream)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        stream: bool = False,
+        settings: Settings | None = None,
+        reasoning: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """{"message": {"role", "content", …}, "finish_reason"}, with `stream` a generator of pieces of text. Messages
+        are those of OpenAI's chat; {"type": "image", "image": …} in one takes any kind of picture."""
+        self._require_open()
+        fields = {name: value for name, value in options.items() if name in OPTIONS}
+        own = {**(settings or {}), **{name: value for name, value in options.items() if name not in OPTIONS}}
+        asked = self._asked({"messages": with_files(messages), "reasoning": reasoning, **fields}, own, None)
+        if not stream:
+            return Answer(reply(self._backend.ask("chat", asked)))
+        if "tools" in asked:
+            raise RequestError("stream", "has no place for calls of tools; leave out stream, or tools")
+        events = self._backend.stream("chat", asked)
+        if reasoning is False:
+            return {"message": _pieces(events)}
+        thoughts, events = _thoughts(events)
+        return {**{name: thought["text"] for name, thought in thoughts.items()}, "message": _pieces(events)}
+
     # ------------------------------------------------------------------ one call
 
     def _call(
@@ -329,15 +347,15 @@ def _thoughts(events: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], Iterato
     words: list[str] = []
     grounding: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event.get("type") != "reasoning":
+        if event.get("completed") or event.get("chunk"):
             events = chain((event,), events)
             break
-        words.append(event["reasoning"])
+        words.append(event.get("reasoning", ""))
         if (place := event.get("grounding")) is not None:
             points = grounding.get(place["start_idx"], {"points": []})["points"]
             grounding[place["start_idx"]] = {**place, "points": [*points, *place["points"]]}
     thought = {"text": "".join(words), "grounding": list(grounding.values())}
-    return ({"reasoning": thought} if words else {}), events
+    return ({"reasoning": thought} if any(words) else {}), events
 
 
 def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Any]:
@@ -346,7 +364,7 @@ def _pieces(events: Iterator[dict[str, Any]]) -> Iterator[Any]:
         kind = event.get("type")
         if event.get("completed"):
             return
-        if kind is None:
+        if kind is None and event["chunk"]:
             yield event["chunk"]
         elif kind in ("point", "object"):
             yield event[kind]

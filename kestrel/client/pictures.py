@@ -6,6 +6,8 @@ import base64
 import binascii
 import io
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,15 @@ from kestrel.errors import RequestError, shown
 
 ARRAYS = "give uint8, height x width, or x 1, 3 or 4"
 KINDS = "give a path, bytes, a PIL image or an array"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedImage:
+    """A picture that is read once. What the model makes of it is kept by the engine: further questions about the same
+    picture are cheap, with or without this."""
+
+    data: bytes = field(repr=False)
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def file_of(image: Any) -> bytes:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -140,6 +141,49 @@ def test_thoughts_come_before_a_streamed_answer(model: Model) -> None:
         assert set(model.query(SCENE, COUNT, stream=True, reasoning=reasoning)) == {"answer"}
 
 
+def said(picture: Any, words: str = COUNT, kind: str = "image") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": kind, kind: picture}, {"type": "text", "text": words}]}]
+
+
+def test_a_conversation_has_the_shape_of_the_moondream_package(model: Model) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(SCENE.read_bytes()).decode()}"
+    first = model.chat(said({"url": url}, kind="image_url"), settings={**GREEDY, "max_tokens": 20})
+    assert first["message"] == {"role": "assistant", "content": str(len(BEES))}
+    assert first["finish_reason"] == "stop"
+    thought = model.chat(said(model.encode_image(SCENE)), reasoning=True, temperature=0)["message"]
+    assert thought["content"] == str(len(BEES))
+    assert thought["reasoning"] == model.query(SCENE, COUNT, reasoning=True, settings=GREEDY)["reasoning"]["text"]
+    turns = [*said(SCENE), thought, {"role": "user", "content": "Is there a dog?"}]
+    assert model.chat(turns, settings=GREEDY)["message"]["content"] == "no"
+
+
+def test_a_conversation_is_streamed(model: Model) -> None:
+    question = "What is in this picture?"
+    whole = model.chat(said(SCENE, question), settings=GREEDY)["message"]["content"]
+    stream = model.chat(said(SCENE, question), stream=True, settings=GREEDY)
+    assert set(stream) == {"message"}
+    pieces = list(stream["message"])
+    assert len(pieces) > 2
+    assert all(pieces)
+    assert "".join(pieces) == whole
+    stream = model.chat(said(SCENE), stream=True, settings=GREEDY, reasoning=True)
+    assert stream["reasoning"] == model.chat(said(SCENE), settings=GREEDY, reasoning=True)["message"]["reasoning"]
+    assert "".join(stream["message"]) == str(len(BEES))
+
+
+def test_what_is_wrong_in_a_conversation_is_named(model: Model) -> None:
+    with pytest.raises(RequestError, match="messages: must be a list of"):
+        model.chat("How many?")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]\.image_url: 'https://.* is a web address"):
+        model.chat(said("https://example.com/a.png", kind="image_url"))
+    with pytest.raises(RequestError, match=r"settings\.colour: is not a setting"):
+        model.chat(said(SCENE), colour="red")
+    with pytest.raises(RequestError, match="temperature"):
+        model.chat(said(SCENE), settings={"temperature": -1})
+    with pytest.raises(RequestError, match="stream: has no place for calls of tools"):
+        model.chat(said(SCENE), stream=True, tools=[])
+
+
 def test_an_outline_is_streamed_as_its_box_its_pieces_and_the_whole(model: Model) -> None:
     box, *pieces, last = model.segment(SCENE, "bus", stream=True, settings=GREEDY)
     whole = model.segment(SCENE, "bus", settings=GREEDY)
@@ -159,6 +203,40 @@ def test_a_stream_that_is_left_ends_its_request(remote: Model, server: RunningSe
     next(pieces)
     pieces.close()
     assert remote.query(SCENE, COUNT, settings=GREEDY)["answer"] == str(len(BEES))
+
+
+class BrokenServer(BaseHTTPRequestHandler):
+    """Ends every stream after its first piece; those of captions in the middle of what it announced."""
+
+    def do_GET(self) -> None:
+        self._answer(b'{"model": "broken"}', 0)
+
+    def do_POST(self) -> None:
+        self._answer(b'data: {"chunk": "A "}\n\n', 100 if self.path.endswith("/caption") else 0)
+
+    def _answer(self, body: bytes, num_missing: int) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body) + num_missing))
+        self.end_headers()
+        self.wfile.write(body)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_stream_that_breaks_off_is_an_error() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BrokenServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with kestrel.vl(endpoint=f"http://127.0.0.1:{server.server_port}") as model:
+            for pieces, told_why in (
+                (model.query(SCENE, COUNT, stream=True, reasoning=False)["answer"], "before the answer was complete"),
+                (model.caption(SCENE, stream=True)["caption"], "cannot be reached"),
+            ):
+                assert next(pieces) == "A "
+                with pytest.raises(ServerAway, match=told_why):
+                    next(pieces)
+        server.shutdown()
 
 
 def test_threads_can_share_a_model(model: Model) -> None:
