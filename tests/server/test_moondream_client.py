@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import re
+import runpy
 import urllib.error
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ MISSING = "the moondream client is not installed; run scripts/install-clients"
 moondream = pytest.importorskip("moondream", reason=MISSING)
 cloud_vl = pytest.importorskip("moondream.cloud_vl", reason=MISSING)
 
+ROOT = Path(__file__).parents[2]
 KEY = KEYS[0]
 GREEDY = {"temperature": 0.0}
 
@@ -96,6 +100,22 @@ def test_our_own_client_streams_outlines_in_the_same_shape(model: Any, picture: 
     with kestrel.vl(endpoint=endpoint, api_key=KEY) as own:
         *pieces, whole = own.segment(file, "red cross", stream=True, settings=GREEDY)
     assert [*pieces, {name: whole[name] for name in theirs[-1]}] == theirs
+
+
+def test_a_script_prints_the_same_with_the_other_import_line(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / "examples" / "from_moondream_streams.py"
+    theirs = tmp_path / "script.py"
+    theirs.write_text(script.read_text().replace("import kestrel as md", "import moondream as md"))
+    printed: list[str] = []
+    for path in (theirs, script):
+        main = runpy.run_path(str(path))["main"]
+        assert main([f"{server.url}/v1", str(ROOT / "examples" / "images" / "12.png")]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "3 penguins and 2 hearts" in printed[0]
+    assert re.search(r"box: .*\noutline: [4-9] pieces, then \d curves", printed[0])
 
 
 def test_spatial_references(model: Any, picture: Image.Image) -> None:

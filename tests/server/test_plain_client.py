@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import runpy
 import subprocess
 import sys
 import threading
@@ -427,3 +428,14 @@ def test_the_example_of_a_client_does_not_import_torch(server: RunningServer) ->
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.startswith(f"{SCENE}: ")
+
+
+def test_the_example_of_streams_runs(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / "examples" / "from_moondream_streams.py"))["main"]
+    assert main([f"{server.url}/v1", str(ROOT / "examples" / "images" / "12.png")]) == 0
+    caption, thought, answer, box, outline, reply = capsys.readouterr().out.splitlines()
+    assert caption == "12.png: 3 penguins and 2 hearts."
+    assert (thought, answer) == ("thought: I count heart 1, heart 2.", "answer: 2")
+    assert box.startswith("box: ")
+    assert outline.startswith("outline: ")
+    assert "demonstration model" in reply
