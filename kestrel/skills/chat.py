@@ -35,7 +35,7 @@ from kestrel.skills.decode_rules import answer_rules, open_thought_rules, reason
 from kestrel.skills.fields import FieldTable, Values
 from kestrel.skills.states import ReasoningState, TextState
 from kestrel.skills.thinking import thinking_state
-from kestrel.skills.tool_forms import PLAIN_FORM
+from kestrel.skills.tool_forms import PLAIN_FORM, plain_turn
 from kestrel.skills.tool_parsers import TOOL_PARSERS
 from kestrel.skills.tool_state import NamingTokenizer, ToolState
 from kestrel.skills.tools import ToolUse, earlier_calls, tool_choice, tool_use, tools
@@ -76,12 +76,12 @@ def _require_known(message: Message, chat: ChatFormat) -> None:
     """Which roles and further fields there are, is the format's to say."""
     for name, value in message.extra.items():
         if name not in chat.message_fields:
-            known = ", ".join(sorted(("content", "role", *chat.message_fields)))
+            known = ", ".join(sorted({"content", "role", "tool_calls", *chat.message_fields}))
             raise RequestError(f"{message.field}.{name}", f"is not a field of a message; known fields: {known}")
         if name != "tool_calls":
             any_text(f"{message.field}.{name}", value)
     if message.role not in chat.roles:
-        known = ", ".join(chat.roles)
+        known = ", ".join(dict.fromkeys((*chat.roles, "tool")))
         raise RequestError(f"{message.field}.role", f"must be one of: {known} (got {shown(message.role)})")
 
 
@@ -172,6 +172,8 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
         given: tuple[Message, ...] = values.required(
             "messages", 'a list such as [{"role": "user", "content": "Hello"}]'
         )
+        if chat.tools is None:
+            given = tuple(map(plain_turn, given))
         for message in given:
             _require_known(message, chat)
         images = (*values.images, *(image for message in given for image in message.images))
@@ -211,12 +213,12 @@ class ChatSkill(BuiltinSkill[ChatRequest]):
 def _as_format(use: ToolUse, chat: ChatFormat) -> ToolUse | None:
     """For a model that cannot be told of tools: a call that has to be is a format, to which any model can be held."""
     if use.choice.kind == "auto":
-        raise RequestError("tools", f"is not supported: {why_no_tools(chat)}, or name one in tool_choice")
+        raise RequestError("tools", f"is not supported: {_why_no_tools(chat)}, or name one in tool_choice")
     return None if use.choice.kind == "none" else use
 
 
-def why_no_tools(chat: ChatFormat | None) -> str:
-    if chat is None or chat.template is None:
+def _why_no_tools(chat: ChatFormat) -> str:
+    if chat.template is None:
         return "the model was not trained to call tools; leave it out"
     remedy = "leave it out, or start with --tool-parser to name the form that the model knows"
     return f"the model's chat template does not tell how tools are called; {remedy}"

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from kestrel.constraints.calls import CallSpelling, ControlToken
 from kestrel.errors import ConfigError, RequestError
-from kestrel.skills.base import ToolForm
+from kestrel.settings import any_text
+from kestrel.skills.base import Message, ToolForm
 from kestrel.skills.chat_template import ChatTemplate
 from kestrel.skills.tool_parsers import TOOL_PARSERS
 
@@ -125,3 +127,22 @@ def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": "\n".join(part for part in parts if part or not calls)}
+
+
+# ---------------------------------------------------------------------- for models without tools
+
+
+def plain_turn(message: Message) -> Message:
+    """The same as words: a call as `PLAIN_FORM` writes it, the result of a call as a turn of the user."""
+    extra = dict(message.extra)
+    calls = [_plain_call(call["function"]) for call in extra.pop("tool_calls", ())]
+    if message.role == "tool":
+        for name in ("tool_call_id", "name"):
+            if name in extra:
+                any_text(f"{message.field}.{name}", extra.pop(name))
+        return replace(message, role="user", extra=extra)
+    return replace(message, text="\n".join([message.text, *calls] if message.text else calls), extra=extra)
+
+
+def _plain_call(function: Mapping[str, Any]) -> str:
+    return json.dumps({"name": function["name"], "parameters": function["arguments"]}, ensure_ascii=False)

@@ -174,6 +174,23 @@ def test_a_model_without_tools_calls_one_when_it_has_to(client: httpx.Client, ch
     assert call["function"]["name"] in (("tell",) if isinstance(choice, dict) else ("tell", "stop"))
 
 
+def test_a_model_without_tools_reads_its_earlier_call(client: httpx.Client) -> None:
+    asked = {**CHAT, "tools": TOOLS, "tool_choice": "required"}
+    (first,) = client.post("/v1/chat/completions", json=asked).json()["choices"]
+    (call,) = first["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "a must be 2"}
+    turns = [*CHAT["messages"], first["message"], result]
+    function = call["function"]
+    said = json.dumps({"name": function["name"], "parameters": json.loads(function["arguments"])})
+    words = [*CHAT["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": result["content"]}]
+    answers = [
+        client.post("/v1/chat/completions", json={**asked, "messages": messages}).json() for messages in (turns, words)
+    ]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    (again,) = answers[0]["choices"]
+    assert again["finish_reason"] == "tool_calls"
+
+
 def test_tools_that_may_not_be_called_change_nothing(client: httpx.Client) -> None:
     answers = [
         client.post("/v1/chat/completions", json={**CHAT, **more}).json()

@@ -265,9 +265,9 @@ def block(**fields: Any) -> dict[str, Any]:
          "messages[0].content[0].source.url"),
         ({"messages": [{"role": "user", "content": [COUNT, {"type": "image", "source": {
             "type": "base64", "data": "AAAA"}}]}]}, "messages[0].content[1]"),
-        (block(type="tool_result", tool_use_id="a", content="b"), "messages[0].content[0]"),
+        (block(type="tool_result", tool_use_id=5, content="b"), "messages[0].content[0].tool_use_id"),
         ({"messages": [*WHO, {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages[1].content[0]"),
+            {"type": "tool_use", "id": "a", "name": "f", "input": 5}]}]}, "messages[1].content[0].input"),
         ({"tools": [GREET]}, "tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -374,6 +374,21 @@ def test_choices_of_tools_are_those_of_the_other_dialect(
     calls = [block["input"] for block in answer["content"] if block["type"] == "tool_use"]
     assert calls == [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     assert bool(calls) == (choice["type"] in ("any", "tool"))
+
+
+def test_a_model_without_tools_goes_on_after_a_forced_call(client: httpx.Client) -> None:
+    forced = {"tools": [GREET], "tool_choice": {"type": "tool", "name": "greet"}}
+    (used,) = ask(client, COUNTING, **forced)["content"]
+    result = {"type": "tool_result", "tool_use_id": used["id"], "content": "done"}
+    called = [*COUNTING, {"role": "assistant", "content": [used]}]
+    turns = [*called, {"role": "user", "content": [result, {"type": "text", "text": "Who are you?"}]}]
+    said = json.dumps({"name": "greet", "parameters": used["input"]})
+    words = [*COUNTING, {"role": "assistant", "content": said}, {"role": "user", "content": "done\nWho are you?"}]
+    for more, kind in (({}, "text"), (forced, "tool_use")):
+        answer, same = ask(client, turns, **more), ask(client, words, **more)
+        assert sum(answer["usage"].values()) == sum(same["usage"].values())
+        assert [block["type"] for block in answer["content"]] == [kind]
+    assert client.post(f"{PATH}/count_tokens", json={"messages": turns}).status_code == 200
 
 
 def test_results_of_tools_are_written_as_in_the_other_dialect(text_client: httpx.Client) -> None:

@@ -290,8 +290,8 @@ def part(**fields: Any) -> dict[str, Any]:
         ({"input": [USER, {"role": "assistant", "content": "I"}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, USER]},
          "input[0].encrypted_content"),
-        ({"input": [USER, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]}, "input[1]"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input[0]"),
+        ({"input": [USER, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]}, "input[0].output"),
         (part(type="input_file", file_data="x"), "input[0].content[0]"),
         (part(type="input_text", text=5), "input[0].content[0].text"),
         (part(type="input_image", file_id="f"), "input[0].content[0].file_id"),
@@ -367,6 +367,21 @@ def test_a_response_goes_on_where_another_ended(client: httpx.Client) -> None:
     assert deleted.json() == {"id": first["id"], "object": "response", "deleted": True}
     assert client.delete(f"{PATH}/{first['id']}").json()["error"]["code"] == "response_not_found"
     assert ask(client, "Who are you?", previous_response_id=third["id"]), "it has the whole conversation itself"
+
+
+def test_a_model_without_tools_goes_on_after_a_forced_call(client: httpx.Client) -> None:
+    forced = {"tools": [GREET], "tool_choice": {"type": "function", "name": "greet"}}
+    called = ask(client, COUNTING, **forced)
+    (call,) = called["output"]
+    after = ask(client, "Who are you?", previous_response_id=called["id"])
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+    again = ask(client, [result], previous_response_id=called["id"], **forced)
+    said = json.dumps({"name": "greet", "parameters": json.loads(call["arguments"])})
+    words = [*COUNTING, {"role": "assistant", "content": said}]
+    for answer, turn, more in ((after, "Who are you?", {}), (again, "done", forced)):
+        same = ask(client, [*words, {"role": "user", "content": turn}], **more)
+        assert answer["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+        assert [item["type"] for item in answer["output"]] == ["function_call" if more else "message"]
 
 
 def test_what_cannot_be_stored_is_refused_before_it_is_answered(client: httpx.Client) -> None:

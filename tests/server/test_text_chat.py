@@ -170,6 +170,12 @@ def test_roles_and_kept_answers_go_through(client: httpx.Client) -> None:
         {"role": "tool", "content": "e", "tool_call_id": "f"},
     ]
     assert chat(client, turns)["usage"]["prompt_tokens"] > 40
+    called = {"id": "f", "type": "function", "function": {"name": "g", "arguments": '{"x": 1}'}}
+    calls = [*turns[:2], {"role": "assistant", "tool_calls": [called]}, turns[3]]
+    said = {"role": "assistant", "content": '{"name": "g", "parameters": {"x": 1}}'}
+    words = [*turns[:2], said, {"role": "user", "content": "e"}]
+    ids = [client.post("/tokenize", json={"messages": messages}).json()["tokens"] for messages in (calls, words)]
+    assert ids[0] == ids[1]
     going_on = chat(client, [*HELLO, {"role": "assistant", "content": "He"}], continue_final_message=True)
     opened = chat(client, [*HELLO, {"role": "assistant", "content": "He"}])
     assert going_on["usage"]["prompt_tokens"] < opened["usage"]["prompt_tokens"]

@@ -132,6 +132,27 @@ def test_conversations_out_of_turn_are_put_in_order(given: list[Any], same: list
     assert items_of(md2, given) == items_of(md2, same)
 
 
+def calling(arguments: Any, content: str | None = None) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ([user("a"), calling('{"x":1}'), {"role": "tool", "tool_call_id": "c1", "content": "done"}],
+         [user("a"), said('{"name": "f", "parameters": {"x": 1}}'), user("done")]),
+        ([user("a"), calling({"x": "ü"}, "I look."), user("b")],
+         [user("a"), said('I look.\n{"name": "f", "parameters": {"x": "ü"}}'), user("b")]),
+        ([user("a"), {"role": "tool", "name": "f", "content": [words("done")]}, user("b")], [user("a\ndone\nb")]),
+    ],
+)  # fmt: skip
+def test_a_model_without_tools_reads_calls_and_results_as_words(
+    given: list[Any], same: list[Any], md2: ModelProfile
+) -> None:
+    assert items_of(md2, given) == items_of(md2, same)
+
+
 def test_a_system_message_asks_about_a_picture_without_words(md2: ModelProfile) -> None:
     items = items_of(md2, [SYSTEM, alone(FIRST)])
     assert items == [ImageSpan(FIRST, 730, bos_id=0), *question(md2, "be brief", (3, 3))]
@@ -163,7 +184,12 @@ BAD: list[tuple[Any, str]] = [
     ([SYSTEM], "messages"),
     ([user("a"), said("b")], "messages"),
     (["hello"], "messages[0]"),
-    ([{"role": "tool", "content": "a"}], "messages[0].role"),
+    ([{"role": "wizard", "content": "a"}], "messages[0].role"),
+    ([{"role": "tool", "content": "a", "tool_call_id": 5}], "messages[0].tool_call_id"),
+    ([{"role": "tool", "content": [image(FIRST)]}], "messages[0].content"),
+    ([user("a"), calling({"x": 1})], "messages"),
+    ([{**calling({"x": 1}), "role": "user", "content": "a"}], "messages[0].tool_calls"),
+    ([user("a"), calling("[]"), user("b")], "messages[1].tool_calls[0].function.arguments"),
     ([{"content": "a"}], "messages[0].role"),
     ([{"role": "user"}], "messages[0].content"),
     ([{"role": "system", "content": None}, user("a")], "messages[0].content"),

@@ -23,7 +23,6 @@ from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.settings import any_text, boolean, whole
 from kestrel.skills.base import ChatFormat
-from kestrel.skills.chat import why_no_tools
 from kestrel.tokens import ImageSpan, num_positions
 
 UNUSED = ("metadata", "service_tier", "cache_control")
@@ -243,8 +242,6 @@ class _Conversation:
             self.add(name, "user", said)
 
     def _add_tool_result(self, place: str, block: Body) -> None:
-        if self.chat is None or "tool" not in self.chat.roles:
-            raise RequestError(place, f"is a tool_result: {why_no_tools(self.chat)}")
         boolean(f"{place}.is_error", block.get("is_error", False))
         content = _texts(f"{place}.content", block.get("content", ""), self.parts)
         self.add(place, "tool", content, tool_call_id=any_text(f"{place}.tool_use_id", block.get("tool_use_id")))
@@ -259,9 +256,6 @@ class _Conversation:
             for place, block in blocks
             if block["type"] == "thinking"
         ]
-        if calls and "tool_calls" not in fields:
-            place = next(place for place, block in blocks if block["type"] == "tool_use")
-            raise RequestError(place, f"is a tool_use: {why_no_tools(self.chat)}")
         more: dict[str, Any] = {"tool_calls": calls} if calls else {}
         if thoughts and "reasoning_content" in fields:
             more["reasoning_content"] = "\n".join(thoughts)

@@ -37,7 +37,6 @@ from kestrel.server.state import state_of
 from kestrel.settings import SETTINGS, boolean
 from kestrel.skills.base import ChatFormat, Tokenizer
 from kestrel.skills.builtin import reads_no_pictures
-from kestrel.skills.chat import why_no_tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROLES = {"developer": "system"}
@@ -45,7 +44,8 @@ ROLES = {"developer": "system"}
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """For models with a chat template."""
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-TOOL_ROLES = ("tool", "function")
+OLD_FIELDS = {"function_call": "send tool_calls", "audio": "send texts"}
+"""Of a message, and what to do instead."""
 LONG_ARGUMENTS = 2**14
 """Characters of arguments in one request beyond which they are parsed off the event loop."""
 MAX_MESSAGES = 1000
@@ -205,12 +205,12 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
     role, content = raw.get("role"), raw.get("content")
     roles = () if chat is None else chat.roles
-    fields = () if chat is None else chat.message_fields
-    if role in TOOL_ROLES and role not in roles:
-        raise RequestError(f"{name}.role", f"is {role!r}: {why_no_tools(chat)}")
-    for field in ("tool_calls", "function_call", "audio"):
-        if raw.get(field) not in (None, []) and field not in fields:
-            raise RequestError(f"{name}.{field}", f"is not supported: {why_no_tools(chat)}")
+    fields = dict.fromkeys((*(() if chat is None else chat.message_fields), "tool_calls"))
+    if role == "function":
+        raise RequestError(f"{name}.role", 'is "function", which is not supported: send the result of a call as "tool"')
+    for field, remedy in OLD_FIELDS.items():
+        if raw.get(field) not in (None, []):
+            raise RequestError(f"{name}.{field}", f"is not supported: {remedy}")
     if isinstance(content, list):
         content = await parts.read_all(f"{name}.content", content)
     if isinstance(role, str) and role not in roles:

@@ -11,7 +11,6 @@ from kestrel.server.openai.chat import MAX_MESSAGES, ROLES, PartReader
 from kestrel.server.openai.parameters import Body, given, require_known, require_list, type_of
 from kestrel.settings import any_text
 from kestrel.skills.base import ChatFormat
-from kestrel.skills.chat import why_no_tools
 
 ITEMS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
@@ -114,8 +113,6 @@ class Conversation:
             self.add(place, "assistant", None, reasoning_content="\n".join(texts))
 
     async def _add_call(self, place: str, item: Body) -> None:
-        if self.chat is None or "tool_calls" not in self.chat.message_fields:
-            raise RequestError(place, f"is a function_call: {why_no_tools(self.chat)}")
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.add(place, "assistant", None)
         calls: list[Any] = self.messages[-1].setdefault("tool_calls", [])
@@ -128,8 +125,6 @@ class Conversation:
         calls.append(await self.parts.read_call(own, {"id": call_id, "type": "function", "function": function}))
 
     async def _add_result(self, place: str, item: Body) -> None:
-        if self.chat is None or "tool" not in self.chat.roles:
-            raise RequestError(place, f"is a function_call_output: {why_no_tools(self.chat)}")
         kinds = {kind: PARTS[kind] for kind in _TEXTS}
         content = await self._content(f"{place}.output", item.get("output"), kinds)
         self.add(place, "tool", content, tool_call_id=any_text(f"{place}.call_id", item.get("call_id")))

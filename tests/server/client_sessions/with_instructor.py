@@ -1,4 +1,4 @@
-"""What the instructor package gets: objects by an answer format and by a forced tool, the latter in parts too.
+"""What the instructor package gets: objects by an answer format and by a forced tool, in parts, and on a second try.
 
 Reads {"pictures", "image"} from standard input and prints one JSON object, as the other sessions here do.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import instructor
 import openai
 from instructor import Mode
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Count(BaseModel):
@@ -20,6 +20,20 @@ class Count(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     count: int = Field(ge=0, le=9)
+
+
+class Checked(Count):
+    """Refuses the first answer, so that instructor sends it back with what is wrong."""
+
+    seen: ClassVar[list[int]] = []
+
+    @field_validator("count")
+    @classmethod
+    def refuse_the_first(cls, count: int) -> int:
+        cls.seen.append(count)
+        if len(cls.seen) == 1:
+            raise ValueError("look again")
+        return count
 
 
 def main() -> None:
@@ -35,6 +49,10 @@ def main() -> None:
             seen[mode.name] = instructor.from_openai(client, mode=mode).create(**how).count
         parts = list(instructor.from_openai(client, mode=Mode.TOOLS).create_partial(**how))
         seen["in parts"] = [parts[0].count, parts[-1].count]
+        for mode in (Mode.TOOLS, Mode.RESPONSES_TOOLS):
+            Checked.seen.clear()
+            instructor.from_openai(client, mode=mode).create(**{**how, "response_model": Checked, "max_retries": 2})
+            seen[f"{mode.name} again"] = len(Checked.seen)
     print(json.dumps(seen))
 
 
