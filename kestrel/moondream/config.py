@@ -107,6 +107,8 @@ def read_generation(raw: object, derived: GenerationConfig) -> GenerationConfig:
             values[name] = read_flat(SkillDefaults, merged, path)
         elif name == "compares_coord_and_eos_only":
             values[name] = _plain_value(value, "bool", path)
+        elif name == "picture_question":
+            values[name] = _words(value, path)
         else:
             values[name] = _token_ids(value, path)
     return replace(derived, **values)
@@ -126,6 +128,12 @@ def _plain_value(value: Any, annotation: str, path: str) -> Any:
         wanted = {"bool": "true or false", "int": "a positive integer", "float": "a positive number"}[kind]
         raise CheckpointError(f"model config: {path} must be {wanted} (got {value!r})")
     return float(value) if kind == "float" else value
+
+
+def _words(value: object, path: str) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise CheckpointError(f"model config: {path} must be a text (got {value!r})")
 
 
 def _token_ids(value: object, path: str) -> tuple[int, ...]:
@@ -229,6 +237,9 @@ class TokenizerConfig:
     """By skill; captions as "caption.short", "caption.normal", "caption.long"."""
 
 
+PICTURE_QUESTION = "Describe this image."
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
     """How this generation of the model is prompted and decoded."""
@@ -240,6 +251,8 @@ class GenerationConfig:
     compares_coord_and_eos_only: bool
     """After an object, only the coordinate and end ids compete (otherwise any id but the end means one more)."""
     defaults: SkillDefaults
+    picture_question: str = PICTURE_QUESTION
+    """What a chat asks about a picture that comes without words."""
 
 
 def derived_generation(text: TextConfig, tokenizer: TokenizerConfig) -> GenerationConfig:
@@ -265,6 +278,7 @@ __all__ = [
     "MOONDREAM2",
     "MOONDREAM3",
     "MOONDREAM_0_5B",
+    "PICTURE_QUESTION",
     "GenerationConfig",
     "MoeConfig",
     "MoondreamConfig",

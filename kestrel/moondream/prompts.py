@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kestrel.errors import RequestError
-from kestrel.moondream.config import MoondreamConfig
+from kestrel.moondream.config import PICTURE_QUESTION, MoondreamConfig
 from kestrel.skills.base import (
     ConstraintSource,
     Conversation,
@@ -18,9 +18,6 @@ from kestrel.skills.base import (
 )
 from kestrel.skills.builtin import block, opening, template_of
 from kestrel.tokens import ContextItem, ImageSpan, Text
-
-PICTURE_QUESTION = "Describe this image."
-"""What a user asks who sends a picture without words."""
 
 
 def moondream_profile(
@@ -36,7 +33,7 @@ def moondream_profile(
         stop_ids=(ids.eos_id,),
         defaults=generation.defaults,
         has_vision=True,
-        chat=QueryBlocks() if "query" in ids.templates else None,
+        chat=QueryBlocks(generation.picture_question) if "query" in ids.templates else None,
         templates=ids.templates,
         answer_opener=generation.query_answer_opener,
         reasoning_opener=generation.query_reasoning_opener,
@@ -52,7 +49,7 @@ class QueryBlocks:
 
     After one beginning-of-text token each user message is its pictures, then a query block with the answer opener and
     the assistant's text; the system message stands before the first user text. Pictures without words are asked about
-    by the system message, or by `PICTURE_QUESTION`; a message with neither is an empty question.
+    by the system message, or by the model's question for that; a message with neither is an empty question.
     """
 
     roles = ("system", "user", "assistant")
@@ -60,6 +57,9 @@ class QueryBlocks:
     template = None
     thinking = None
     tools = None
+
+    def __init__(self, picture_question: str = PICTURE_QUESTION) -> None:
+        self._picture_question = picture_question
 
     def write(self, conversation: Conversation) -> WrittenChat:
         """Whatever the order of the messages, as long as a user has the last word."""
@@ -84,7 +84,7 @@ class QueryBlocks:
                 continue
             question = "\n\n".join(words for words in (system, message.text) if words.strip())
             if message.images and not question:
-                question = PICTURE_QUESTION
+                question = self._picture_question
             system = ""
             opens_thinking = reasoning and message is messages[-1]
             opener = profile.reasoning_opener if opens_thinking else profile.answer_opener

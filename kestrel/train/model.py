@@ -67,7 +67,8 @@ def tiny_config(vocab_size: int, tokenizer: TokenizerConfig) -> MoondreamConfig:
     generation = derived_generation(text, tokenizer)
     # It was taught one right answer to each question, and to think about pictures only.
     defaults = replace(generation.defaults, temperature=0.0, max_new_tokens=256, reasoning=False)
-    return MoondreamConfig(text, vision, region, tokenizer, replace(generation, defaults=defaults))
+    generation = replace(generation, defaults=defaults, picture_question="What is in the picture?")
+    return MoondreamConfig(text, vision, region, tokenizer, generation)
 
 
 def initialise(model: MoondreamModel, seed: int) -> MoondreamModel:

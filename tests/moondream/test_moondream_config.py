@@ -123,6 +123,8 @@ def test_an_unknown_key_is_named(path: str) -> None:
         ("generation.query_answer_opener", None),
         ("generation.compares_coord_and_eos_only", 0),
         ("generation.defaults.top_p", 0),
+        ("generation.picture_question", " "),
+        ("generation.picture_question", 5),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named(path: str, value: Any) -> None:
@@ -194,6 +196,11 @@ def test_a_config_that_speaks_for_itself_is_believed() -> None:
     assert generation.query_reasoning_opener == (3, 4)
     assert generation.defaults.temperature == 0.0
     assert generation.defaults.top_p == 0.3
+    assert generation.picture_question == "Describe this image."
+    data["generation"]["picture_question"] = "What is there?"
+    spoken = MoondreamConfig.from_dict(data)
+    assert spoken.generation.picture_question == "What is there?"
+    assert MoondreamConfig.from_dict(spoken.to_dict()) == spoken
 
 
 def test_a_null_template_is_an_unsupported_skill() -> None:

@@ -92,13 +92,24 @@ def test_several_turns_and_pictures_are_what_the_chat_skill_makes_of_them(
         ([*COUNTING, {"role": "assistant", "content": None}, *COUNTING], None),
         ([{"role": "assistant", "content": "Hello!"}, *WHO], None),
         ([{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, *WHO], None),
-        ([{"role": "user", "content": [PICTURE]}], None),
     ],
 )
 def test_conversations_out_of_turn_are_answered(client: httpx.Client, messages: list[Any], answer: str | None) -> None:
     """What they are taken for: tests/skills/test_chat.py."""
     told = said(chat(client, messages, max_tokens=4))
     assert told == answer or answer is None
+
+
+def test_a_picture_without_words_is_described(client: httpx.Client) -> None:
+    told = said(chat(client, [{"role": "user", "content": [PICTURE]}]))
+    assert "bees" in told
+    image = {"type": "input_image", "image_url": SCENE_URL}
+    asked = {"input": [{"role": "user", "content": [image]}], "temperature": 0}
+    (item,) = client.post("/v1/responses", json=asked).json()["output"]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(SCENE_BYTES).decode()}
+    turns = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    message = client.post("/v1/messages", json={"messages": turns, "max_tokens": 60, "temperature": 0}).json()
+    assert [item["content"][0]["text"], message["content"][0]["text"]] == [told, told]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kestrel.errors import RequestError
-from kestrel.moondream.prompts import PICTURE_QUESTION
+from kestrel.moondream.config import PICTURE_QUESTION
+from kestrel.moondream.prompts import QueryBlocks
 from kestrel.skills.base import ModelProfile
 from kestrel.skills.chat import ChatSkill
 from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken
@@ -130,6 +132,11 @@ def alone(*pictures: str) -> dict[str, Any]:
 )  # fmt: skip
 def test_conversations_out_of_turn_are_put_in_order(given: list[Any], same: list[Any], md2: ModelProfile) -> None:
     assert items_of(md2, given) == items_of(md2, same)
+
+
+def test_a_model_may_have_its_own_question_about_pictures_without_words(md2: ModelProfile) -> None:
+    own = replace(md2, chat=QueryBlocks("What is there?"))
+    assert items_of(own, [alone(FIRST)]) == items_of(md2, [user(image(FIRST), words("What is there?"))])
 
 
 def calling(arguments: Any, content: str | None = None) -> dict[str, Any]:
