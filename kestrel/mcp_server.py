@@ -26,7 +26,7 @@ from kestrel.server.request_images import FIELD, RemoteImages
 
 READ_TEXT = "What text is in the picture?"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-TOLD = ("answer", "caption", "objects", "points", "image", "finish_reason")
+TOLD = ("answer", "caption", "objects", "points", "image", "finish_reason", "warnings")
 """What of an answer an assistant has a use for: no times, ids and thoughts."""
 WEB = ("http://", "https://")
 

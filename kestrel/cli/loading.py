@@ -55,7 +55,7 @@ def check_model(config: RuntimeConfig) -> None:
 def note_default_model(config: RuntimeConfig) -> None:
     """Say what an answer comes from when nobody chose the model; for when there is an answer, not a refusal."""
     if config.model is None and config.weights is None:
-        note(default_model.NOTICE)
+        note(default_model.COMMAND_NOTICE)
 
 
 def require_skill(profile: ModelProfile, skill: str) -> None:

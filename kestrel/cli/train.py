@@ -100,7 +100,7 @@ def adapter(*, options: AdapterRun) -> None:
     from kestrel.train.adapter.run import run_adapter  # noqa: PLC0415
 
     if options.model is None and options.model_path is None:
-        note(default_model.NOTICE)
+        note(default_model.COMMAND_NOTICE)
     with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run_adapter(options, report, should_stop, held_out_examiner)
     figures = _figures({"validation loss": done.val_loss, "F1": done.val_f1, "AP50": done.val_ap50}, ", ")

@@ -258,6 +258,9 @@ OF_ONE_OUTLINE = ("path", "bbox", "pixels", "label", "score")
 """Where several may be outlined, only the entries of `segments` have them."""
 
 
+WARNINGS = described("Of the embedded model: it is not for photographs.", list_of({"type": "string"}))
+
+
 def result_schema(skill: str) -> Schema:
     common = {
         "request_id": {"type": "string"},
@@ -268,7 +271,7 @@ def result_schema(skill: str) -> Schema:
         "decode_latency_s": AMOUNT,
         "decode_tokens_per_s": AMOUNT,
         "logprobs": described("When they were asked for.", list_of({"type": "object"})),
-        "warnings": described("Of the embedded model: it is not for photographs.", list_of({"type": "string"})),
+        "warnings": WARNINGS,
     }
     return record({**common, **RESULTS[skill]}, "reasoning", "logprobs", "warnings", *OF_ONE_OUTLINE)
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kestrel import default_model
 from kestrel.cli.app import run
 from tests.processes import eventually
 from tests.scene import BEES, SCENE
@@ -95,7 +96,9 @@ def test_things_are_found_with_scores_and_pixels(assistant: Assistant) -> None:
 def test_things_are_counted(assistant: Assistant) -> None:
     found = assistant.call("count", image=str(assistant.folder / "allowed" / "scene.png"), object="bee")
     assert found["count"] == len(found["points"]) == 3
-    assert set(found) == {"count", "points", "image", "finish_reason"}
+    assert set(found) == {"count", "points", "image", "finish_reason", "warnings"}
+    assert found["warnings"] == [default_model.NOTICE]
+    assert "--" not in default_model.NOTICE, "who reads it has no command line"
 
 
 def test_questions_are_answered_in_words(assistant: Assistant) -> None:

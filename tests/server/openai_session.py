@@ -31,6 +31,7 @@ def tour(client: Any, given: dict[str, Any]) -> dict[str, Any]:
         "version": openai.__version__,
         "model": client.models.retrieve(model).id,
         "answer": answer.choices[0].message.content,
+        "warnings": warnings(client, model, counting, answer),
         "top": [len(token.top_logprobs) for token in answer.choices[0].logprobs.content],
         "image_tokens": answer.usage.prompt_tokens_details.model_dump()["image_tokens"],
         "stream": streamed(client, model),
@@ -41,6 +42,14 @@ def tour(client: Any, given: dict[str, Any]) -> dict[str, Any]:
         "packed": [one.embedding for one in packed.data],
         "errors": {name: error_of(call) for name, call in bad_calls(client, model).items()},
     }
+
+
+def warnings(client: Any, model: str, counting: Any, answer: Any) -> list[Any]:
+    """Of a whole answer, of the chunks of a stream, and of an answer without a picture."""
+    chunks = client.chat.completions.create(model=model, messages=counting, max_tokens=3, n=2, stream=True)
+    plain = client.chat.completions.create(model=model, messages=WHO, max_tokens=1)
+    told = [answer.model_extra, *(chunk.model_extra for chunk in chunks), plain.model_extra]
+    return [extra["warnings"] for extra in told if extra]
 
 
 def streamed(client: Any, model: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
+from kestrel import default_model
 from kestrel.engine.worker import Cancel
 from kestrel.errors import NumericalError
 from kestrel.server.anthropic import messages
@@ -443,6 +444,8 @@ def test_the_client_reads_answers_streams_and_counts(locked: RunningServer) -> N
     assert formatted._request_id
     assert models == ["kestrel-tiny"]
     assert (whole.content[0].text, whole.stop_reason) == ("3", "end_turn")
+    assert whole.warnings == final.warnings == [default_model.NOTICE]
+    assert not hasattr(formatted, "warnings"), "it had no picture"
     assert [block.type for block in final.content] == ["thinking", "text"]
     assert "".join(pieces) == final.content[1].text
     assert final.usage.cache_read_input_tokens + final.usage.input_tokens >= counted.input_tokens

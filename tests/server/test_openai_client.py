@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kestrel import default_model
 from kestrel.server.config import ServerConfig
 from kestrel.server.state import Phase
 from tests.scene import SCENE
@@ -77,6 +78,7 @@ def seen(locked: RunningServer, request: pytest.FixtureRequest) -> dict[str, Any
 
 def test_the_client_gets_what_the_engine_says(locked: RunningServer, seen: dict[str, Any]) -> None:
     assert seen["model"] == "kestrel-tiny"
+    assert seen["warnings"] == [[default_model.NOTICE]] * 2, "of a stream the first chunk has it"
     engine = locked.engine
     counted = locked.on_loop(lambda: engine.query(SCENE, "How many bees are there?", reasoning=False, temperature=0.0))
     assert seen["answer"] == counted.text == "3"

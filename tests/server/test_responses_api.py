@@ -12,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from kestrel import default_model
 from kestrel.engine.worker import Cancel
 from kestrel.errors import NumericalError
 from kestrel.server.config import ServerConfig
@@ -455,6 +456,8 @@ def test_the_sdk_reads_answers_streams_and_conversations(locked: RunningServer) 
             final = stream.get_final_response()
         again = sdk.responses.create(**{**how, "input": COUNT}, previous_response_id=whole.id)
     assert (whole.output_text, whole.status) == ("3", "completed")
+    for response in (whole, final):
+        assert (response.model_extra or {})["warnings"] == [default_model.NOTICE]
     assert kinds[-1] == "response.completed"
     assert [item.type for item in final.output] == ["reasoning", "message"]
     assert "".join(pieces) == final.output_text

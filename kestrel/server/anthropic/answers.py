@@ -14,7 +14,7 @@ from kestrel.engine import EngineResult, EngineStream, StreamChunk
 from kestrel.request import FinishReason
 from kestrel.server.calls import accept, until_gone
 from kestrel.server.errors import anthropic_body, error_body, kind_of
-from kestrel.server.openai.generation import EngineWork, all_results, answering_model, open_streams, pieces
+from kestrel.server.openai.generation import EngineWork, all_results, answering_model, open_streams, pieces, warned
 from kestrel.server.records import request_id_of
 from kestrel.server.responses import EventStream, event, json_response
 from kestrel.server.state import state_of
@@ -37,7 +37,8 @@ async def message_response(request: Request, work: EngineWork, *, stream: bool) 
     with accept(request).interruptible():
         results = all_results(request, work, lambda _, result: _content(result), is_large=False)
         ((result, content),) = await until_gone(request.receive, results)
-    return json_response({**envelope, "content": content, **_ending(result), "usage": _usage(result)})
+    ending = {**_ending(result), "usage": _usage(result), **warned(result.warnings)}
+    return json_response({**envelope, "content": content, **ending})
 
 
 def _content(result: EngineResult) -> list[dict[str, Any]]:
@@ -98,7 +99,7 @@ async def _events(stream: EngineStream, envelope: Mapping[str, Any]) -> AsyncIte
             blocks = _Blocks()
             usage = {"input_tokens": stream.num_prompt_tokens, "output_tokens": 0}
             message = {**envelope, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-            yield _event("message_start", message=message)
+            yield _event("message_start", message={**message, **warned(stream.warnings)})
         if piece.chunk is not None:
             for told in blocks.of_chunk(piece.chunk):
                 yield told

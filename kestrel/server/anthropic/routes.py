@@ -12,6 +12,7 @@ from kestrel.server.records import MESSAGES_PATH
 from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
     REFUSALS,
+    WARNINGS,
     Schema,
     body,
     closed,
@@ -118,7 +119,9 @@ MESSAGE = record(
                 "output_tokens": COUNT,
             }
         ),
-    }
+        "warnings": WARNINGS,
+    },
+    "warnings",
 )
 _ERROR = record({"type": {"const": "error"}, "error": record({"type": TEXT, "message": TEXT})})
 ROUTES = (

@@ -87,9 +87,15 @@ async def generation_response(request: Request, asked: Generation) -> Response:
     with accept(request).interruptible():
         results = all_results(request, asked.work, written, is_large=asked.is_large)
         finished = await until_gone(request.receive, results)
-    usage = _usage_of([result for result, _ in finished], asked.share)
+    results = [result for result, _ in finished]
+    ending = {"usage": _usage_of(results, asked.share), **warned(results[0].warnings)}
     timeout_s = state_of(request).config.send_timeout_s
-    return listed_response(envelope, "choices", (choice for _, choice in finished), {"usage": usage}, timeout_s)
+    return listed_response(envelope, "choices", (choice for _, choice in finished), ending, timeout_s)
+
+
+def warned(warnings: Sequence[str]) -> dict[str, Any]:
+    """What an answer has beside the fields of its dialect, if anything."""
+    return {"warnings": list(warnings)} if warnings else {}
 
 
 def sampling_fields(state: ServerState, body: Body, default_max: int | None) -> EngineFields:
@@ -233,7 +239,7 @@ def _events_of_failure(error: BaseException) -> bytes:
 async def _events(
     streams: Sequence[EngineStream], envelope: Mapping[str, Any], asked: Generation
 ) -> AsyncIterator[bytes]:
-    usage = _RunningUsage(streams, asked.share)
+    usage, is_first = _RunningUsage(streams, asked.share), True
     async for piece in _merged(streams):
         if piece.chunk is not None:
             usage.note(piece.index, piece.chunk.token_index, piece.chunk.kind == "reasoning")
@@ -241,7 +247,9 @@ async def _events(
             usage.results[piece.index] = piece.result
         for choice in asked.shape.choices(piece):
             so_far = usage.so_far() if asked.options.continuous_usage else None
-            yield event({**envelope, "choices": [choice], "usage": so_far})
+            more = warned(streams[piece.index].warnings) if is_first else {}
+            yield event({**envelope, "choices": [choice], "usage": so_far, **more})
+            is_first = False
     if asked.options.include_usage:
         yield event({**envelope, "choices": [], "usage": usage.final()})
     yield DONE

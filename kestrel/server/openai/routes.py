@@ -23,6 +23,7 @@ from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
     NULL,
     REFUSALS,
+    WARNINGS,
     Schema,
     body,
     closed,
@@ -250,7 +251,9 @@ CHAT_ANSWER = record(
             )
         ),
         "usage": _USAGE,
-    }
+        "warnings": WARNINGS,
+    },
+    "warnings",
 )
 COMPLETION_ANSWER = record(
     {

@@ -16,7 +16,7 @@ from kestrel.engine import EngineResult, EngineStream, StreamChunk
 from kestrel.request import FinishReason
 from kestrel.server.calls import accept, until_gone
 from kestrel.server.errors import error_body, kind_of
-from kestrel.server.openai.generation import EngineWork, all_results, answering_model, open_streams, pieces
+from kestrel.server.openai.generation import EngineWork, all_results, answering_model, open_streams, pieces, warned
 from kestrel.server.records import client_of
 from kestrel.server.responses import EventStream, event
 from kestrel.server.responses_api.store import StoredResponse
@@ -71,10 +71,10 @@ class _Answer:
         return {**self._envelope, "status": status, **nothing, **fields}
 
     def finished(self, result: EngineResult, items: list[dict[str, Any]]) -> dict[str, Any]:
+        said = {"output": items, "usage": _usage(result), **warned(result.warnings)}
         if _has_ended(result):
-            return self._in_state("completed", output=items, usage=_usage(result))
-        details = {"reason": "max_output_tokens"}
-        return self._in_state("incomplete", incomplete_details=details, output=items, usage=_usage(result))
+            return self._in_state("completed", **said)
+        return self._in_state("incomplete", incomplete_details={"reason": "max_output_tokens"}, **said)
 
     def kept(self, response: Mapping[str, Any]) -> bytes:
         """As JSON, and in the store if it belongs there."""

@@ -24,6 +24,7 @@ from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
     NULL,
     REFUSALS,
+    WARNINGS,
     Schema,
     body,
     closed,
@@ -157,7 +158,9 @@ RESPONSE = record(
         "tools": list_of(_TOOL),
         "top_p": {"type": "number"},
         "truncation": {"const": "disabled"},
-    }
+        "warnings": WARNINGS,
+    },
+    "warnings",
 )
 _BY_ID = f"{PATH}/{{response_id}}"
 _DELETED = record({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}})
