@@ -60,7 +60,7 @@ def record(properties: Mapping[str, Schema], *optional: str) -> Schema:
 
 
 def body(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
-    """An object of a request: null means not given. Further fields are ignored, unless it is closed."""
+    """An object of a request: null means not given. Further fields have no effect, unless it is closed."""
     properties = {**required, **{name: nullable(schema) for name, schema in optional.items()}}
     return {"type": "object", "properties": properties, "required": list(required)}
 

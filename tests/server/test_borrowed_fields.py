@@ -1,4 +1,5 @@
-"""Fields of vLLM and SGLang that would change an answer: each is honoured, or refused by name."""
+"""Fields of vLLM and SGLang that would change an answer: each is honoured, or refused by name. So are names that were
+meant for known ones; only those that mean nothing here have no effect."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kestrel.server.openai import chat, completions, embeddings
+from kestrel.server.openai.model_info import TOKEN_FIELDS
+from kestrel.server.openai.parameters import MAX_FOREIGN, UNUSED
 from tests.server.conftest import RunningServer
 from tests.server.test_openai_completions import complete, encode
 from tests.server.test_server_errors import refusal
@@ -94,6 +98,94 @@ def test_the_defaults_of_other_servers_may_be_sent(client: httpx.Client, path: s
     answers = [client.post(path, json=body) for body in (plain, {**plain, **defaults})]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("max_new_tokens", 2, "use max_tokens"),
+        ("min_new_tokens", 2, "use min_tokens"),
+        ("variant", "x", "use adapter, or write model: name/adapter"),
+        ("settings", {"temperature": 9}, "write each setting directly into the body"),
+        ("suppressed_ids", [5], "logit_bias"),
+        ("allowed_ids", [5], "use allowed_token_ids"),
+        ("request_id", "a", "header X-Request-Id"),
+        ("extra_body", {"top_k": 5}, "write its fields directly into the body"),
+        ("mirostat", 2, "use top_p, top_k or min_p"),
+        ("temprature", 2, "did you mean temperature?"),
+        ("maxTokens", 2, "did you mean max_tokens?"),
+        ("max-completion-tokens", 2, "did you mean max_completion_tokens?"),
+        ("guided_choise", ["a"], "did you mean guided_choice?"),
+        ("guided_foo", "a", "did you mean guided_json, guided_regex or guided_choice?"),
+        ("regexp", "a", "did you mean regex?"),
+        ("streaming", True, "use stream"),
+    ],
+)
+def test_a_name_that_was_meant_for_another_is_refused_with_that_one(
+    client: httpx.Client, name: str, value: Any, remedy: str
+) -> None:
+    for path, body in PATHS.items():
+        error = refusal(client.post(path, json={**body, name: value}), 400)
+        assert error["param"] == name
+        assert remedy in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"prompt": "a"}, "prompt"),
+        ("/v1/chat/completions", {"image_url": "a"}, "image_url"),
+        ("/v1/chat/completions", {"verbosity": "low"}, "verbosity"),
+        ("/v1/chat/completions", {"stream": True, "stream_options": {"include_usge": True}},
+         "stream_options.include_usge"),
+        ("/v1/chat/completions", {"reasoning": {"efort": "high"}}, "reasoning.efort"),
+        ("/v1/completions", {"input": "a"}, "input"),
+        ("/v1/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("/v1/embeddings", {"input": "a", "dimension": 3}, "dimension"),
+        ("/v1/embeddings", {"input": "a", "temperature": 1}, "temperature"),
+        ("/v1/embeddings", {"input": "a", "settings": {}}, "settings"),
+        ("/tokenize", {"prompt": "a", "add_special_token": False}, "add_special_token"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"token": [5]}, "token"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_route_is_refused(client: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    assert refusal(client.post(path, json={**PATHS.get(path, {}), **body}), 400)["param"] == param
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_names_that_mean_nothing_here_change_nothing(client: httpx.Client, path: str) -> None:
+    """What OpenAI's and other clients send along, and names of nobody."""
+    unused = dict.fromkeys(UNUSED, "x")
+    foreign = {"top_n_words": 3, "litellm_params": {}, "provider": {"sort": "price"}, "user_id": "me", "timeout": 5}
+    plain = {**PATHS[path], "max_tokens": 2, "temperature": 0}
+    answers = [client.post(path, json={**plain, **more}) for more in ({}, unused, foreign)]
+    assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"] == answers[2].json()["choices"]
+
+
+def test_many_names_that_nobody_knows_are_refused(client: httpx.Client) -> None:
+    many = {f"zz{number}": 1 for number in range(MAX_FOREIGN + 1)}
+    path = "/v1/chat/completions"
+    error = refusal(client.post(path, json={**PATHS[path], **many}), 400)
+    assert (error["param"], str(len(many)) in error["message"]) == ("zz0", True)
+    del many["zz0"]
+    assert client.post(path, json={**PATHS[path], "max_tokens": 1, **many}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "known"),
+    [
+        ("/v1/chat/completions", chat.FIELDS),
+        ("/v1/completions", completions.FIELDS),
+        ("/v1/embeddings", embeddings.FIELDS),
+        ("/tokenize", TOKEN_FIELDS),
+        ("/detokenize", TOKEN_FIELDS),
+    ],
+)
+def test_every_field_of_the_description_is_known(client: httpx.Client, path: str, known: frozenset[str]) -> None:
+    content = client.get("/openapi.json").json()["paths"][path]["post"]["requestBody"]["content"]
+    assert content["application/json"]["schema"]["properties"].keys() <= known
 
 
 FORMATS: list[tuple[dict[str, Any], dict[str, Any]]] = [

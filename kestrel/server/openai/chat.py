@@ -14,6 +14,7 @@ from kestrel.request import FinishReason
 from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import parse_in_pieces, read_object
 from kestrel.server.openai.generation import (
+    COMMON_FIELDS,
     EngineWork,
     Generation,
     Piece,
@@ -29,6 +30,7 @@ from kestrel.server.openai.parameters import (
     EngineFields,
     given,
     refuse,
+    require_spelt,
     take_choices,
     take_stream,
 )
@@ -46,6 +48,13 @@ TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_fi
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 OLD_FIELDS = {"function_call": "send tool_calls", "audio": "send texts"}
 """Of a message, and what to do instead."""
+REASONING_FIELDS = ("reasoning", "reasoning_effort", "include_reasoning")
+FIELDS = frozenset(
+    (
+        *(*COMMON_FIELDS, "messages", "logprobs", "top_logprobs"),
+        *(*REASONING_FIELDS, *TEMPLATE_FIELDS, *TOOL_FIELDS, *REFUSED_IN_CHAT),
+    )
+)
 LONG_ARGUMENTS = 2**14
 """Characters of arguments in one request beyond which they are parsed off the event loop."""
 MAX_MESSAGES = 1000
@@ -66,6 +75,7 @@ async def chat_completion(request: Request) -> Response:
 async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
+    require_spelt("", body, FIELDS)
     options, num_choices = take_stream(body), take_choices(body)
     fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
@@ -116,6 +126,7 @@ def take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) ->
     reasoning, effort = body.get("reasoning", False), body.get("reasoning_effort", "none")
     if isinstance(reasoning, Mapping):
         reasoning = given(reasoning)
+        require_spelt("reasoning.", reasoning, frozenset(("effort", "enabled", "exclude", "max_tokens", "summary")))
         effort = reasoning.get("effort", effort)
         reasoning = reasoning.get("enabled", effort != "none")
     if not isinstance(reasoning, bool):

@@ -13,6 +13,7 @@ from kestrel.errors import RequestError, shown
 from kestrel.server.calls import accept
 from kestrel.server.json_body import read_object
 from kestrel.server.openai.generation import (
+    COMMON_FIELDS,
     EngineWork,
     Generation,
     Piece,
@@ -28,6 +29,7 @@ from kestrel.server.openai.parameters import (
     EngineFields,
     given,
     refuse,
+    require_spelt,
     take_choices,
     take_stream,
 )
@@ -35,6 +37,7 @@ from kestrel.server.state import ServerState, state_of
 from kestrel.settings import SETTINGS, boolean, is_number, whole_numbers
 from kestrel.skills.base import Tokenizer
 
+FIELDS = frozenset((*COMMON_FIELDS, "prompt", "echo", "logprobs", "add_special_tokens", *REFUSED_IN_COMPLETIONS))
 DEFAULT_MAX_TOKENS = 16
 """As in the API this follows: a raw prompt may never end by itself."""
 MAX_PROMPTS = 2048
@@ -54,6 +57,7 @@ async def completion(request: Request) -> Response:
 
 def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
+    require_spelt("", body, FIELDS)
     options, num_choices, echoes = take_stream(body), take_choices(body), boolean("echo", body.get("echo", False))
     prompts = _take_prompts(body)
     _require_few(len(prompts), num_choices, options.stream)

@@ -18,7 +18,7 @@ from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.chat import PartReader
 from kestrel.server.openai.generation import EngineWork, all_results, answering_model
-from kestrel.server.openai.parameters import REFUSED_IN_EMBEDDINGS, Body, given, refuse
+from kestrel.server.openai.parameters import REFUSED_IN_EMBEDDINGS, UNUSED, Body, given, refuse, require_spelt
 from kestrel.server.responses import listed_response
 from kestrel.server.state import state_of
 from kestrel.settings import is_number
@@ -28,6 +28,12 @@ FEW_INPUTS = 16
 """Vectors of so many inputs are written on the event loop."""
 ENCODINGS = ("float", "base64")
 ROUTED = ("priority", "cache_salt")
+FIELDS = frozenset(
+    (
+        *("model", "input", "encoding_format", "dimensions", "adapter", "max_crops", *ROUTED),
+        *(*UNUSED, *REFUSED_IN_EMBEDDINGS),
+    )
+)
 
 
 async def embeddings(request: Request) -> Response:
@@ -37,6 +43,7 @@ async def embeddings(request: Request) -> Response:
     body = given(await read_object(request))
     accepted = accept(request)
     refuse(body, REFUSED_IN_EMBEDDINGS)
+    require_spelt("", body, FIELDS)
     encoding = body.get("encoding_format", "float")
     if encoding not in ENCODINGS:
         raise RequestError("encoding_format", f"must be one of: {', '.join(ENCODINGS)} (got {shown(encoding)})")

@@ -56,6 +56,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
 _GRAMMAR = Refusal("write the grammar as a regular expression or a JSON schema")
 _TAG = Refusal("use tools, or a JSON schema")
 _BLANKS = Refusal("JSON is written with a space after each comma and colon; leave it out", (False,))
+_CLOSED = Refusal('write "additionalProperties": false into the schema', (False,))
 _REFUSED: Mapping[str, Refusal] = {
     "guided_grammar": _GRAMMAR,
     "ebnf": _GRAMMAR,
@@ -63,12 +64,14 @@ _REFUSED: Mapping[str, Refusal] = {
     "structural_tag": _TAG,
     f"{OBJECT}.structural_tag": _TAG,
     "guided_whitespace_pattern": _BLANKS,
+    "guided_decoding_disable_any_whitespace": _BLANKS,
+    "guided_decoding_disable_additional_properties": _CLOSED,
     f"{OBJECT}.whitespace_pattern": _BLANKS,
     f"{OBJECT}.disable_any_whitespace": _BLANKS,
-    f"{OBJECT}.disable_additional_properties": Refusal(
-        'say "additionalProperties": false in the schema instead', (False,)
-    ),
+    f"{OBJECT}.disable_additional_properties": _CLOSED,
 }
+NAMES = (OBJECT, *(name for name in (*_READERS, *_REFUSED) if not name.startswith(OBJECT)))
+"""Every field of a body that is about formats."""
 _PLACES = ("response_format", *(f"response_format.{part}" for part in ("json_schema.schema", "regex", "choices")))
 """What refusals of a format may name."""
 _ANY_SCHEMA: Schema = {

@@ -24,13 +24,23 @@ from kestrel.errors import AdapterNotFound, RequestError
 from kestrel.server.calls import accept, engine_call, request_info, until_gone
 from kestrel.server.errors import ModelNotFound, error_body
 from kestrel.server.native import take_model
-from kestrel.server.openai.formats import take_format
-from kestrel.server.openai.parameters import Body, EngineFields, StreamOptions, derived_seed, take_settings
+from kestrel.server.openai.formats import NAMES, take_format
+from kestrel.server.openai.parameters import (
+    PARAMETERS,
+    UNUSED,
+    Body,
+    EngineFields,
+    StreamOptions,
+    derived_seed,
+    take_settings,
+)
 from kestrel.server.records import client_of, request_id_of
 from kestrel.server.responses import EventStream, event, listed_response
 from kestrel.server.state import RequestInfo, ServerState, state_of
 
 DONE = b"data: [DONE]\n\n"
+COMMON_FIELDS = ("model", "n", "best_of", "stream", "stream_options", *PARAMETERS, *NAMES, *UNUSED)
+"""Of every generation, with those that have no effect."""
 T = TypeVar("T")
 
 

@@ -15,9 +15,17 @@ from kestrel.server.calls import accept
 from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
 from kestrel.server.native import adapter_in, take_model
-from kestrel.server.openai.chat import TEMPLATE_FIELDS, TOOL_FIELDS, PartReader, add_conversation
+from kestrel.server.openai.chat import FIELDS, TEMPLATE_FIELDS, TOOL_FIELDS, PartReader, add_conversation
 from kestrel.server.openai.generation import client_names
-from kestrel.server.openai.parameters import REFUSED_IN_CHAT, Body, EngineFields, given, refuse
+from kestrel.server.openai.parameters import (
+    REFUSED_IN_CHAT,
+    REFUSED_IN_TOKENIZE,
+    Body,
+    EngineFields,
+    given,
+    refuse,
+    require_spelt,
+)
 from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
 from kestrel.settings import any_text, boolean, token_ids
@@ -25,6 +33,8 @@ from kestrel.skills.base import ModelProfile
 from kestrel.tokens import TextToken
 
 OWNER = "kestrel"
+TOKEN_FIELDS = FIELDS | {"prompt", "tokens", *REFUSED_IN_TOKENIZE}
+"""A whole chat may be sent to have its tokens counted."""
 
 
 async def list_models(request: Request) -> Response:
@@ -76,6 +86,8 @@ async def tokenize(request: Request) -> Response:
     engine = state_of(request).require_serving()
     body = given(await read_object(request))
     take_model(state_of(request), body)
+    refuse(body, REFUSED_IN_TOKENIZE)
+    require_spelt("", body, TOKEN_FIELDS)
     return await (_chat_tokens(request, body) if "messages" in body else _text_tokens(engine, body))
 
 
@@ -139,6 +151,7 @@ async def detokenize(request: Request) -> Response:
     engine = state_of(request).require_serving()
     body = given(await read_object(request))
     take_model(state_of(request), body)
+    require_spelt("", body, TOKEN_FIELDS)
     if "tokens" not in body:
         raise RequestError("tokens", "is required: give a list of token ids")
     most = engine.max_model_length * MAX_CHARACTERS_PER_POSITION

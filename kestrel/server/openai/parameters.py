@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, did_you_mean, shown
@@ -13,6 +15,15 @@ CHOICES = integer(1, 128)
 """Answers one request may ask for (`n`)."""
 
 Body: TypeAlias = Mapping[str, Any]
+
+LIKENESS = 0.85
+"""From which on an unknown name is taken for a misspelt one, by the measure of difflib."""
+FEW_LETTERS = 3
+"""That only one of two similar names has: looked at first, because difflib is slow."""
+MAX_NAME = 40
+"""Characters of a name that is compared with the known ones; those have fewer."""
+MAX_FOREIGN = 32
+"""Names in one body that are not known: comparing each takes time."""
 
 PARAMETERS: Mapping[str, Setting] = {
     name: setting for setting in (*SETTINGS.values(), *ROUTING.values()) for name in setting.openai_names
@@ -55,11 +66,46 @@ def derived_seed(seed: int, choice: int) -> int:
     return (seed + choice * 0x9E3779B97F4A7C15) % (MAX_SEED + 1)
 
 
+UNUSED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("spaces_between_special_tokens", "guided_decoding_backend", "guided_decoding_disable_fallback"),
+    *("kv_transfer_params", "rid", "session_id", "extra_key", "custom_labels", "stream_reasoning"),
+    *("return_cached_tokens_details", "cache_prompt", "keep_alive"),
+)
+"""Of OpenAI and of other servers, taken without effect: none of them changes the text of an answer."""
+_LENGTH = Refusal("use max_tokens")
+_THINKING = Refusal("use reasoning: true or false, or chat_template_kwargs for the model's own template")
+_SAMPLING = Refusal("there is no such sampling; leave it out, and use top_p, top_k or min_p", (0, 1))
+_PICTURE = Refusal("it belongs to the routes of skills such as /v1/query; send messages here")
+_OTHER_NAMES: Mapping[str, Refusal] = {
+    **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), _LENGTH),
+    "min_new_tokens": Refusal("use min_tokens"),
+    "allowed_ids": Refusal("use allowed_token_ids"),
+    "suppressed_ids": Refusal("give these ids -100 in logit_bias"),
+    "variant": Refusal("use adapter, or write model: name/adapter"),
+    "max_objects": Refusal("it is for /v1/point and /v1/detect; leave it out"),
+    "request_id": Refusal("send it in the header X-Request-Id"),
+    "settings": Refusal("write each setting directly into the body, such as temperature"),
+    "options": Refusal("write each of them directly into the body, such as temperature"),
+    "extra_body": Refusal("write its fields directly into the body; only Python clients have an extra_body"),
+    "stop_sequences": Refusal("use stop"),
+    "streaming": Refusal("use stream"),
+    "temp": Refusal("use temperature"),
+    "repeat_penalty": Refusal("use repetition_penalty"),
+    "grammar": Refusal("use a response_format of type regex or json_schema"),
+    **dict.fromkeys(("format", "output_format", "output_config", "text"), Refusal("use response_format")),
+    **dict.fromkeys(("think", "thinking", "enable_thinking"), _THINKING),
+    **dict.fromkeys(("typical_p", "top_a", "tfs_z", "mirostat"), _SAMPLING),
+    "reasoning_format": Refusal("thoughts are in reasoning_content; leave it out", ("auto", "parsed", "deepseek")),
+}
+"""What Kestrel itself or other servers call something. Ignoring it would answer another request than was meant."""
 _STOP_TEXT = Refusal("the text ends before the stop text; leave it out and add that yourself", (False,))
 _IDS = Refusal("ids are not shown; leave it out and ask POST /tokenize for those of a text", (False,))
 _PROCESSORS = Refusal("code in a request is never run; use logit_bias, allowed_token_ids or a response_format", ([],))
 _VECTORS = Refusal("prompts are text or token ids; leave it out")
 _REFUSED: Mapping[str, Refusal] = {
+    **_OTHER_NAMES,
     "use_beam_search": Refusal("there is no beam search; leave it out, and set n for several choices", (False,)),
     "length_penalty": Refusal("there is no beam search; leave it out or send 1", (1,)),
     "early_stopping": Refusal("there is no beam search; leave it out", (False,)),
@@ -85,6 +131,12 @@ _REFUSED: Mapping[str, Refusal] = {
 """What vLLM and SGLang take and would change an answer."""
 REFUSED_IN_CHAT: Mapping[str, Refusal] = {
     **_REFUSED,
+    **dict.fromkeys(("prompt", "input"), Refusal("use messages")),
+    **dict.fromkeys(("system", "instructions"), Refusal("send a message with the role system")),
+    **dict.fromkeys(("question", "image_url", "image"), _PICTURE),
+    "suffix": Refusal("text is continued, not filled in; leave it out", ("",)),
+    "moderation": Refusal("nothing is moderated here; leave it out"),
+    "verbosity": Refusal('leave it out or send "medium", and write into a message how long to answer', ("medium",)),
     "functions": Refusal("tools have replaced it; send tools", ([],)),
     "function_call": Refusal("tool_choice has replaced it; send tool_choice", ("none", "auto")),
     "modalities": Refusal('answers are text; leave it out or send ["text"]', (["text"],)),
@@ -97,7 +149,15 @@ REFUSED_IN_CHAT: Mapping[str, Refusal] = {
     "mm_processor_kwargs": Refusal("pictures are read in one way; leave it out", ({},)),
     "separate_reasoning": Refusal("thoughts are always in reasoning_content; leave it out", (True,)),
 }
+_OF_EMBEDDINGS = ("adapter", "max_crops", "priority", "cache_salt")
 REFUSED_IN_EMBEDDINGS: Mapping[str, Refusal] = {
+    **dict.fromkeys(
+        (name for name in (*PARAMETERS, *_OTHER_NAMES) if name not in _OF_EMBEDDINGS),
+        Refusal("an embedding generates nothing; leave it out"),
+    ),
+    **{name: _OTHER_NAMES[name] for name in ("variant", "request_id", "extra_body")},
+    "settings": Refusal("write adapter, max_crops, priority and cache_salt directly into the body"),
+    **dict.fromkeys(("prompt", "text", "image_url", "image"), Refusal("use input")),
     "truncate_prompt_tokens": Refusal("inputs are never cut; cut the ids that POST /tokenize gives, and send those"),
     "normalize": Refusal("vectors have length 1; leave it out or send true", (True,)),
     "add_special_tokens": Refusal("the beginning of text is always there; leave it out or send true", (True,)),
@@ -105,10 +165,16 @@ REFUSED_IN_EMBEDDINGS: Mapping[str, Refusal] = {
     "embed_dtype": Refusal('vectors are of 32-bit floats; leave it out or send "float32"', ("float32",)),
     "endianness": Refusal('base64 is little-endian; leave it out or send "little"', ("little", "native")),
 }
+REFUSED_IN_TOKENIZE: Mapping[str, Refusal] = {
+    "return_token_strs": Refusal("leave it out, and ask POST /detokenize for the text of ids", (False,)),
+}
 _IN_CHATS = Refusal("it belongs to conversations; use /v1/chat/completions", ([], {}, False, "none", "auto"))
 REFUSED_IN_COMPLETIONS: Mapping[str, Refusal] = {
     **_REFUSED,
     "suffix": Refusal("text is continued, not filled in; leave it out", ("",)),
+    **dict.fromkeys(("input", "text"), Refusal("use prompt")),
+    **dict.fromkeys(("image_url", "image"), Refusal("prompts are text; send pictures to /v1/chat/completions")),
+    "top_logprobs": Refusal("use logprobs, which is their number here", (0,)),
     **dict.fromkeys(
         ("messages", "tools", "tool_choice", "chat_template", "chat_template_kwargs", "continue_final_message",
          "reasoning", "reasoning_effort"),
@@ -137,6 +203,41 @@ def require_known(place: str, value: Mapping[str, Any], known: Sequence[str]) ->
         if name not in known:
             close = did_you_mean(name, known)
             raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")
+
+
+def require_spelt(place: str, value: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Refuses a name that is not known but close to one that is. Other foreign names have no effect."""
+    foreign = [name for name in value if name not in known]
+    if len(foreign) > MAX_FOREIGN:
+        problem = f"is one of {len(foreign)} fields that are not known here; leave them out"
+        raise RequestError(f"{place}{foreign[0]}", problem)
+    for name in foreign:
+        close = _meant(name, known)
+        if close is None and name.startswith("guided_"):
+            close = "guided_json, guided_regex or guided_choice"
+        if close is not None:
+            raise RequestError(f"{place}{name}", f"is not known here; did you mean {close}?")
+
+
+def _meant(name: str, known: frozenset[str]) -> str | None:
+    """The known name that one was meant to be: `maxTokens`, `max-tokens`, `max_token`."""
+    if len(name) > MAX_NAME:
+        return None
+    plain = _plain(name)
+    letters = frozenset(plain)
+    near = {one: full for one, (full, its) in _spellings(known).items() if len(letters ^ its) <= FEW_LETTERS}
+    close = difflib.get_close_matches(plain, near, n=1, cutoff=LIKENESS)
+    return near[close[0]] if close else None
+
+
+@cache
+def _spellings(known: frozenset[str]) -> Mapping[str, tuple[str, frozenset[str]]]:
+    """Plain spellings of the names that have an effect, each with the name and its letters."""
+    return {_plain(name): (name, frozenset(_plain(name))) for name in sorted(known.difference(UNUSED))}
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def require_list(name: str, value: Any) -> None:
@@ -175,6 +276,9 @@ class StreamOptions:
     continuous_usage: bool = False
 
 
+_STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include_obfuscation"))
+
+
 def take_stream(body: Body) -> StreamOptions:
     stream = boolean("stream", body.get("stream", False))
     options = body.get("stream_options")
@@ -186,6 +290,7 @@ def take_stream(body: Body) -> StreamOptions:
         raise RequestError(
             "stream_options", f'must be an object such as {{"include_usage": true}} (got {shown(options)})'
         )
+    require_spelt("stream_options.", options, _STREAM_OPTIONS)
     flags = []
     for name in ("include_usage", "continuous_usage_stats"):
         value = options.get(name)

@@ -17,7 +17,7 @@ from kestrel.server.openai.completions import completion
 from kestrel.server.openai.embeddings import ENCODINGS, MAX_INPUTS, ROUTED, embeddings
 from kestrel.server.openai.formats import SCHEMAS as FORMATS
 from kestrel.server.openai.model_info import detokenize, list_models, retrieve_model, tokenize, tokenizer_info
-from kestrel.server.openai.parameters import CHOICES, parameter_schemas
+from kestrel.server.openai.parameters import CHOICES, UNUSED, parameter_schemas
 from kestrel.server.schemas import (
     COMMON_FIELDS,
     FUNCTION_ARGUMENTS,
@@ -93,6 +93,7 @@ _TOOL_CHOICE: Schema = {
     ]
 }
 _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN})
+_UNUSED: Mapping[str, Schema] = {name: {"description": "Taken and not used."} for name in UNUSED}
 _COMMON: Mapping[str, Schema] = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
     "n": CHOICES.schema,
@@ -100,7 +101,7 @@ _COMMON: Mapping[str, Schema] = {
     **FORMATS,
     "stream": BOOLEAN,
     "stream_options": _STREAM_OPTIONS,
-    "user": {"description": "Taken and not used."},
+    **_UNUSED,
 }
 _TEMPLATE_FIELDS: Mapping[str, Schema] = {
     "chat_template_kwargs": described("Variables for the model's chat template.", {"type": "object"}),
@@ -166,7 +167,7 @@ EMBEDDING_REQUEST = body(
         "adapter": SETTINGS["adapter"].schema,
         "max_crops": SETTINGS["max_crops"].schema,
         **{name: COMMON_FIELDS[name] for name in ROUTED},
-        "user": _COMMON["user"],
+        **_UNUSED,
     },
 )
 TOKENIZE_REQUEST = body(
