@@ -297,6 +297,32 @@ def test_what_cannot_be_is_refused_by_name(client: httpx.Client, fields: dict[st
     assert error["message"].split(": ")[0] == field
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "remedy"),
+    [
+        (PATH, "output_format", "use output_config.format"),
+        (PATH, "response_format", "use output_config.format"),
+        (PATH, "adapter", "write model: name/adapter"),
+        (PATH, "stop", "use stop_sequences"),
+        (PATH, "max_completion_tokens", "use max_tokens"),
+        (PATH, "seed", "ask /v1/chat/completions"),
+        (PATH, "reasoning_effort", "use thinking"),
+        (PATH, "settings", "write each setting directly into the body"),
+        (PATH, "stop_sequence", "did you mean 'stop_sequences'?"),
+        (f"{PATH}/count_tokens", "max_tokens", "it changes no count; leave it out"),
+    ],
+)
+def test_a_name_from_elsewhere_is_refused_with_the_one_to_use(
+    client: httpx.Client, path: str, name: str, remedy: str
+) -> None:
+    body = {"messages": WHO, **(SHORT if path == PATH else {}), name: 5}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    told = answer.json()["error"]["message"]
+    assert told.startswith(f"{name}: "), told
+    assert remedy in told
+
+
 def test_every_refusal_on_these_routes_has_their_shape(server: RunningServer, client: httpx.Client) -> None:
     def error_of(response: httpx.Response) -> tuple[int, str]:
         assert response.json()["type"] == "error"

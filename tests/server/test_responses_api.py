@@ -21,6 +21,7 @@ from kestrel.server.responses_api.store import ResponseStore, StoredResponse
 from tests.server.conftest import KEYS, SCENE_URL, RunningServer, runtime_config, start_server
 from tests.server.long_request import TOKENS
 from tests.server.sockets import eventually
+from tests.server.test_server_errors import refusal
 from tests.server.test_tools import CALL, HERMES, make_folder, saying
 
 PATH = "/v1/responses"
@@ -383,6 +384,28 @@ def test_a_model_without_tools_goes_on_after_a_forced_call(client: httpx.Client)
         same = ask(client, [*words, {"role": "user", "content": turn}], **more)
         assert answer["usage"]["input_tokens"] == same["usage"]["input_tokens"]
         assert [item["type"] for item in answer["output"]] == ["function_call" if more else "message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("response_format", "use text.format"),
+        ("guided_json", "use text.format"),
+        ("guided_choice", "or ask /v1/chat/completions"),
+        ("regex", "or ask /v1/chat/completions"),
+        ("max_tokens", "use max_output_tokens"),
+        ("max_new_tokens", "use max_output_tokens"),
+        ("messages", "use input"),
+        ("system", "use instructions"),
+        ("reasoning_effort", "use reasoning"),
+        ("settings", "write each setting directly into the body"),
+        ("instruction", "did you mean 'instructions'?"),
+    ],
+)
+def test_a_name_from_elsewhere_is_refused_with_the_one_to_use(client: httpx.Client, name: str, remedy: str) -> None:
+    error = refusal(client.post(PATH, json={"input": "Hi", name: 5}), 400)
+    assert error["param"] == name
+    assert remedy in error["message"]
 
 
 def test_what_cannot_be_stored_is_refused_before_it_is_answered(client: httpx.Client) -> None:

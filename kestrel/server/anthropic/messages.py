@@ -18,7 +18,17 @@ from kestrel.server.json_body import read_object
 from kestrel.server.native import take_model
 from kestrel.server.openai.chat import MAX_MESSAGES, PartReader
 from kestrel.server.openai.generation import EngineWork, client_names, sampling_fields
-from kestrel.server.openai.parameters import Body, EngineFields, given, require_known, require_list, type_of
+from kestrel.server.openai.parameters import (
+    LENGTHS,
+    PARAMETERS,
+    REMEDIES,
+    Body,
+    EngineFields,
+    given,
+    require_known,
+    require_list,
+    type_of,
+)
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.settings import any_text, boolean, whole
@@ -31,6 +41,30 @@ SAMPLING = ("temperature", "top_p", "top_k")
 CONVERSATION = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config")
 COUNT_FIELDS = (*CONVERSATION, "cache_control")
 FIELDS = (*CONVERSATION, "max_tokens", *SAMPLING, "stop_sequences", "stream", *UNUSED)
+_ADAPTER = "write model: name/adapter"
+_FORMAT = "use output_config.format, which takes a JSON schema"
+_CHAT = "ask /v1/chat/completions for it"
+NEIGHBOURS: Mapping[str, str] = {
+    **REMEDIES,
+    **dict.fromkeys((*PARAMETERS, "n", "logprobs", "top_logprobs", "chat_template_kwargs"), _CHAT),
+    **dict.fromkeys(("repeat_penalty", "min_new_tokens", "allowed_ids", "suppressed_ids", "grammar"), _CHAT),
+    **dict.fromkeys(("adapter", "variant"), _ADAPTER),
+    **dict.fromkeys(("input", "prompt", "question"), "use messages"),
+    **dict.fromkeys(("image_url", "images"), "send an image block in messages"),
+    **dict.fromkeys(("instructions", "system_prompt"), "use system"),
+    **dict.fromkeys(("max_completion_tokens", *LENGTHS), "use max_tokens"),
+    **dict.fromkeys(("stop", "stop_words"), "use stop_sequences"),
+    **dict.fromkeys(("output_format", "response_format", "format", "text", "json_schema", "guided_json"), _FORMAT),
+    **dict.fromkeys(("guided_regex", "guided_choice", "structured_outputs", "regex"), f"{_FORMAT}, or {_CHAT}"),
+    **dict.fromkeys(("reasoning", "reasoning_effort", "enable_thinking", "think"), "use thinking"),
+    "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+    "functions": "use tools",
+    "user": "use metadata.user_id",
+    "mcp_servers": "tools that run at Anthropic are not there; leave it out",
+    "context_management": "a conversation is never shortened; leave it out",
+    "container": "nothing is run here; leave it out",
+}
+"""Names that clients of other routes know, or newer fields of the API, and what to use here."""
 EFFORT = "high"
 """What the API does without one."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
@@ -52,12 +86,15 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """By role, the types of blocks and their fields."""
 
 
+COUNT_NEIGHBOURS = {**NEIGHBOURS, **dict.fromkeys(FIELDS, "it changes no count; leave it out")}
+
+
 async def create_message(request: Request) -> Response:
     """Answer a conversation of Anthropic's Messages API."""
     state_of(request).require_serving()
     body = given(await read_object(request))
     accepted = accept(request)
-    require_known("", body, FIELDS)
+    require_known("", body, FIELDS, NEIGHBOURS)
     if "max_tokens" not in body:
         raise RequestError("max_tokens", "is required: give the longest answer in tokens")
     stream = boolean("stream", body.get("stream", False))
@@ -76,7 +113,7 @@ async def count_tokens(request: Request) -> Response:
     state_of(request).require_serving()
     body = given(await read_object(request))
     accepted, fields = accept(request), EngineFields()
-    require_known("", body, COUNT_FIELDS)
+    require_known("", body, COUNT_FIELDS, COUNT_NEIGHBOURS)
     take_model(accepted.state, {"model": body.get("model")})
     _add_format(body, EngineFields())  # checked; it changes the answer and not the prompt
     await _add_conversation(body, fields, accepted)

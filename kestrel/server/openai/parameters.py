@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from kestrel.errors import RequestError, did_you_mean, shown
@@ -74,12 +75,13 @@ UNUSED = (
     *("return_cached_tokens_details", "cache_prompt", "keep_alive"),
 )
 """Of OpenAI and of other servers, taken without effect: none of them changes the text of an answer."""
-_LENGTH = Refusal("use max_tokens")
+LENGTHS = ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict")
+THINKING = ("think", "thinking", "enable_thinking")
 _THINKING = Refusal("use reasoning: true or false, or chat_template_kwargs for the model's own template")
 _SAMPLING = Refusal("there is no such sampling; leave it out, and use top_p, top_k or min_p", (0, 1))
 _PICTURE = Refusal("it belongs to the routes of skills such as /v1/query; send messages here")
 _OTHER_NAMES: Mapping[str, Refusal] = {
-    **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"), _LENGTH),
+    **dict.fromkeys(LENGTHS, Refusal("use max_tokens")),
     "min_new_tokens": Refusal("use min_tokens"),
     "allowed_ids": Refusal("use allowed_token_ids"),
     "suppressed_ids": Refusal("give these ids -100 in logit_bias"),
@@ -95,11 +97,13 @@ _OTHER_NAMES: Mapping[str, Refusal] = {
     "repeat_penalty": Refusal("use repetition_penalty"),
     "grammar": Refusal("use a response_format of type regex or json_schema"),
     **dict.fromkeys(("format", "output_format", "output_config", "text"), Refusal("use response_format")),
-    **dict.fromkeys(("think", "thinking", "enable_thinking"), _THINKING),
+    **dict.fromkeys(THINKING, _THINKING),
     **dict.fromkeys(("typical_p", "top_a", "tfs_z", "mirostat"), _SAMPLING),
     "reasoning_format": Refusal("thoughts are in reasoning_content; leave it out", ("auto", "parsed", "deepseek")),
 }
 """What Kestrel itself or other servers call something. Ignoring it would answer another request than was meant."""
+REMEDIES: Mapping[str, str] = {name: refusal.remedy for name, refusal in _OTHER_NAMES.items()}
+"""The same for routes with other names for some of them."""
 _STOP_TEXT = Refusal("the text ends before the stop text; leave it out and add that yourself", (False,))
 _IDS = Refusal("ids are not shown; leave it out and ask POST /tokenize for those of a text", (False,))
 _PROCESSORS = Refusal("code in a request is never run; use logit_bias, allowed_token_ids or a response_format", ([],))
@@ -198,8 +202,13 @@ def type_of(name: str, value: Any, known: Mapping[str, Any]) -> str:
     return kind
 
 
-def require_known(place: str, value: Mapping[str, Any], known: Sequence[str]) -> None:
+def require_known(
+    place: str, value: Mapping[str, Any], known: Sequence[str], remedies: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """`remedies`: what to use in place of names that clients know from elsewhere."""
     for name in value:
+        if name not in known and name in remedies:
+            raise RequestError(f"{place}{name}", f"is not supported here: {remedies[name]}")
         if name not in known:
             close = did_you_mean(name, known)
             raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")

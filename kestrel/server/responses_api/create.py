@@ -16,7 +16,10 @@ from kestrel.server.json_body import parse_in_pieces, read_object
 from kestrel.server.openai.chat import PartReader, take_reasoning
 from kestrel.server.openai.generation import EngineWork, client_names, sampling_fields
 from kestrel.server.openai.parameters import (
+    LENGTHS,
     PARAMETERS,
+    REMEDIES,
+    THINKING,
     Body,
     EngineFields,
     Refusal,
@@ -61,9 +64,28 @@ REFUSED: Mapping[str, Refusal] = {
     "image": Refusal("answers are text; leave it out"),
     "stream_options": Refusal("leave it out: events have no padding", ({}, {"include_obfuscation": False})),
 }
+_FORMAT = "use text.format, which takes a JSON schema"
+_CHAT = "ask /v1/chat/completions for it"
+NEIGHBOURS: Mapping[str, str] = {
+    **REMEDIES,
+    **dict.fromkeys(("messages", "question"), "use input"),
+    **dict.fromkeys(("image_url", "images"), "send an input_image in input"),
+    **dict.fromkeys(("system", "system_prompt"), "use instructions"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", *LENGTHS), "use max_output_tokens"),
+    **dict.fromkeys(("response_format", "format", "output_format", "json_schema", "guided_json"), _FORMAT),
+    **dict.fromkeys(
+        ("guided_regex", "guided_choice", "structured_outputs", "regex", "grammar"), f"{_FORMAT}, or {_CHAT}"
+    ),
+    **dict.fromkeys(("n", "best_of", "logprobs", "chat_template_kwargs"), _CHAT),
+    **dict.fromkeys((*THINKING, "reasoning_effort", "include_reasoning"), 'use reasoning, such as {"effort": "low"}'),
+    "verbosity": "use text.verbosity",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}
+"""Names that clients of other routes know, and what to use here."""
 FIELDS = (
     *("model", "input", "instructions", "previous_response_id", "store", "stream", "max_output_tokens", *SAMPLING),
-    *("text", "reasoning", "tools", "tool_choice", "parallel_tool_calls", "include", "metadata", *UNUSED, *REFUSED),
+    *("text", "reasoning", "tools", "tool_choice", "parallel_tool_calls", "include", "metadata", *UNUSED),
 )
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "text": (),
@@ -81,8 +103,8 @@ async def create_response(request: Request) -> Response:
     state_of(request).require_serving()
     body = given(await read_object(request))
     accepted, names = accept(request), dict[str, str]()
-    require_known("", body, FIELDS)
     refuse(body, REFUSED)
+    require_known("", {name: body[name] for name in body if name not in REFUSED}, FIELDS, NEIGHBOURS)
     with client_names(names):
         return await response_to(request, await _asked(request, accepted, body, names))
 
