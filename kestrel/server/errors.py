@@ -54,6 +54,12 @@ logger = logging.getLogger("kestrel.server")
 
 _OBJECT = re.compile(r"<[^<>]{0,100} at 0x[0-9a-fA-F]+>")
 """How libraries print what they were given; it says nothing to a client and an address to an attacker."""
+PAGES = ("/docs", "/openapi.json")
+"""For people and programs that look for what there is."""
+OTHER_PAGES = ("/swagger", "/swagger-ui", "/redoc", "/api", "/api-docs", "/help")
+"""Where other servers have such a page."""
+FEW_PATHS = 3
+"""More of them with the same beginning say nothing about which one was meant."""
 MOST_CAUSES = 16
 RETRY_AFTER_S = 1
 """What a client is told to wait when the server is full."""
@@ -225,7 +231,7 @@ async def http_exception_response(paths: Sequence[str], request: Request, error:
     kind = HTTP_KINDS.get(error.status_code, ErrorKind(error.status_code, "invalid_request_error"))
     message = str(error.detail)
     if kind.status == 404:
-        message = f"there is no such route; see /openapi.json{_nearest(paths, route_path(request.scope))}"
+        message = f"there is no such route; see /docs{_nearest(paths, route_path(request.scope))}"
     elif kind.status == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"this route does not take {shown(request.method)}; send {allowed}"
@@ -236,7 +242,20 @@ async def http_exception_response(paths: Sequence[str], request: Request, error:
 
 
 def _nearest(paths: Sequence[str], path: str) -> str:
-    close = difflib.get_close_matches(path[:MAX_SHOWN], paths, n=1, cutoff=LIKENESS)
+    """A path that begins with what was asked for, or that this begins with, or that is written nearly the same."""
+    if len(path) > MAX_SHOWN:
+        return ""
+    asked = path.lower().rstrip("/")
+    known = sorted(one for one in (*paths, *PAGES) if "{" not in one)
+    longer = [one for one in known if one.startswith(asked)]
+    shorter = [one for one in known if asked.startswith(one)]
+    close = difflib.get_close_matches(asked, known, n=1, cutoff=LIKENESS)
+    if 0 < len(longer) <= FEW_PATHS:
+        close = [min(longer, key=len)]
+    elif shorter:
+        close = [max(shorter, key=len)]
+    elif asked in OTHER_PAGES:
+        close = ["/docs"]
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -91,11 +91,14 @@ async def _value(request: Request, name: str, values: list[bytes], field: Schema
     if is_text:
         texts = [_decoded(name, value) for value in values]
         return texts if len(texts) > 1 else texts[0]
+    remedy = "write its value as in a JSON body, such as true, 5 or {…}"
+    if not values[0].strip():
+        raise RequestError(name, f"is empty; {remedy}, or leave it out")
     try:
         return await parse_chunks(request, values)
     except RequestError as error:
         problem = str(error).removeprefix(f"{error.field}: ")
-        raise RequestError(name, f"{problem}; write its value as in a JSON body, such as true, 5 or {{…}}") from None
+        raise RequestError(name, f"{problem}; {remedy}") from None
 
 
 def _decoded(name: str, value: bytes) -> str:

@@ -20,6 +20,9 @@ from kestrel.server.state import state_of
 from kestrel.threads import Pace
 
 FORM = "multipart/form-data"
+URL_ENCODED = "application/x-www-form-urlencoded"
+"""What curl calls the data of -d, whatever it is."""
+FORM_PATHS = ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment")
 LARGE_BODY_BYTES = 2**18
 """Bodies from here on are counted before they are parsed, and parsed in pieces off the event loop."""
 MANY_SIGNS = 2**10
@@ -52,8 +55,21 @@ FEW = 64
 _NUMBERS = frozenset({int, float})
 
 
+def content_type(scope: Scope) -> str:
+    """Without its parameters."""
+    return (header_of(scope, b"content-type") or "").partition(";")[0].strip().lower()
+
+
 def is_form(scope: Scope) -> bool:
-    return (header_of(scope, b"content-type") or "").partition(";")[0].strip().lower() == FORM
+    return content_type(scope) == FORM
+
+
+def how_to_send(scope: Scope) -> str:
+    """The remedy for a body that is not JSON, or not declared as JSON."""
+    remedy = "send JSON with Content-Type: application/json"
+    if content_type(scope) != URL_ENCODED or route_path(scope) not in FORM_PATHS:
+        return remedy
+    return f"{remedy}, or a form (with curl: -F question=… in place of -d question=…)"
 
 
 async def read_object(request: Request) -> dict[str, object]:
@@ -61,9 +77,15 @@ async def read_object(request: Request) -> dict[str, object]:
     if is_form(request.scope):
         raise NotJson(
             f"{route_path(request.scope)} takes no form; send JSON with Content-Type: application/json "
-            "(forms are for /v1/query, /v1/caption, /v1/point, /v1/detect and /v1/segment)"
+            f"(forms are for {', '.join(FORM_PATHS[:-1])} and {FORM_PATHS[-1]})"
         )
-    value = await parse_chunks(request, [chunk async for chunk in body_chunks(request)])
+    chunks = [chunk async for chunk in body_chunks(request)]
+    try:
+        value = await parse_chunks(request, chunks)
+    except RequestError as error:
+        if content_type(request.scope) != URL_ENCODED:
+            raise
+        raise RequestError("body", f"{str(error).removeprefix('body: ')}; {how_to_send(request.scope)}") from None
     if not isinstance(value, dict):
         raise RequestError("body", f"must be a JSON object (got {_kind(value)})")
     return value

@@ -32,7 +32,7 @@ from kestrel.server.errors import (
     SlowClient,
     TooManyConnections,
 )
-from kestrel.server.json_body import is_form
+from kestrel.server.json_body import content_type, how_to_send, is_form
 from kestrel.server.records import HEALTH_PATHS, METRICS_PATH, header_of, is_messages_path, route_path
 from kestrel.server.state import HeldBytes, ServerState
 from kestrel.settings import MAX_NAME_LENGTH
@@ -165,10 +165,10 @@ def _is_loopback(name: str) -> bool:
 
 def _require_json(scope: Scope) -> None:
     given = header_of(scope, b"content-type")
-    kind = (given or "").partition(";")[0].strip().lower()
+    kind = content_type(scope)
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         told = "no Content-Type" if given is None else f"the Content-Type {shown(given)}"
-        raise NotJson(f"the body has {told}; send JSON with Content-Type: application/json")
+        raise NotJson(f"the body has {told}; {how_to_send(scope)}")
 
 
 # ---------------------------------------------------------------------- keys

@@ -35,6 +35,15 @@ _GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
 _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
 
+_OTHER_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_FILE_NAME = re.compile(r".{1,1000}\.(?:jpe?g|png|webp|gif|bmp|tiff?|heic|avif)", re.IGNORECASE)
+"""Base64 has no dots."""
+
+
+class NotFetched(RequestError):
+    """A picture by its address, where none is fetched."""
+
+
 class ImageFetcher(Protocol):
     """Fetches pictures from hosts that the operator allows."""
 
@@ -47,7 +56,7 @@ class NoRemoteImages:
     """The fetcher of a server that fetches nothing."""
 
     async def fetch(self, url: str, max_bytes: int, hold: Callable[[int], None]) -> bytes:
-        raise RequestError("image_url", "web addresses are not fetched here; send the picture as a base64 data URL")
+        raise NotFetched("image_url", "web addresses are not fetched here; send the picture as a base64 data URL")
 
 
 async def image_bytes(
@@ -62,6 +71,11 @@ async def image_bytes(
         raise RequestError(field, f"must be a base64 data URL or raw base64 as text (got {shown(value)})")
     if _WEB_URL.match(value):
         return await fetch(value)
+    if other := _OTHER_URL.match(value):
+        problem = f"is a {other.group()} address, which is not read here"
+        raise RequestError(field, f"{problem}; send the picture as a base64 data URL")
+    if _FILE_NAME.fullmatch(value):
+        raise RequestError(field, "is the name of a file; send what is in the file, as a base64 data URL")
     if len(value) < LARGE_TEXT:
         return _decoded(value, max_bytes, field)
     return await threads.run(_decoded, value, max_bytes, field)

@@ -101,6 +101,7 @@ IMAGE, OBJECT = part("image", SCENE_BYTES, FILE), part("object", b"bee")
             "known fields: adapter, allowed_ids, cache_salt, image, image_url",
         ),
         ([IMAGE, OBJECT, part("stream", b"True")], "stream", "is not JSON"),
+        ([IMAGE, OBJECT, part("temperature", b"")], "temperature", "is empty; write its value as in a JSON body"),
         ([IMAGE, OBJECT, part("settings", b'{"top_k": 1, "top_k": 2}')], "settings", "given twice"),
         ([IMAGE, OBJECT, part("seed", b"1"), part("seed", b"2")], "seed", "is given 2 times"),
         ([IMAGE, OBJECT, part("model", b"a"), part("model", b"b")], "model", "is given 2 times"),

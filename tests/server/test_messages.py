@@ -323,6 +323,13 @@ def test_a_name_from_elsewhere_is_refused_with_the_one_to_use(
     assert remedy in told
 
 
+def test_a_picture_by_its_address_is_refused_with_the_source_to_send(client: httpx.Client) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
+    answer = client.post(PATH, json={"messages": [{"role": "user", "content": [image]}], **SHORT})
+    assert answer.status_code == 400
+    assert '{"type": "base64", "media_type": …, "data": …}' in answer.json()["error"]["message"]
+
+
 def test_every_refusal_on_these_routes_has_their_shape(server: RunningServer, client: httpx.Client) -> None:
     def error_of(response: httpx.Response) -> tuple[int, str]:
         assert response.json()["type"] == "error"

@@ -108,6 +108,24 @@ def test_a_bad_field_of_a_chat_is_named(client: httpx.Client, change: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            {"role": "usr", "content": "x"},
+            "must be one of: system, user, assistant, developer (got 'usr'); did",
+        ),
+        ({"role": "user", "content": None}, "is null; give a text, or a list of parts"),
+        ({"role": "user"}, "is missing; give a text, or a list of parts"),
+        ({"role": "user", "content": [picture("file:///etc/passwd")]}, "is a file:// address, which is not read here"),
+        ({"role": "user", "content": [picture("photos/cow.JPG")]}, "is the name of a file; send what is in the file"),
+    ],
+)
+def test_a_fault_in_a_message_is_told_with_a_remedy(client: httpx.Client, message: dict[str, Any], told: str) -> None:
+    error = refusal(client.post("/v1/chat/completions", json={"messages": [message]}), 400)
+    assert error["message"].startswith(f"{error['param']}: {told}")
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"prompt": None}, "prompt"),

@@ -101,7 +101,11 @@ def test_a_body_that_is_no_json_object_is_refused(client: httpx.Client, content:
 
 
 def test_form_data_is_no_json_object(client: httpx.Client) -> None:
-    refusal(client.post("/v1/query", data={"question": "What?"}), 415)
+    """As curl -d sends it; a skill takes the form that curl -F sends."""
+    error = refusal(client.post("/v1/query", data={"question": "What?"}), 415)
+    assert error["message"].endswith("or a form (with curl: -F question=… in place of -d question=…)")
+    error = refusal(client.post("/v1/completions", data={"prompt": "What?"}), 415)
+    assert error["message"].endswith("send JSON with Content-Type: application/json")
 
 
 def test_another_model_is_not_found(client: httpx.Client) -> None:
@@ -146,6 +150,15 @@ def test_routes_that_do_not_exist_have_the_same_shape(client: httpx.Client) -> N
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/tokenize", "/tokenize"),
         ("/metric", "/metrics"),
+        ("/doc", "/docs"),
+        ("/docs.html", "/docs"),
+        ("/swagger", "/docs"),
+        ("/openapi", "/openapi.json"),
+        ("/v1/embed", "/v1/embeddings"),
+        ("/v1/chat/", "/v1/chat/completions"),
+        ("/health_check", "/health"),
+        ("/v1/detect/cow", "/v1/detect"),
+        ("/V1/Query", "/v1/query"),
     ],
 )
 def test_an_unknown_route_points_to_the_nearest_one(client: httpx.Client, path: str, nearest: str) -> None:

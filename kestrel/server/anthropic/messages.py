@@ -29,6 +29,7 @@ from kestrel.server.openai.parameters import (
     require_list,
     type_of,
 )
+from kestrel.server.request_images import NotFetched
 from kestrel.server.responses import json_response
 from kestrel.server.state import state_of
 from kestrel.settings import any_text, boolean, whole
@@ -303,7 +304,11 @@ class _Conversation:
         kind = type_of(name, source, {"base64": None, "url": None})
         if kind == "url":
             require_known(f"{name}.", source, ("type", "url"))
-            return await self.parts.read_image(place, f"{name}.url", source.get("url"))
+            try:
+                return await self.parts.read_image(place, f"{name}.url", source.get("url"))
+            except NotFetched:
+                remedy = 'send the picture as {"type": "base64", "media_type": …, "data": …}'
+                raise RequestError(f"{name}.url", f"web addresses are not fetched here; {remedy}") from None
         require_known(f"{name}.", source, ("type", "media_type", "data"))
         data = any_text(f"{name}.data", source.get("data"))
         return await self.parts.read_image(place, f"{name}.data", f"data:;base64,{data}")

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kestrel.engine import EngineResult
-from kestrel.errors import RequestError, shown
+from kestrel.errors import RequestError, did_you_mean, shown
 from kestrel.request import FinishReason
 from kestrel.server.calls import AcceptedRequest, accept
 from kestrel.server.json_body import parse_in_pieces, read_object
@@ -226,6 +226,13 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
         content = await parts.read_all(f"{name}.content", content)
     if isinstance(role, str) and role not in roles:
         role = ROLES.get(role, role)
+    if chat is not None and role not in roles:
+        known = tuple(dict.fromkeys((*roles, *ROLES)))
+        told = f"must be one of: {', '.join(known)} (got {shown(role)}){did_you_mean(role, known)}"
+        raise RequestError(f"{name}.role", told)
+    if content is None and role not in ("assistant", *TOOL_ROLES):
+        fault = "is null" if "content" in raw else "is missing"
+        raise RequestError(f"{name}.content", f"{fault}; give a text, or a list of parts such as {_SHAPES}")
     extra = {field: raw[field] for field in fields if field in raw}
     if isinstance(calls := extra.get("tool_calls"), list):
         extra["tool_calls"] = await parts.read_calls(f"{name}.tool_calls", calls)
@@ -300,5 +307,5 @@ class PartReader:
         except RequestError as error:
             if error.field == name:
                 raise
-            raise RequestError(name, str(error).removeprefix(f"{error.field}: ")) from error
+            raise type(error)(name, str(error).removeprefix(f"{error.field}: ")) from error
         return {"type": "image", "image": data}
