@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ BEYOND_COUNTING = 2**31 - 1
 def type_text(schema: Mapping[str, Any]) -> str:
     """A schema in a few words."""
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{_json(value)}`" for value in schema["enum"] if value is not None)
     for key in ("anyOf", "oneOf"):
         if key in schema:
             return " or ".join(dict.fromkeys(type_text(kind) for kind in schema[key] if kind.get("type") != "null"))
@@ -105,6 +106,11 @@ def type_text(schema: Mapping[str, Any]) -> str:
         values = type_text(schema["additionalProperties"])
         return f"object of {values}{_range(schema, 'minProperties', 'maxProperties', ' entries')}"
     return kind + _range(schema, "minimum", "maximum") + _range(schema, "minLength", "maxLength", " characters")
+
+
+def _json(value: Any) -> str:
+    """Texts without quotation marks, which would only make a table harder to read."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _range(schema: Mapping[str, Any], low: str, high: str, unit: str = "") -> str:

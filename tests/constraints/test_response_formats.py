@@ -64,6 +64,7 @@ JOINED = {"allOf": [NAMED, {"properties": {"b": {}}}]}
         ({"anyOf": [NAMED, {"type": "null"}]}, {"a": 1}, {"b": 1}),
         ({"$ref": "#/$defs/one", "$defs": {"one": NAMED}}, {"a": 1}, {"b": 1}),
         ({**NAMED, "additionalProperties": {"type": "integer"}}, {"b": 1}, {"b": "x"}),
+        ({**NAMED, "additionalProperties": True}, {"b": "x"}, {"a": "x"}),
         (JOINED, {"a": 1, "b": 2}, {"a": "x"}),
         ({**NAMED, "anyOf": [{"properties": {"b": {}}}]}, {"a": 1, "b": 2}, {"a": "x"}),
     ],

@@ -44,6 +44,12 @@ def test_pictures_come_first_what_all_routes_take_last_and_no_bound_is_a_machine
     assert [number for number in re.findall(r"\d{10,}|\d[Ee]\+?\d+", page) if number != "1700000000"] == []
 
 
+def test_values_are_written_as_json(page: str) -> None:
+    written = [html.unescape(code) for code in re.findall(r"<code>(.*?)</code>", page)]
+    assert '{"include_obfuscation": false}' in written
+    assert [code for code in written if code in ("True", "False", "None") or code.startswith(("{'", "['"))] == []
+
+
 def test_every_command_is_answered(page: str, client: httpx.Client) -> None:
     """All but those that name a stored response."""
     commands = [shlex.split(html.unescape(command)) for command in re.findall(r"<pre>(.*?)</pre>", page)]
