@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.types import ToolAnnotations
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from kestrel import __version__
 from kestrel.client.model import Model
-from kestrel.errors import KestrelError, RequestError, cut, shown
+from kestrel.errors import KestrelError, RequestError, cut, did_you_mean, shown
 from kestrel.server.request_images import FIELD, RemoteImages
+from kestrel.server.schemas import type_text
 
 READ_TEXT = "What text is in the picture?"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -141,15 +143,42 @@ def make_server(tools: PictureTools, pictures: Pictures) -> MCPServer:
     folders = ", ".join(str(folder) for folder in pictures.folders)
     return MCPServer(
         "kestrel",
+        version=__version__,
         instructions=f"Looks at pictures in these folders: {folders}. Relative paths start in the first of them.",
         tools=[_strict_tool(method) for method in methods],
         log_level="WARNING",
     )
 
 
+class _StrictTool(Tool):
+    """The SDK's own would ignore arguments that it does not know, and tells of wrong ones in pydantic's words."""
+
+    async def run(self, arguments: dict[str, Any], context: Context[Any, Any], convert_result: bool = False) -> Any:
+        try:
+            return await super().run(arguments, context, convert_result)
+        except ToolError as error:
+            if type(error) is not ToolError or not isinstance(error.__cause__, ValidationError):
+                raise
+            raise ToolError(f"Error executing tool {self.name}: {self._faults(error.__cause__)}") from None
+
+    def _faults(self, error: ValidationError) -> str:
+        """Each wrong argument once, with what it must be."""
+        known: dict[str, Any] = self.parameters["properties"]
+        told: dict[str, str] = {}
+        for fault in error.errors(include_url=False, include_context=False):
+            name = str(fault["loc"][0]) if fault["loc"] else "arguments"
+            if fault["type"] == "missing":
+                told[name] = f"is required ({known[name].get('description', 'text').rstrip('.')})"
+            elif name not in known:
+                told[name] = f"is not known; the arguments are: {', '.join(known)}{did_you_mean(name, known)}"
+            else:
+                must = type_text(known[name]).replace("`", "")
+                told.setdefault(name, f"must be {'one of: ' if 'enum' in known[name] else 'a '}{must}")
+        return "; ".join(f"{name}: {fault}" for name, fault in told.items())
+
+
 def _strict_tool(method: Callable[..., Any]) -> Tool:
-    """The SDK's own would ignore arguments that it does not know."""
-    tool = Tool.from_function(method, annotations=ToolAnnotations(read_only_hint=True))
+    tool = _StrictTool.from_function(method, annotations=ToolAnnotations(read_only_hint=True))
     arguments = tool.fn_metadata.arg_model
     arguments.model_config["extra"] = "forbid"
     arguments.model_rebuild(force=True)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kestrel import default_model
+from kestrel import __version__, default_model
 from kestrel.cli.app import run
 from tests.processes import eventually
 from tests.scene import BEES, SCENE
@@ -36,6 +36,10 @@ class Assistant:
 
     def tools(self) -> dict[str, Any]:
         return {tool.name: tool for tool in self._portal.call(self._client.list_tools).tools}
+
+    @property
+    def server_version(self) -> str:
+        return self._client.server_info.version
 
     def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
         result = self._portal.call(self._client.call_tool, tool, arguments)
@@ -136,8 +140,27 @@ def test_web_addresses_are_refused_unless_allowed(assistant: Assistant) -> None:
     assert "--allow-urls" in assistant.refusal("describe", image="http://pictures.test/a.png")
 
 
-def test_unknown_arguments_are_refused(assistant: Assistant) -> None:
-    assert "colour" in assistant.refusal("describe", image="scene.png", colour="red")
+@pytest.mark.parametrize(
+    ("tool", "arguments", "told"),
+    [
+        ("describe", {"image": "scene.png", "colour": "red"}, "colour: is not known; the arguments are: image, length"),
+        ("describe", {"image": "scene.png", "lenght": "short"}, "did you mean 'length'?"),
+        ("describe", {"image": "scene.png", "length": "big"}, "length: must be one of: short, normal, long"),
+        ("look", {"image": "scene.png"}, "question: is required (In plain words)"),
+        ("find", {"image": "scene.png", "object": 5}, "object: must be a string or list of string"),
+    ],
+)
+def test_wrong_arguments_are_told_by_their_names(
+    assistant: Assistant, tool: str, arguments: dict[str, Any], told: str
+) -> None:
+    message = assistant.refusal(tool, **arguments)
+    assert told in message
+    assert "pydantic" not in message
+    assert "validation error" not in message
+
+
+def test_the_server_tells_its_version(assistant: Assistant) -> None:
+    assert assistant.server_version == __version__
 
 
 def test_nothing_but_the_protocol_is_on_stdout(assistant: Assistant) -> None:
