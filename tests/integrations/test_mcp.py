@@ -39,7 +39,9 @@ class Assistant:
 
     @property
     def server_version(self) -> str:
-        return self._client.server_info.version
+        told = self._client.server_info
+        assert told is not None
+        return told.version
 
     def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
         result = self._portal.call(self._client.call_tool, tool, arguments)

@@ -126,6 +126,25 @@ def test_a_fault_in_a_message_is_told_with_a_remedy(client: httpx.Client, messag
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/chat/completions", {}, "messages: is required"),
+        ("/v1/completions", {"prompt": None}, "prompt: is required"),
+        ("/v1/embeddings", {}, "input: is required"),
+        ("/v1/responses", {}, "input: is required"),
+        ("/v1/responses", {"input": [{"role": "user", "content": None}]}, "input[0].content: is missing or null"),
+        ("/v1/messages", {"max_tokens": 5}, "messages: is required"),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": None}]},
+         "messages[0].content: is null; give"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_not_called_none(client: httpx.Client, path: str, body: dict[str, Any], told: str) -> None:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"prompt": None}, "prompt"),

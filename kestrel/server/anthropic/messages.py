@@ -238,6 +238,8 @@ class _Conversation:
         self.messages.append({"role": role, "content": content, **more})
 
     async def read(self, value: Any) -> None:
+        if value is None:
+            raise RequestError("messages", 'is required: a list such as [{"role": "user", "content": "Hello"}]')
         if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
             raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages (got {shown(value)})")
         for index, raw in enumerate(value):
@@ -254,6 +256,9 @@ class _Conversation:
         if isinstance(content, str):
             self.add(name, role, any_text(f"{name}.content", content))
             return
+        if content is None:
+            fault = "is null" if "content" in raw else "is missing"
+            raise RequestError(f"{name}.content", f"{fault}; give a text or a list of blocks")
         if not isinstance(content, list) or not content:
             raise RequestError(f"{name}.content", f"must be a text or a list of blocks (got {shown(content)})")
         self.parts.count(f"{name}.content", len(content))

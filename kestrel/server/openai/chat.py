@@ -204,6 +204,8 @@ def _chunk_choice(
 
 async def _skill_messages(value: Any, parts: PartReader, chat: ChatFormat | None) -> list[dict[str, Any]]:
     """Roles and contents, and the further fields that the model's chat format knows; others are ignored."""
+    if value is None:
+        raise RequestError("messages", 'is required: a list such as [{"role": "user", "content": "Hello"}]')
     if not isinstance(value, list) or not value:
         raise RequestError("messages", f"must be a list of 1 to {MAX_MESSAGES} messages (got {shown(value)})")
     if len(value) > MAX_MESSAGES:

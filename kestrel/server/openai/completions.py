@@ -81,6 +81,8 @@ def _completion_generation(state: ServerState, body: Body) -> Generation:
 def _take_prompts(body: Body) -> Sequence[Prompt]:
     """A text, token ids, or a list of either."""
     value = body.get("prompt")
+    if value is None:
+        raise RequestError("prompt", "is required: a text to continue, or token ids")
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:

@@ -81,6 +81,8 @@ def encoded(vector: Sequence[float], encoding: str) -> Any:
 async def _inputs(body: Body, parts: PartReader) -> list[dict[str, Any]]:
     """Fields of the embed skill for each input."""
     value = body.get("input")
+    if value is None:
+        raise RequestError("input", "is required: a text, token ids, or parts with a picture")
     if isinstance(value, str):
         return [{"text": value}]
     if not isinstance(value, list) or not value:

@@ -260,6 +260,8 @@ def _items(body: Body) -> list[Any]:
     value = body.get("input")
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
+    if value is None:
+        raise RequestError("input", "is required: a text, or a list of messages and other items")
     if not isinstance(value, list) or not value:
         raise RequestError("input", f"must be a text or a list of items (got {shown(value)})")
     return value

@@ -82,6 +82,8 @@ class Conversation:
     async def _content(self, name: str, value: Any, kinds: Mapping[str, tuple[str, ...]]) -> Any:
         if isinstance(value, str):
             return any_text(name, value)
+        if value is None:
+            raise RequestError(name, "is missing or null; give a text or a list of parts")
         if not isinstance(value, list) or not value:
             raise RequestError(name, f"must be a text or a list of parts (got {shown(value)})")
         self.parts.count(name, len(value))
