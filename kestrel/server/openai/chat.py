@@ -232,7 +232,7 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
         known = tuple(dict.fromkeys((*roles, *ROLES)))
         told = f"must be one of: {', '.join(known)} (got {shown(role)}){did_you_mean(role, known)}"
         raise RequestError(f"{name}.role", told)
-    if content is None and role not in ("assistant", *TOOL_ROLES):
+    if content is None and role not in ("assistant", "tool"):
         fault = "is null" if "content" in raw else "is missing"
         raise RequestError(f"{name}.content", f"{fault}; give a text, or a list of parts such as {_SHAPES}")
     extra = {field: raw[field] for field in fields if field in raw}
