@@ -330,7 +330,9 @@ def test_a_template_without_tools_refuses_them_or_is_told_of_them_in_a_message(t
     for server in start_server(ServerConfig(port=0), runtime_config(model_path=folder)):
         with server.client() as client:
             assert refusal(client, tools=TOOLS) == "tools"
-            assert refusal(client, called(name="f")) == "messages[1].tool_calls"
+            told = client.post("/tokenize", json={"messages": called(name="f", arguments="{}")}).json()["tokens"]
+            shown = server.engine.profile.tokenizer.decode(told)
+            assert '{"name": "f", "parameters": {}}' in shown
             answer = client.post("/v1/chat/completions", json={"messages": HELLO, "tools": TOOLS})
             assert "--tool-parser" in answer.json()["error"]["message"]
     config = runtime_config(model_path=folder, tool_parser="hermes")
