@@ -12,12 +12,9 @@ from kestrel.cli.config_flags import add_verb, verb_group, with_flags
 from kestrel.cli.console import note
 from kestrel.cli.serve import config_option
 from kestrel.config import RuntimeConfig
-from kestrel.errors import ConfigError
-from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, require_fitting
+from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, require_fitting, uses_haproxy
 from kestrel.known_models import check_source
 from kestrel.server.config import ServerConfig
-
-REMEDY = "needs Ray, which is not installed; run `pip install -e '.[ray]'` in the checkout"
 
 
 def make_group() -> typer.Typer:
@@ -45,12 +42,12 @@ def serve(
     """
     check_source(config)
     require_fitting(cluster, server, config)
-    os.environ.setdefault(HAPROXY_VARIABLE, str(int(cluster.haproxy)))
+    # Others need neither Ray nor torch, which these import.
+    from kestrel.integrations.ray_data import require_ray  # noqa: PLC0415
+
+    require_ray("cluster", ("ray",))
+    os.environ[HAPROXY_VARIABLE] = str(int(uses_haproxy(cluster, os.environ)))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        from kestrel.integrations.ray import run_cluster  # noqa: PLC0415 - nobody else needs Ray, or torch for help
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "ray":
-            raise
-        raise ConfigError("cluster", REMEDY) from error
+    from kestrel.integrations.ray import run_cluster  # noqa: PLC0415
+
     run_cluster(cluster, server, config, note)

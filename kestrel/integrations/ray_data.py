@@ -34,9 +34,9 @@ BATCHES_AT_ONCE = 2
 OUTPUT, ERROR = "output", "error"
 
 
-def require_ray(field: str) -> None:
+def require_ray(field: str, modules: Sequence[str] = ("ray", "pyarrow")) -> None:
     """`field`: what asks for it."""
-    if find_spec("ray") is None or find_spec("pyarrow") is None:
+    if any(find_spec(module) is None for module in modules):
         raise ConfigError(field, "needs Ray, which is not installed; run `pip install -e '.[ray]'` in the checkout")
 
 

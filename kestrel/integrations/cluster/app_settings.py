@@ -43,9 +43,12 @@ def app_settings(
                 name, "is for `kestrel cluster serve`; here Ray has its own, in http_options; leave it out"
             )
     cluster, server, config = settings_from(given)
-    if cluster.haproxy and environment.get(HAPROXY_VARIABLE) != "1":
-        remedy = f"set {HAPROXY_VARIABLE}=1 there, or haproxy: false"
-        raise ConfigError("haproxy", f"is chosen where Ray is started: {remedy}")
+    is_on, is_wanted = environment.get(HAPROXY_VARIABLE) == "1", cluster.haproxy is not False
+    if is_on != is_wanted:
+        change = f"{HAPROXY_VARIABLE}={int(is_wanted)}"
+        raise ConfigError(
+            "haproxy", f"is chosen where Ray is started: set {change} there, or haproxy: {str(is_on).lower()}"
+        )
     if not server.has_keys and not server.insecure:
         remedy = f"set KESTREL_API_KEY, or api_keys in the file that {FILE_VARIABLE} names, or insecure"
         raise ConfigError("api_keys", f"are needed: only Ray knows on which addresses it listens; {remedy}")

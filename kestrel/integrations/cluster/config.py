@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -34,12 +35,15 @@ class ClusterConfig:
     ingress_replicas: int = setting(
         1, "Number of HTTP servers. Each has its own limits per client and stored responses."
     )
-    haproxy: bool = setting(
-        True,
-        "HAProxy accepts connections, on all addresses of each node. Without it Ray Serve's own, slower proxy does.",
+    haproxy: bool | None = setting(
+        None,
+        "HAProxy accepts connections. Without it Ray Serve's own, slower proxy does. Default: HAProxy, unless "
+        "RAY_SERVE_ENABLE_HA_PROXY is 0.",
     )
     ray_address: str | None = setting(
-        None, "Ray cluster to join, or auto. Default: a new one on this machine, which ends with this program."
+        None,
+        "Ray cluster to join, or auto; it needs an API key, or --insecure. Default: a new one on this machine, which "
+        "ends with this program.",
     )
     health_check_period_s: float = setting(5.0, "Seconds between two checks of each engine.")
 
@@ -60,6 +64,9 @@ class ClusterConfig:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and (not is_number or not low <= value <= high):
                 raise ConfigError(name, f"must be a number from {low:g} to {high:g} (got {shown(value)})")
+        gpus = self.gpus_per_replica
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ConfigError("gpus_per_replica", f"must be a whole number above 1 (got {gpus:g}): Ray divides one GPU")
         for field in fields(self):
             if field.name in OF_SCALING and self.max_replicas is None and getattr(self, field.name) != field.default:
                 raise ConfigError(field.name, "has an effect with max_replicas only; set that too, or leave it out")
@@ -71,10 +78,10 @@ OF_SCALING = ("target_load", "scale_up_delay_s", "scale_down_delay_s")
 HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 """By which Ray is told, when it is imported and when its processes start."""
 HELD_BY_THE_PROXY = (
-    "tls_cert_file", "receive_timeout_s", "send_timeout_s", "keep_alive_timeout_s", "max_connections",
-    "max_header_bytes",
+    "tls_cert_file", "send_timeout_s", "keep_alive_timeout_s", "max_connections", "max_header_bytes",
 )  # fmt: skip
 """Settings of connections, which are not the server's in a cluster."""
+OF_GRPC = ("grpc_port", "max_grpc_calls", "stream_idle_timeout_s")
 
 
 def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig) -> None:
@@ -82,17 +89,18 @@ def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: Runtim
     for field in fields(server):
         if field.name in HELD_BY_THE_PROXY and getattr(server, field.name) != field.default:
             raise ConfigError(field.name, "is for connections, which Ray's proxy handles in a cluster; leave it out")
+        if field.name in OF_GRPC and getattr(server, field.name) != field.default:
+            raise ConfigError(field.name, "is for gRPC, which only `kestrel serve` has; leave it out")
     for name, value, reason in (
-        ("grpc_port", server.grpc_port is not None, "is of `kestrel serve`"),
         ("compute_process", server.compute_process != "auto", "is of `kestrel serve`; each engine has a process here"),
         ("port", server.port == 0, "must be given: Ray takes no free one by itself"),
     ):
         if value:
             raise ConfigError(name, reason if name == "port" else f"{reason}; leave it out")
-    if cluster.haproxy and not server.has_keys and not server.insecure:
-        remedy = "set api_keys, or insecure, or haproxy: false"
-        raise ConfigError("haproxy", f"listens on all addresses of each node, and no API key is set; {remedy}")
-    knows_clients = server.has_keys or server.trusted_proxies or not cluster.haproxy
+    if cluster.ray_address is not None and not server.has_keys and not server.insecure:
+        reason = "is a cluster whose Serve may listen on all addresses, and no API key is set"
+        raise ConfigError("ray_address", f"{reason}; set api_keys, or insecure")
+    knows_clients = server.has_keys or server.trusted_proxies or cluster.haproxy is False
     if server.max_requests_per_client is not None and not knows_clients:
         reason = "counts by address where there are no keys, and HAProxy hides the addresses"
         raise ConfigError("max_requests_per_client", f"{reason}; set api_keys, or trusted_proxies, or haproxy: false")
@@ -102,6 +110,45 @@ def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: Runtim
 def refuse_named_gpu(config: RuntimeConfig) -> None:
     if config.device.startswith("cuda:"):
         raise ConfigError("device", "names one GPU, and Ray gives each engine its own; use cuda or auto")
+    gpus, num_processes = gpus_of_engine(cluster, config), config.tensor_parallel_size
+    is_enough = gpus >= num_processes if num_processes > 1 else gpus > 0  # several engines may share one
+    if config.device != "cpu" and not is_enough:
+        reason = f"{gpus:g} is too few for an engine of {num_processes} processes with a GPU each"
+        raise ConfigError("gpus_per_replica", f"{reason}; leave it out, or use device: cpu")
+
+
+def uses_haproxy(cluster: ClusterConfig, environment: Mapping[str, str]) -> bool:
+    """In a cluster that is started with this environment."""
+    return environment.get(HAPROXY_VARIABLE, "1") == "1" if cluster.haproxy is None else cluster.haproxy
+
+
+def gpus_of_engine(cluster: ClusterConfig, config: RuntimeConfig) -> float:
+    if cluster.gpus_per_replica is not None:
+        return cluster.gpus_per_replica
+    return 0 if config.device == "cpu" else config.tensor_parallel_size
+
+
+def require_room(cluster: ClusterConfig, config: RuntimeConfig, resources: Mapping[str, float]) -> None:
+    """Refuse more engines than Ray has room for: it would wait without a word. `resources` are Ray's, by its names."""
+    name = "replicas" if cluster.max_replicas is None else "max_replicas"
+    number = getattr(cluster, name)
+    for resource, kind, each, remedy in (
+        ("GPU", "GPUs", gpus_of_engine(cluster, config), "lower it, or use device: cpu"),
+        ("CPU", "cores", cluster.cpus_per_replica, "lower it, or cpus_per_replica"),
+    ):
+        found = resources.get(resource, 0.0)
+        if number > _num_fitting(each, found, divides=resource == "GPU"):
+            reason = f"{number} with {each:g} {kind} each do not fit: Ray has found {found:g} {kind}"
+            raise ConfigError(name, f"{reason}; {remedy}")
+
+
+def _num_fitting(each: float, found: float, *, divides: bool) -> float:
+    """`divides`: no part of one is taken from two."""
+    if each == 0:
+        return math.inf
+    if divides and each < 1:
+        return found * math.floor(1 / each + 1e-9)
+    return math.floor(found / each + 1e-9)
 
 
 def gpus_per_engine(config: RuntimeConfig) -> int:

@@ -12,7 +12,13 @@ import kestrel
 from kestrel.cli.app import run
 from kestrel.errors import ConfigError
 from kestrel.integrations.cluster.app_settings import FILE_VARIABLE, HELD_BY_RAY, app_settings
-from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, HELD_BY_THE_PROXY, settings_from
+from kestrel.integrations.cluster.config import (
+    HAPROXY_VARIABLE,
+    HELD_BY_THE_PROXY,
+    require_room,
+    settings_from,
+    uses_haproxy,
+)
 
 OPEN = {"insecure": True}
 STARTED = {HAPROXY_VARIABLE: "1"}
@@ -44,8 +50,13 @@ def test_texts_are_read_as_on_a_command_line() -> None:
         ({"target_load": 0.5}, "target_load.*max_replicas"),
         ({"scale_down_delay_s": 5.0}, "scale_down_delay_s.*max_replicas"),
         ({"max_requests_per_client": 5}, "max_requests_per_client.*api_keys"),
-        ({"haproxy": True, "insecure": False}, "haproxy.*no API key"),
+        ({"ray_address": "auto", "insecure": False}, "ray_address.*no API key"),
         ({"grpc_port": 9000}, "grpc_port"),
+        ({"max_grpc_calls": 5}, "max_grpc_calls.*gRPC"),
+        ({"stream_idle_timeout_s": 5}, "stream_idle_timeout_s.*gRPC"),
+        ({"gpus_per_replica": 1, "tensor_parallel_size": 2}, "gpus_per_replica: 1 is too few.*2 processes"),
+        ({"gpus_per_replica": 0, "device": "cuda"}, "gpus_per_replica: 0 is too few.*device: cpu"),
+        ({"gpus_per_replica": 1.5}, "gpus_per_replica.*whole"),
         ({"compute_process": "own"}, "compute_process"),
         ({"port": 0}, "port"),
         ({"device": "cuda:1"}, "device"),
@@ -54,6 +65,48 @@ def test_texts_are_read_as_on_a_command_line() -> None:
 def test_what_cannot_work_is_refused_by_name(given: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         settings_from({**OPEN, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "resources", "named"),
+    [
+        ({}, {"CPU": 8}, "replicas: 1 with 1 GPUs each do not fit: Ray has found 0 GPUs; .*device: cpu"),
+        ({"replicas": 4}, {"CPU": 8, "GPU": 1}, "replicas: 4 with 1 GPUs each do not fit: Ray has found 1 GPUs"),
+        ({"replicas": 1, "max_replicas": 3}, {"CPU": 8, "GPU": 2}, "max_replicas: 3 with"),
+        ({"replicas": 2, "tensor_parallel_size": 2}, {"CPU": 8, "GPU": 3}, "replicas: 2 with 2 GPUs"),
+        ({"replicas": 3, "gpus_per_replica": 0.6}, {"CPU": 8, "GPU": 2}, "replicas: 3 with 0.6 GPUs"),
+        ({"replicas": 4, "device": "cpu"}, {"CPU": 2}, "replicas: 4 with 1 cores .*found 2 cores; .*cpus_per_replica"),
+    ],
+)
+def test_engines_for_which_ray_would_wait_without_end_are_refused(
+    given: dict[str, object], resources: dict[str, float], named: str
+) -> None:
+    cluster, _, config = settings_from({**OPEN, **given})
+    with pytest.raises(ConfigError, match=named):
+        require_room(cluster, config, resources)
+
+
+@pytest.mark.parametrize(
+    ("given", "resources"),
+    [
+        ({"replicas": 4}, {"CPU": 4, "GPU": 4}),
+        ({"replicas": 20, "gpus_per_replica": 0.1, "cpus_per_replica": 0.1}, {"CPU": 2, "GPU": 2}),
+        ({"replicas": 9, "device": "cpu", "cpus_per_replica": 0}, {}),
+    ],
+)
+def test_engines_that_fit_are_not_refused(given: dict[str, object], resources: dict[str, float]) -> None:
+    cluster, _, config = settings_from({**OPEN, **given})
+    require_room(cluster, config, resources)
+
+
+def test_a_flag_about_haproxy_wins_over_the_variable_and_the_variable_over_the_default() -> None:
+    for given, variable, is_on in (
+        ({}, {}, True),
+        ({}, {HAPROXY_VARIABLE: "0"}, False),
+        ({"haproxy": True}, {HAPROXY_VARIABLE: "0"}, True),
+        ({"haproxy": False}, {HAPROXY_VARIABLE: "1"}, False),
+    ):
+        assert uses_haproxy(settings_from({**OPEN, **given})[0], variable) is is_on
 
 
 @pytest.mark.parametrize("name", HELD_BY_THE_PROXY)
@@ -92,9 +145,10 @@ def test_an_application_of_ray_leaves_to_ray_what_ray_decides(name: str) -> None
 @pytest.mark.parametrize(
     ("args", "around", "named"),
     [
-        ({}, STARTED, "no API key"),
+        ({}, STARTED, "api_keys.*KESTREL_API_KEY.*KESTREL_CONFIG"),
         ({"haproxy": False}, {}, "api_keys.*KESTREL_API_KEY.*KESTREL_CONFIG"),
-        ({"api_keys": ["k"]}, {}, f"haproxy.*{HAPROXY_VARIABLE}=1"),
+        ({"api_keys": ["k"]}, {}, f"haproxy.*{HAPROXY_VARIABLE}=1.*haproxy: false"),
+        ({"api_keys": ["k"], "haproxy": False}, STARTED, f"haproxy.*{HAPROXY_VARIABLE}=0.*haproxy: true"),
         (OPEN, {**STARTED, FILE_VARIABLE: "/nowhere.yaml"}, "KESTREL_CONFIG.*/nowhere.yaml"),
         (OPEN, {**STARTED, "KESTREL_MAX_BATCH_SIZE": "many"}, "max_batch_size.*'many'"),
     ],
