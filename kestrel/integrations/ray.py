@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -24,7 +25,8 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.exceptions import BackPressureError
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.datastructures import MutableHeaders
@@ -38,10 +40,10 @@ from kestrel.engine.api import InferenceEngine, warm_up
 from kestrel.engine.compute_process import ModelDescription
 from kestrel.engine.ranks import prepared_model
 from kestrel.engine.snapshot import EngineSnapshot
-from kestrel.errors import ClusterFull, EngineStopped
+from kestrel.errors import ClusterFull, ConfigError, EngineStopped
 from kestrel.integrations.cluster import reports
 from kestrel.integrations.cluster.app_settings import app_settings
-from kestrel.integrations.cluster.config import ClusterConfig, gpus_per_engine
+from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, gpus_of_engine, require_room
 from kestrel.integrations.cluster.engine import NOTHING, ClusterEngine, ReplicaLost
 from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
 from kestrel.ready_model import ReadyModel
@@ -49,13 +51,24 @@ from kestrel.routing import ContentRouter, ReplicaLoad
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.records import REQUEST_ID_HEADER, configure_logs, header_of
-from kestrel.server.state import Phase, app_state
+from kestrel.server.state import END_S, Phase, app_state
 
 logger = logging.getLogger("kestrel.server")
 
 LoadModel = Callable[[RuntimeConfig], ReadyModel]
 MAX_ONGOING = 100_000
 """Of Ray, which is never to queue: engines have queues of their own, and say when they are full."""
+APPLICATION = "kestrel"
+TIMES = {
+    # Ray kills a proxy that takes longer to start, 5 s by default, and then Serve does not start.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # How long an ingress that ends is still there for load balancers, 30 s by default. HAProxy needs less.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+}
+"""For processes of a cluster that is started here."""
+DELETE_S = 60.0
+"""For Ray to end what has nothing left to answer."""
+NAP_S = 0.1
 BELIEVED_VARIABLE = "FORWARDED_ALLOW_IPS"
 """Of uvicorn, which Ray uses: by default it believes what anybody on its machine says about a client's address, and
 HAProxy passes on whatever clients say. `trusted_proxies` are believed instead."""
@@ -74,29 +87,89 @@ def app(args: Mapping[str, Any]) -> Application:
 def run_cluster(
     cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig, announce: Callable[[str], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let accepted requests finish."""
-    stopped, is_up = threading.Event(), False
-
-    def stop(*_: object) -> None:
-        stopped.set()
-        if not is_up:
-            raise KeyboardInterrupt
-
+    """Serve until SIGTERM or SIGINT, then let accepted requests finish. A second signal ends the waiting."""
     os.environ[BELIEVED_VARIABLE] = ""
+    for name, value in TIMES.items():
+        os.environ.setdefault(name, value)
     ray.init(cluster.ray_address or "local", log_to_driver=False, logging_level="warning")
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        serve.start(http_options={"host": server.host, "port": server.port})
-        serve.run(cluster_app(cluster, server, config), name="kestrel", route_prefix="/")
-        is_up = True
-        announce(f"Application startup complete. Playground and API: http://{server.host}:{server.port}/")
-        stopped.wait()
-        serve.delete("kestrel")
+        signals = _Signals()
+        check_cluster(cluster, server, config, announce)
+        try:
+            serve.start(http_options={"host": server.host, "port": server.port})
+            _serve(cluster_app(cluster, server, config), signals, server.drain_timeout_s, announce)
+        finally:
+            if cluster.ray_address is None:
+                serve.shutdown()
     finally:
-        if cluster.ray_address is None:
-            serve.shutdown()
         ray.shutdown()
+
+
+class _Signals:
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._is_up = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def wait(self) -> None:
+        self._is_up = True
+        self._stopped.wait()
+
+    def _on_signal(self, *_: object) -> None:
+        if self._stopped.is_set() or not self._is_up:
+            raise KeyboardInterrupt
+        self._stopped.set()
+
+
+def check_cluster(
+    cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig, announce: Callable[[str], None]
+) -> None:
+    """Refuse what Ray would wait for without end, and what would change somebody else's application."""
+    try:
+        require_room(cluster, config, ray.cluster_resources())
+    except ConfigError as error:
+        if cluster.ray_address is None:
+            raise
+        announce(f"warning: {error}. Until machines join the cluster, Ray waits for them")
+    status = serve.status()
+    if APPLICATION in status.applications:
+        remedy = "end the program that serves it, or all of Serve there with `serve shutdown`"
+        raise ConfigError("ray_address", f"this cluster has an application {APPLICATION} already; {remedy}")
+    if status.proxies:
+        announce("Ray Serve runs in this cluster already, with an address of its own: host and port have no effect")
+    elif os.environ.get(HAPROXY_VARIABLE) == "1" and server.is_loopback and len(ray.nodes()) > 1:
+        raise ConfigError("host", f"{server.host} is not reached from other nodes by HAProxy; use 0.0.0.0")
+
+
+def _serve(
+    application: Application, signals: _Signals, drain_timeout_s: float, announce: Callable[[str], None]
+) -> None:
+    try:
+        ingress = serve.run(application, name=APPLICATION, route_prefix="/")
+        announce(f"Application startup complete. Playground and API: {_get_global_client().root_url}/")
+        signals.wait()
+        _drain(ingress, drain_timeout_s, announce)
+    finally:
+        # Ray's own wait raises after 60 s.
+        serve.delete(APPLICATION, _blocking=False)
+        until_s = time.monotonic() + drain_timeout_s + DELETE_S
+        while APPLICATION in serve.status().applications:
+            if time.monotonic() > until_s:
+                announce("warning: Ray has not ended all processes of the application yet; see `serve status`")
+                break
+            time.sleep(NAP_S)
+
+
+def _drain(ingress: DeploymentHandle, drain_timeout_s: float, announce: Callable[[str], None]) -> None:
+    """Before engines end: an accepted request may still have to ask one."""
+    try:
+        told = ingress.broadcast("drain").results(timeout_s=drain_timeout_s + END_S, return_exceptions=True)
+    except (TimeoutError, RayServeException) as error:
+        told = [error]
+    for error in told:
+        if isinstance(error, Exception):
+            announce(f"warning: an ingress does not say whether its requests are answered: {type(error).__name__}")
 
 
 def load_model(config: RuntimeConfig) -> ReadyModel:
@@ -106,10 +179,8 @@ def load_model(config: RuntimeConfig) -> ReadyModel:
 def cluster_app(
     cluster: ClusterConfig, server: ServerConfig, config: RuntimeConfig, load: LoadModel = load_model
 ) -> Application:
-    gpus = cluster.gpus_per_replica
     shared = {
         "max_ongoing_requests": MAX_ONGOING,
-        "graceful_shutdown_timeout_s": server.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": min(1.0, server.drain_timeout_s),
         "health_check_period_s": cluster.health_check_period_s,
         "logging_config": {"enable_access_log": False},
@@ -118,10 +189,8 @@ def cluster_app(
         name="engines",
         **_num_replicas(cluster),
         **shared,
-        ray_actor_options={
-            "num_cpus": cluster.cpus_per_replica,
-            "num_gpus": gpus if gpus is not None else gpus_per_engine(config),
-        },
+        graceful_shutdown_timeout_s=server.drain_timeout_s,
+        ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": gpus_of_engine(cluster, config)},
         request_router_config=RequestRouterConfig(
             request_router_class="kestrel.integrations.ray:ContentRequestRouter",
             request_router_kwargs={"max_running": config.max_batch_size},
@@ -129,7 +198,12 @@ def cluster_app(
         ),
     )
     ingress = serve.deployment(Ingress).options(
-        name="ingress", num_replicas=cluster.ingress_replicas, ray_actor_options={"num_cpus": 0}, **shared
+        name="ingress",
+        num_replicas=cluster.ingress_replicas,
+        # Its requests cannot continue elsewhere.
+        graceful_shutdown_timeout_s=max(server.drain_timeout_s, server.request_timeout_s),
+        ray_actor_options={"num_cpus": 0},
+        **shared,
     )
     return ingress.bind(engines.bind(config, server.step_timeout_s, load), config, server)
 
@@ -243,6 +317,17 @@ class Ingress:
         if self._state.phase is Phase.FAILED:
             raise EngineStopped(f"the ingress has failed: {self._state.failure}")
 
+    async def drain(self) -> None:
+        """Accept nobody, and wait for those who are in, as `kestrel serve` does after SIGTERM."""
+        state = self._state
+        state.begin_drain()
+        state.refuse_arriving()
+        while state.accepted and state.drain_left_s:
+            await asyncio.sleep(NAP_S)
+        if state.accepted:
+            logger.warning("the drain time is over; %d requests are cut off", len(state.accepted))
+            state.end_all(EngineStopped("the cluster was shut down before the request finished"))
+
 
 class OneRequestId:
     """Takes a request's id off its answer where Ray puts the same one there."""
@@ -277,17 +362,28 @@ class RayReplicas:
             raise ClusterFull("the queues of all engines are full (max_queue_size); retry later") from error
         except RayTaskError:
             raise
-        except RayError as error:
+        except DeploymentUnavailableError as error:
+            raise _no_engines() from error
+        except (RayError, RayServeException) as error:
             raise ReplicaLost(type(error).__name__) from error
         finally:
             response.cancel()
 
     async def list_adapters(self) -> Sequence[AdapterListing]:
-        return await self._listing.remote()
+        try:
+            return await self._listing.remote()
+        except RayTaskError:
+            raise
+        except (RayError, RayServeException) as error:
+            raise _no_engines() from error
 
     def snapshots(self) -> Mapping[str, EngineSnapshot]:
         latest = list(reports.latest.items())
         return {name: EngineSnapshot(**report) if report else NOTHING for name, report in latest}
+
+
+def _no_engines() -> EngineStopped:
+    return EngineStopped("Ray has no engine that could answer; send the request again later")
 
 
 class ContentRequestRouter(RequestRouter):
@@ -320,9 +416,11 @@ class ContentRequestRouter(RequestRouter):
         return [[named[name]] for name in sorted(ranked, key=call.avoid.__contains__)]
 
     def _load(self, replica: RunningReplica) -> ReplicaLoad:
-        """Ray counts what was sent and not answered; the rest is from the last report."""
-        num_requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        """Ray counts what was sent and not answered, and forgets it after a while; the rest is from the last report."""
         report = replica.routing_stats or {}
+        num_requests = self.replica_queue_len_cache.get(replica.replica_id)
+        if num_requests is None:
+            num_requests = report.get("num_running", 0) + report.get("num_waiting", 0)
         max_running = report.get("max_batch_size", self._max_running)
         num_running = min(num_requests, max_running)
         sent = self._sent_adapters[replica.replica_id.unique_id]

@@ -91,6 +91,25 @@ def deploy(load: Any = None, **settings: Any) -> None:
     )
 
 
+def remove() -> None:
+    """End the application."""
+    from ray import serve  # noqa: PLC0415
+
+    serve.delete("kestrel")
+
+
+def applications() -> list[str]:
+    from ray import serve  # noqa: PLC0415
+
+    return list(serve.status().applications)
+
+
+def ray_address() -> str:
+    import ray  # noqa: PLC0415
+
+    return ray.get_runtime_context().gcs_address
+
+
 def engine_pids() -> list[int]:
     """Of the replicas that this process has started."""
     found = []

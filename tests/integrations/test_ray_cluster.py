@@ -6,10 +6,15 @@ import asyncio
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +25,16 @@ import httpx
 import pytest
 
 from kestrel.adapters import save_adapter
+from kestrel.errors import ConfigError
+from kestrel.integrations.cluster.config import settings_from
 from kestrel.runtime.fake import FakeRuntime
 from tests.adapters.adapter_files import MD3
 from tests.engine.fake_engine import fake_engine, fake_limits
 from tests.integrations.endpoints import free_port
 from tests.integrations.ray_clusters import (
+    SETTINGS,
     Ask,
+    applications,
     crowd,
     deploy,
     engine_pids,
@@ -35,7 +44,9 @@ from tests.integrations.ray_clusters import (
     load_sleeping,
     picture,
     places_ask,
+    ray_address,
     ray_cluster,
+    remove,
     said,
     single_engine_answers,
 )
@@ -204,6 +215,81 @@ def test_a_crowd_brings_an_engine_that_ends_when_the_crowd_has_gone(cluster: Clu
         cluster.require_answers(expected, at_once=32)
     assert eventually(lambda: engines_are_up(1))
     cluster.require_answers(expected, at_once=8)
+
+
+def test_an_application_of_somebody_else_is_left_alone(cluster: Cluster) -> None:
+    from kestrel.integrations.ray import check_cluster  # noqa: PLC0415 - it imports Ray
+
+    groups = settings_from({**SETTINGS, "ray_address": "auto", "replicas": 9, "cpus_per_replica": 1})
+    told: list[str] = []
+    with pytest.raises(ConfigError, match="ray_address: this cluster has an application kestrel already"):
+        check_cluster(*groups, told.append)
+    assert len(told) == 1, "machines may join later"
+    assert "9 with 1 cores each do not fit: Ray has found 4" in told[0]
+
+
+def test_the_program_answers_whom_it_has_accepted_and_leaves_nothing_in_the_cluster(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its own model, in a cluster that is there. An engine that dies after SIGTERM loses nobody."""
+    remove()
+    log = tmp_path / "program.log"
+    with program(log, port=1) as process:
+        assert eventually(lambda: "startup complete" in log.read_text(), 120), log.read_text()
+        assert f"Playground and API: http://0.0.0.0:{cluster.url.rpartition(':')[2]}/" in log.read_text()
+        assert b" 408 " in answer_to_half_a_body(cluster.url)
+        asks = [Ask("/v1/query", {"question": "What is it?", "reasoning": False})] * 60
+        with ThreadPoolExecutor(1) as thread:
+            asking = thread.submit(lambda: asyncio.run(flood(cluster.url, asks)))
+            assert eventually(lambda: cluster.metric("kestrel_requests_running") >= 2)
+            process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: httpx.get(f"{cluster.url}/ready").status_code == 503)
+            assert not asking.done()
+            os.kill(engine_pids()[0], signal.SIGKILL)
+            assert httpx.post(f"{cluster.url}/v1/query", json=asks[0].body).json()["error"]["code"] == "not_serving"
+            answers = asking.result()
+        assert process.wait(60) == 0
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["answer"] for answer in answers}) == 1
+    assert not applications()
+
+
+def answer_to_half_a_body(url: str) -> bytes:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = "POST /v1/query HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
+        connection.sendall(f"{head}\r\n\r\n{{".encode())
+        return connection.recv(1000)
+
+
+@contextmanager
+def program(log: Path, **flags: object) -> Iterator[subprocess.Popen[bytes]]:
+    """`kestrel cluster serve` in the cluster of these tests."""
+    given = {**flags, "ray-address": ray_address(), "device": "cpu", "cpus-per-replica": 0, "replicas": 2}
+    given |= {"max-batch-size": 1, "drain-timeout-s": 100, "receive-timeout-s": 3}
+    command = [sys.executable, "-m", "kestrel.main", "cluster", "serve", "--insecure"]
+    command += [f"--{name}={value}" for name, value in given.items()]
+    with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_router_takes_no_full_engine_for_an_empty_one() -> None:
+    from ray.serve._private.common import DeploymentID, ReplicaID  # noqa: PLC0415 - it imports Ray
+    from ray.serve._private.request_router.common import ReplicaQueueLengthCache  # noqa: PLC0415
+
+    from kestrel.integrations.ray import ContentRequestRouter  # noqa: PLC0415
+
+    cache = ReplicaQueueLengthCache(staleness_timeout_s=0.0)
+    router = SimpleNamespace(replica_queue_len_cache=cache, _max_running=1, _sent_adapters=defaultdict(set))
+    name = ReplicaID("a", DeploymentID("engines"))
+    report = {"max_batch_size": 4, "num_running": 4, "num_waiting": 3}
+    cache.update(name, 2)
+    time.sleep(0.001)
+    load = ContentRequestRouter._load(router, SimpleNamespace(replica_id=name, routing_stats=report))
+    assert (load.num_running, load.num_waiting) == (4, 3)
 
 
 def test_the_number_of_engines_follows_their_loads() -> None:
