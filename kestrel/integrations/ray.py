@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import ray
@@ -146,7 +146,7 @@ def _serve(
     application: Application, signals: _Signals, drain_timeout_s: float, announce: Callable[[str], None]
 ) -> None:
     try:
-        ingress = serve.run(application, name=APPLICATION, route_prefix="/")
+        ingress = _run(application)
         announce(f"Application startup complete. Playground and API: {_get_global_client().root_url}/")
         signals.wait()
         _drain(ingress, drain_timeout_s, announce)
@@ -159,6 +159,16 @@ def _serve(
                 announce("warning: Ray has not ended all processes of the application yet; see `serve status`")
                 break
             time.sleep(NAP_S)
+
+
+def _run(application: Application) -> DeploymentHandle:
+    try:
+        return serve.run(application, name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:  # which does not say why
+        told = serve.status().applications.get(APPLICATION)
+        messages = [one.message.strip() for one in told.deployments.values()] if told is not None else []
+        reason = next((message.splitlines()[-1] for message in messages if message), str(error))
+        raise EngineStopped(f"the engines did not start: {reason}") from error
 
 
 def _drain(ingress: DeploymentHandle, drain_timeout_s: float, announce: Callable[[str], None]) -> None:
@@ -367,7 +377,9 @@ class RayReplicas:
         except (RayError, RayServeException) as error:
             raise ReplicaLost(type(error).__name__) from error
         finally:
-            response.cancel()
+            # A call that got no replica raises its error again.
+            with suppress(RayError, RayServeException):
+                response.cancel()
 
     async def list_adapters(self) -> Sequence[AdapterListing]:
         try:

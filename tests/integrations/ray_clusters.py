@@ -104,6 +104,12 @@ def applications() -> list[str]:
     return list(serve.status().applications)
 
 
+def engines_handle() -> Any:
+    from ray import serve  # noqa: PLC0415
+
+    return serve.get_deployment_handle("engines", "kestrel")
+
+
 def ray_address() -> str:
     import ray  # noqa: PLC0415
 

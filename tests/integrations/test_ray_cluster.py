@@ -25,8 +25,9 @@ import httpx
 import pytest
 
 from kestrel.adapters import save_adapter
-from kestrel.errors import ConfigError
+from kestrel.errors import ConfigError, EngineStopped
 from kestrel.integrations.cluster.config import settings_from
+from kestrel.integrations.cluster.replica import ReplicaCall
 from kestrel.runtime.fake import FakeRuntime
 from tests.adapters.adapter_files import MD3
 from tests.engine.fake_engine import fake_engine, fake_limits
@@ -40,6 +41,7 @@ from tests.integrations.ray_clusters import (
     engine_pids,
     engine_reports,
     engines_are_up,
+    engines_handle,
     flood,
     load_sleeping,
     picture,
@@ -228,11 +230,36 @@ def test_an_application_of_somebody_else_is_left_alone(cluster: Cluster) -> None
     assert "9 with 1 cores each do not fit: Ray has found 4" in told[0]
 
 
+def test_a_call_to_engines_that_are_gone_is_refused_as_such(cluster: Cluster) -> None:
+    from kestrel.integrations.ray import RayReplicas  # noqa: PLC0415 - it imports Ray
+
+    replicas = RayReplicas(engines_handle())
+
+    async def ask() -> None:
+        await anext(replicas.ask(ReplicaCall("query", {"question": "?", "reasoning": False})))
+
+    asyncio.run(ask())
+    remove()
+    with pytest.raises(EngineStopped, match="send the request again"):
+        asyncio.run(ask())
+    with pytest.raises(EngineStopped, match="send the request again"):
+        asyncio.run(replicas.list_adapters())
+
+
+def test_the_program_leaves_nothing_in_the_cluster_when_it_is_stopped_while_it_loads(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with program(tmp_path / "program.log", port=1) as process:
+        assert eventually(lambda: applications() == ["kestrel"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert not applications()
+
+
 def test_the_program_answers_whom_it_has_accepted_and_leaves_nothing_in_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """Its own model, in a cluster that is there. An engine that dies after SIGTERM loses nobody."""
-    remove()
     log = tmp_path / "program.log"
     with program(log, port=1) as process:
         assert eventually(lambda: "startup complete" in log.read_text(), 120), log.read_text()
