@@ -105,16 +105,16 @@ def require_fitting(cluster: ClusterConfig, server: ServerConfig, config: Runtim
         reason = "counts by address where there are no keys, and HAProxy hides the addresses"
         raise ConfigError("max_requests_per_client", f"{reason}; set api_keys, or trusted_proxies, or haproxy: false")
     refuse_named_gpu(config)
-
-
-def refuse_named_gpu(config: RuntimeConfig) -> None:
-    if config.device.startswith("cuda:"):
-        raise ConfigError("device", "names one GPU, and Ray gives each engine its own; use cuda or auto")
     gpus, num_processes = gpus_of_engine(cluster, config), config.tensor_parallel_size
     is_enough = gpus >= num_processes if num_processes > 1 else gpus > 0  # several engines may share one
     if config.device != "cpu" and not is_enough:
         reason = f"{gpus:g} is too few for an engine of {num_processes} processes with a GPU each"
         raise ConfigError("gpus_per_replica", f"{reason}; leave it out, or use device: cpu")
+
+
+def refuse_named_gpu(config: RuntimeConfig) -> None:
+    if config.device.startswith("cuda:"):
+        raise ConfigError("device", "names one GPU, and Ray gives each engine its own; use cuda or auto")
 
 
 def uses_haproxy(cluster: ClusterConfig, environment: Mapping[str, str]) -> bool:
@@ -125,7 +125,7 @@ def uses_haproxy(cluster: ClusterConfig, environment: Mapping[str, str]) -> bool
 def gpus_of_engine(cluster: ClusterConfig, config: RuntimeConfig) -> float:
     if cluster.gpus_per_replica is not None:
         return cluster.gpus_per_replica
-    return 0 if config.device == "cpu" else config.tensor_parallel_size
+    return gpus_per_engine(config)
 
 
 def require_room(cluster: ClusterConfig, config: RuntimeConfig, resources: Mapping[str, float]) -> None:
