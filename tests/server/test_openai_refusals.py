@@ -112,7 +112,7 @@ def test_a_bad_field_of_a_chat_is_named(client: httpx.Client, change: dict[str, 
     [
         (
             {"role": "usr", "content": "x"},
-            "must be one of: system, user, assistant, developer (got 'usr'); did",
+            "must be one of: system, user, assistant, developer, tool (got 'usr'); did",
         ),
         ({"role": "user", "content": None}, "is null; give a text, or a list of parts"),
         ({"role": "user"}, "is missing; give a text, or a list of parts"),

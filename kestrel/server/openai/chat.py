@@ -228,8 +228,8 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
         content = await parts.read_all(f"{name}.content", content)
     if isinstance(role, str) and role not in roles:
         role = ROLES.get(role, role)
-    if chat is not None and role not in roles:
-        known = tuple(dict.fromkeys((*roles, *ROLES)))
+    if chat is not None and role not in (*roles, "tool"):
+        known = tuple(dict.fromkeys((*roles, *ROLES, "tool")))
         told = f"must be one of: {', '.join(known)} (got {shown(role)}){did_you_mean(role, known)}"
         raise RequestError(f"{name}.role", told)
     if content is None and role not in ("assistant", "tool"):
