@@ -53,9 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("hypothesispytest"):
         import hypothesis  # noqa: PLC0415 - a machine for the GPU tests alone may lack it
 
-        # How long an example takes is the machine's.
+        # How long an example takes is the machine's. A run tries the same examples as the one before, so that a change
+        # is refused for what it changed; `--hypothesis-seed=$RANDOM` tries others.
         too_slow = hypothesis.HealthCheck.too_slow
-        hypothesis.settings.register_profile("kestrel", deadline=None, suppress_health_check=[too_slow])
+        is_same = config.getoption("--hypothesis-seed", None) is None
+        hypothesis.settings.register_profile(
+            "kestrel", deadline=None, suppress_health_check=[too_slow], derandomize=is_same
+        )
         hypothesis.settings.load_profile("kestrel")
     # Where this is set, each program that a test starts would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -32,8 +32,8 @@ MAX_HEAD = 256
 class JsonScanner:
     """Whether characters, one after another, are the beginning of a JSON value."""
 
-    _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-    _NUMBER_BEGUN = re.compile(r"-?((0|[1-9]\d*)(\.\d*)?((?<=\d)[eE][+-]?\d*)?)?")
+    _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+    _NUMBER_BEGUN = re.compile(r"-?((0|[1-9]\d*)(\.\d*)?((?<=\d)[eE][+-]?\d*)?)?", re.ASCII)
     _LITERALS = ("true", "false", "null")
 
     def __init__(self) -> None:

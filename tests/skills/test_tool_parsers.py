@@ -214,6 +214,11 @@ def test_values_of_json_are_taken_to_their_end(value: Any, is_ascii: bool, inden
     assert scanned(f"{text} rest") == len(text)
 
 
+def test_numbers_of_other_scripts_are_no_json() -> None:
+    assert scanned("[-1\u1a90]") is None
+    assert scanned("[1.5]") == 5
+
+
 @given_examples(60, 2000, json_values, st.integers(0, 200), st.characters())
 def test_what_is_taken_whole_is_json(value: Any, place: int, character: str) -> None:
     text = json.dumps([value])

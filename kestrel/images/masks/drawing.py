@@ -77,7 +77,7 @@ SMALLEST_LENGTH = 1e-9
 
 _NUMBER_COUNTS = {"M": 2, "L": 2, "H": 1, "V": 1, "C": 6, "S": 4, "Q": 4, "T": 2, "A": 7, "Z": 0}
 _ARC_FLAGS = (3, 4)
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _FLAG = re.compile(r"[01]")
 _SEPARATOR = re.compile(r"\s*,?\s*")
 
