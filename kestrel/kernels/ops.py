@@ -63,6 +63,8 @@ class Ops:
     """Rows up to which `small_linear` is the better linear layer."""
     max_gated_rows: int
     """The same of `gated_linear`."""
+    max_forked_rows: int
+    """Rows up to which the halves of a parallel block are the faster `side_by_side`, matrices apart."""
     linear: Op
     gelu_linear: Op
     add_linear: Op
@@ -109,6 +111,7 @@ PLAIN = Ops(
     gated_linear=gated_linear,
     max_small_rows=16,
     max_gated_rows=16,
+    max_forked_rows=0,
     linear=linear,
     gelu_linear=gelu_linear,
     add_linear=add_linear,

@@ -39,7 +39,9 @@ class ParallelBlock(nn.Module):
 
     Both halves read the same norm and end in the same sum, so the matrices of a dense block can lie side by side
     (`join`): one product makes [q | k | v | hidden], another takes [attention | hidden] back to the residual stream.
-    With a handful of positions both run as they are; with many, each half is a product of its own.
+    A handful of adapted positions runs through both as they are; of many, each half takes products of its own. Few
+    positions leave a GPU waiting for memory and for the kernel before: there (`Ops.max_forked_rows`) the halves run at
+    the same time.
     """
 
     ops: Ops = PLAIN
@@ -90,7 +92,8 @@ class ParallelBlock(nn.Module):
         wanted positions alone."""
         adapt, is_dense = step.adapt, isinstance(self.mlp, Mlp)
         fits_joined = x_TD.shape[0] <= self.ops.max_small_rows and (adapt is None or adapt.is_base_T is not None)
-        if self._joined is not None and fits_joined:
+        forks = adapt is None and wanted_N is None and x_TD.shape[0] <= self.ops.max_forked_rows
+        if self._joined is not None and fits_joined and not forks:
             return _wanted(wanted_N, *self._forward_joined(x_TD, pending, step, *self._joined))
         to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln.of_sum(x_TD, pending, to_fp8=to_fp8)
@@ -103,7 +106,7 @@ class ParallelBlock(nn.Module):
     def _forward_halves(
         self, x_TD: Tensor, y: Tensor | Fp8Rows, step: Step, wanted_N: Tensor | None
     ) -> tuple[Tensor, Pending]:
-        if wanted_N is None and x_TD.shape[0] <= self.ops.max_small_rows:
+        if wanted_N is None and x_TD.shape[0] <= self.ops.max_forked_rows:
             halves = self.ops.side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y))
             return x_TD, self.ranks.sums(*halves)
         a_TD = self.attn(y, self.layer, step, wanted_N)

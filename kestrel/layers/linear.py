@@ -106,8 +106,8 @@ class Linear(nn.Linear):
         return self.is_fp8 and not self._is_small(x)
 
     def _is_small(self, x: Rows) -> bool:
-        """A handful of rows, unless the weight lies apart as columns of a wider one."""
-        return len(x.shape) == 2 and x.shape[0] <= self.ops.max_small_rows and self.weight.is_contiguous()
+        """A handful of rows."""
+        return len(x.shape) == 2 and x.shape[0] <= self.ops.max_small_rows
 
     def forward(self, x: Rows, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(x, Fp8Rows):

@@ -156,6 +156,16 @@ class RowTensors(DrawingRows):
     """-1 for the base model."""
 
 
+def _aligned(num_rows: int) -> int:
+    """So many that what follows lies at a multiple of 16 bytes, as kernels are compiled for."""
+    return -(-num_rows // 4) * 4
+
+
+INTEGERS = ("state", "spent", "generated", "budget", "max_total", "seed", "top_k", "adapter_slot")
+NUMBERS = ("temperature", "top_p", "min_p")
+"""Of `RowTensors`, those that a start writes."""
+
+
 @dataclass(slots=True)
 class RowTable:
     """Rows by index. Integers of a start travel in one copy, numbers in another."""
@@ -169,34 +179,30 @@ class RowTable:
     device: torch.device
     tensors: RowTensors = field(init=False)
     pages: Tensor = field(init=False)  # [rows, max pages]
+    _integers_CR: Tensor = field(init=False)
+    _numbers_CR: Tensor = field(init=False)
     host: list[HostRow] = field(init=False)
     wishes: WishTable = field(init=False)
     endings: EndingTable = field(init=False)
 
     def __post_init__(self) -> None:
         def integers(*shape: int) -> Tensor:
-            return torch.zeros(self.num_rows + 1, *shape, dtype=torch.int64, device=self.device)
+            return torch.zeros(*shape, dtype=torch.int64, device=self.device)
 
-        def numbers(*shape: int) -> Tensor:
-            return torch.zeros(self.num_rows + 1, *shape, dtype=torch.float32, device=self.device)
-
+        # What a start writes lies together: a launch for each kind of number.
+        num_all = self.num_rows + 1
+        self._integers_CR = integers(len(INTEGERS), _aligned(num_all))[:, :num_all]
+        numbers_CR = torch.zeros(len(NUMBERS), _aligned(num_all), dtype=torch.float32, device=self.device)
+        self._numbers_CR = numbers_CR[:, :num_all]
         self.tensors = RowTensors(
-            last_id=integers(),
-            last_kind=integers(),
-            last_value=numbers(2),
-            state=integers(),
-            spent=integers(),
-            generated=integers(),
-            budget=integers(),
-            max_total=integers(),
-            seed=integers(),
-            temperature=numbers(),
-            top_k=integers(),
-            top_p=numbers(),
-            min_p=numbers(),
-            adapter_slot=integers() - 1,
+            last_id=integers(num_all),
+            last_kind=integers(num_all),
+            last_value=torch.zeros(num_all, 2, dtype=torch.float32, device=self.device),
+            **dict(zip(INTEGERS, self._integers_CR, strict=True)),
+            **dict(zip(NUMBERS, self._numbers_CR, strict=True)),
         )
-        self.pages = integers(self.max_pages_per_row)
+        self.tensors.adapter_slot.fill_(-1)
+        self.pages = integers(num_all, self.max_pages_per_row)
         self.pages[self.spare_row] = self.spare_page
         self.host = [HostRow() for _ in range(self.num_rows)]
         self.wishes = WishTable(self.num_rows, self.vocab_size, self.device)
@@ -217,12 +223,8 @@ class RowTable:
         rows = upload([start.row for start in starts], self.device)
         integers = upload([self._integers(start) for start in starts], self.device)
         numbers = upload([self._numbers(start) for start in starts], self.device)
-        t = self.tensors
-        columns = (t.state, t.spent, t.generated, t.budget, t.max_total, t.seed, t.top_k, t.adapter_slot)
-        for column, tensor in enumerate(columns):
-            tensor[rows] = integers[:, column]
-        for column, tensor in enumerate((t.temperature, t.top_p, t.min_p)):
-            tensor[rows] = numbers[:, column]
+        self._integers_CR[:, rows] = integers.T
+        self._numbers_CR[:, rows] = numbers.T
 
     def apply_page_writes(self, writes: list[PageWrite]) -> None:
         if writes:
@@ -256,6 +258,7 @@ class RowTable:
         self.tensors.state[self.spare_row] = 0
 
     def _integers(self, start: RowStart) -> tuple[int, ...]:
+        """In the order of `INTEGERS`."""
         return (
             self.host[start.row].grammar_base + start.grammar_state,
             start.phase_spent,
@@ -268,6 +271,7 @@ class RowTable:
         )
 
     def _numbers(self, start: RowStart) -> tuple[float, ...]:
+        """In the order of `NUMBERS`."""
         return (start.sampling.temperature, start.sampling.top_p, start.sampling.min_p)
 
 
@@ -466,11 +470,8 @@ class EndingTable:
         self._delayed = RowUsers(device)  # rows that may not end at once
         self._stopping = RowUsers(device)  # rows with stop ids
         no_ids_RS = torch.full((num_rows, MAX_STOP_TOKEN_IDS), grammars.vocab_size, dtype=torch.int64, device=device)
-        self.tensors = EndingTensors(
-            ends_from_R=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            stops_from_R=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            stop_ids_RS=no_ids_RS,
-        )
+        self._from_2R = torch.zeros(2, _aligned(num_rows), dtype=torch.int64, device=device)[:, :num_rows]
+        self.tensors = EndingTensors(ends_from_R=self._from_2R[0], stops_from_R=self._from_2R[1], stop_ids_RS=no_ids_RS)
 
     def any_among(self, row_indices: Sequence[int]) -> bool:
         """Whether some row has a wish about its end."""
@@ -489,9 +490,9 @@ class EndingTable:
             self._delayed.note(start.row, delays)
             self._stopping.note(start.row, stops)
         if changed:
-            rows_N, ends_from_N, stops_from_N, *_ = (numbers_NK := upload(changed, self._device)).unbind(1)
-            self.tensors.ends_from_R[rows_N] = ends_from_N
-            self.tensors.stops_from_R[rows_N] = stops_from_N
+            numbers_NK = upload(changed, self._device)
+            rows_N = numbers_NK[:, 0]
+            self._from_2R[:, rows_N] = numbers_NK[:, 1:3].T
             self.tensors.stop_ids_RS[rows_N] = numbers_NK[:, 3:]
 
     def forbid(self, scores_BV: Tensor, row_indices: Sequence[int], state_B: Tensor, spent_B: Tensor) -> Tensor:

@@ -68,6 +68,19 @@ def test_rows_may_be_columns_of_a_wider_tensor(num_rows: int, device: str) -> No
 
 @devices
 @pytest.mark.parametrize("num_rows", [1, 16])
+def test_weights_may_be_columns_of_a_wider_matrix(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, wide = draw(num_rows, 32), draw(16, 96)
+    assert torch.equal(small_linear(x, wide[:, 64:]), small_linear(x, wide[:, 64:].contiguous()))
+    assert torch.equal(gated_linear(x, wide[:, 64:]), gated_linear(x, wide[:, 64:].contiguous()))
+
+
+def test_a_part_that_runs_beside_others_has_blocks_of_its_own() -> None:
+    assert Tuning.of(1, 2048, 8192, is_part=True) != Tuning.of(1, 2048, 8192)
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 16])
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_rows: int, device: str) -> None:
     draw = Draw(device, HALF[device])
     given: list[Any] = [draw(num_rows, 256), draw(64, 256, scale=0.1), draw(64), draw(num_rows, 64), 32]
@@ -137,10 +150,13 @@ def test_gated_half_precision_is_no_further_from_the_truth_than_the_plain_versio
 
 
 @pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("num_in", [2048, 4096])
 @pytest.mark.parametrize("num_out", [64, 1536, 8192, 14336])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_blocks_of_half_precision_fit_the_shared_memory(num_out: int, is_gated: bool, has_room: bool) -> None:
-    tuning = Tuning.of(16, num_out, 4096, is_gated=is_gated, has_room=has_room)
+def test_blocks_of_half_precision_fit_the_shared_memory(
+    num_out: int, num_in: int, is_gated: bool, has_room: bool
+) -> None:
+    tuning = Tuning.of(16, num_out, num_in, is_gated=is_gated, has_room=has_room)
     # As the compiler reports it: products of narrow blocks go by an older way, which needs a buffer less.
     buffers = tuning.num_stages - (tuning.block_out < 64)
     taken = buffers * 2 * tuning.block_in * (tuning.block_out * (1 + is_gated) + 16)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from kestrel.kernels.ops import PLAIN
+from kestrel.kernels.ops import PLAIN, Ops
 from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import FAMILIES, golden
+from tests.runtime.adapted import ValuesAlone
 from tests.runtime.paged import paged
 from tests.runtime.test_paged_equality import all_skills, dense
 
@@ -48,6 +51,32 @@ def test_early_features_of_a_fused_tower_have_the_biases_that_its_stream_lacks(f
         plain, found = vision.encode_crops_with_early(patches, 8), fused.encode_crops_with_early(patches, 8)
     assert (found.early - plain.early).norm() <= 1e-5 * plain.early.norm()
     assert (found.final - plain.final).norm() <= 1e-5 * plain.final.norm()
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("num_positions", [1, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_halves_at_the_same_time_give_what_joined_matrices_give(family: str, num_positions: int, is_fp8: bool) -> None:
+    positions_T, given = torch.arange(num_positions), ValuesAlone(num_positions, family=family)
+
+    def hidden(ops: Ops) -> Tensor:
+        text = copy.deepcopy(coarse(family).model.text)
+        text.fuse(ops)
+        if is_fp8:
+            text.to_fp8()
+        with torch.inference_mode():
+            return text(text.embed(positions_T * 5), positions_T, given)
+
+    forks: list[int] = []
+
+    def counted(first, second) -> tuple[Tensor, Tensor]:
+        forks.append(1)
+        return PLAIN.side_by_side(first, second)
+
+    found = hidden(replace(PLAIN, max_forked_rows=16, side_by_side=counted))
+    assert len(forks) == len(coarse(family).model.text.blocks)
+    expected = hidden(PLAIN)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

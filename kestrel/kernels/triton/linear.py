@@ -26,11 +26,14 @@ from kestrel.kernels.triton.norms import rms_norm
 
 MAX_ROWS = 16
 MAX_GATED_ROWS = 64
+MAX_FORKED_ROWS = 32
+"""Of a parallel block: with 64 rows attention keeps all multiprocessors busy, and its other half only disturbs it."""
 SUMMED_ROWS = 1
 MANY_OUTPUTS, LONG_ROWS = 3072, 8192
 """Fewer outputs of shorter rows are cut into narrow blocks, so that all multiprocessors work."""
-MANY_SUMS = 8192
+FEW_SUMS, MANY_SUMS = 4096, 8192
 """Up to so many outputs, larger blocks of a row hide more of the wait for x."""
+SHORT_ROWS = 2048
 
 
 def max_gated_rows(capability: tuple[int, int]) -> int:
@@ -54,22 +57,24 @@ class Tuning:
         bytes_per_number: int = 2,
         *,
         is_gated: bool = False,
+        is_part: bool = False,
         has_room: bool = False,
     ) -> Tuning:
-        """A gated layer reads two rows of weights for each output. `has_room`: blocks may take 180 KiB together."""
+        """A gated layer reads two rows of weights for each output. `is_part`: of a wider matrix, so that other kernels
+        run at the same time. `has_room`: blocks may take 180 KiB together."""
         width = 1 + is_gated
         if num_rows <= SUMMED_ROWS:
             if has_room and num_out % 4 == 0 and num_in % 512 == 0 and num_in <= 4096:
-                if not is_gated and num_out <= MANY_SUMS and num_in % 1024 == 0:
-                    return cls(block_out=4 if num_in <= 2048 else 2, block_in=1024)
-                return cls(block_out=2 if is_gated else 4, block_in=512, num_warps=2)
+                return cls._of_one_row(num_out, num_in, is_gated=is_gated)
             if num_in > 4096:
-                return cls(block_out=1, block_in=1024)
+                return cls(2, 1024, num_warps=2) if is_part and num_out % 2 == 0 else cls(block_out=1, block_in=1024)
             block_out = 2 if num_out % 2 == 0 and not is_gated else 1
             return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
         if num_rows > MAX_ROWS:
             return cls(64, 64, num_stages=5) if has_room and bytes_per_number == 2 else cls(16, 64, num_stages=2)
         if has_room and bytes_per_number == 2 and num_in % 512 == 0:
+            if num_out >= MANY_SUMS and num_in <= SHORT_ROWS and not is_gated:
+                return cls(128, 64, num_warps=8, num_stages=5)
             if num_out >= MANY_OUTPUTS or num_in >= LONG_ROWS:
                 return cls(64, 128, num_stages=5 if is_gated else 9)
             return cls(16, 512 // width, num_stages=5)
@@ -78,6 +83,18 @@ class Tuning:
         if bytes_per_number > 2:  # twice the bytes: fewer of them at a time, so that every GPU has room
             return cls(block_out, min(4096 // width // block_out, row), num_stages=2)
         return cls(block_out, min(8192 // width // block_out, row))
+
+    @classmethod
+    def _of_one_row(cls, num_out: int, num_in: int, *, is_gated: bool) -> Tuning:
+        """Found inside whole decode steps of an H200. A block as long as a row has all its weights on their way while
+        the kernel before it ends, and too many such blocks wait for each other."""
+        if is_gated:
+            return cls(2, 1024) if num_in % 1024 == 0 and num_in <= SHORT_ROWS else cls(2, 512, num_warps=2)
+        if num_out > MANY_SUMS or num_in % 1024:
+            return cls(4, 512, num_warps=2)
+        if num_in > SHORT_ROWS:
+            return cls(2, 1024)
+        return cls(2, num_in) if num_out <= FEW_SUMS and num_in == SHORT_ROWS else cls(4, 1024, num_warps=2)
 
 
 @triton.jit
@@ -132,7 +149,7 @@ def _weights(place, d, outs, num_out, num_in, EVEN: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_sums(
     x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
-    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from, eps,
+    num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, gelu_from, eps,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -144,8 +161,8 @@ def _by_sums(
     squares = tl.zeros((ROWS, 1, BLOCK_IN), dtype=tl.float32)
     # x and w are loaded in three dimensions, so that both lie in the lanes as their product does.
     x_place = x_ptr + rows[:, None, None] * x_stride
-    w_place = w_ptr + outs.to(tl.int64)[None, :, None] * num_in
-    up_place = w_place + num_out.to(tl.int64) * num_in
+    w_place = w_ptr + outs.to(tl.int64)[None, :, None] * w_stride
+    up_place = w_place + num_out.to(tl.int64) * w_stride
     first, all_outs = tl.arange(0, BLOCK_IN)[None, None, :], outs[None, :, None]
     begin = 0
     if EVEN:
@@ -195,7 +212,7 @@ def _by_sums(
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_dots(
     x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
-    num_rows, num_out, num_in, x_stride, y_stride, residual_stride, gelu_from, eps,
+    num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, gelu_from, eps,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -205,8 +222,8 @@ def _by_dots(
     rows = tl.arange(0, ROWS)
     total = tl.zeros((BLOCK_OUT, ROWS), dtype=tl.float32)
     up_total = total
-    w_place = w_ptr + outs.to(tl.int64)[:, None] * num_in
-    up_place = w_place + num_out.to(tl.int64) * num_in
+    w_place = w_ptr + outs.to(tl.int64)[:, None] * w_stride
+    up_place = w_place + num_out.to(tl.int64) * w_stride
     wait_for_inputs(DEPENDENT)
     for start in range(0, num_in, BLOCK_IN):
         d = start + tl.arange(0, BLOCK_IN)
@@ -246,7 +263,7 @@ def small_linear(
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
-    """y [M, F] in the dtype of x, M ≤ 16. Rows of x and of the residual may lie apart."""
+    """y [M, F] in the dtype of x, M ≤ 16. Rows of x, of the weight and of the residual may lie apart."""
     num_rows, num_out = x_MD.shape[0], weight_FD.shape[0]
     assert residual_MF is None or (residual_MF.shape == (num_rows, num_out) and residual_MF.stride(1) == 1)
     assert gelu_rows_M is None or (gelu_rows_M.shape == (num_rows,) and gelu_rows_M.is_contiguous())
@@ -267,7 +284,7 @@ def gated_linear(
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
-    """hidden [M, F / 2] in the dtype of x, M ≤ 64. Rows of x may lie apart."""
+    """hidden [M, F / 2] in the dtype of x, M ≤ 64. Rows of x and of the weight may lie apart."""
     num_rows, width = x_MD.shape[0], weight_FD.shape[0]
     found = tuning or table.find("gated_linear", num_rows, tuple(weight_FD.shape), x_MD.dtype, weight_FD.dtype)
     hidden_MI = torch.empty(num_rows, width // 2, dtype=x_MD.dtype, device=x_MD.device)
@@ -293,8 +310,7 @@ def _launch_small(
     num_out = y_MF.shape[1]
     assert num_rows <= (MAX_GATED_ROWS if is_gated else MAX_ROWS)
     assert weight_FD.shape == (num_out * (1 + is_gated), num_in)
-    assert weight_FD.is_contiguous()
-    assert x_MD.stride(1) == 1
+    assert weight_FD.stride(1) == x_MD.stride(1) == 1
     assert scale_F is None or (scale_F.shape == weight_FD.shape[:1] and scale_F.is_contiguous())
     assert norm is None or (norm[0].shape == (num_in,) and norm[0].is_contiguous())
     if num_rows == 0:
@@ -302,8 +318,9 @@ def _launch_small(
     if norm is not None and num_rows > SUMMED_ROWS:
         x_MD, norm = rms_norm(x_MD, *norm), None
     chosen = tuning or Tuning.of(
-        num_rows, num_out, num_in, x_MD.element_size(), is_gated=is_gated, has_room=has_room(x_MD.device)
-    )
+        num_rows, num_out, num_in, x_MD.element_size(),
+        is_gated=is_gated, is_part=weight_FD.stride(0) > num_in, has_room=has_room(x_MD.device),
+    )  # fmt: skip
     kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
     if num_rows > SUMMED_ROWS:
         kernel, padded_rows = _by_dots, max(MAX_ROWS, padded_rows)
@@ -315,7 +332,8 @@ def _launch_small(
         x_MD if scale_F is None else scale_F,
         x_MD if gelu_rows_M is None else gelu_rows_M,
         x_MD if norm is None else norm[0],
-        num_rows, num_out, num_in, x_MD.stride(0), num_out, 0 if residual_MF is None else residual_MF.stride(0),
+        num_rows, num_out, num_in, x_MD.stride(0), weight_FD.stride(0), y_MF.stride(0),
+        0 if residual_MF is None else residual_MF.stride(0),
         0 if gelu_from is None else gelu_from, 0.0 if norm is None else norm[1],
         ROWS=padded_rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
         EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows, GATED=is_gated,

@@ -9,7 +9,14 @@ from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, side_by_side
-from kestrel.kernels.triton.linear import MAX_ROWS, gated_linear, silu_gate, silu_gate_to_fp8, small_linear
+from kestrel.kernels.triton.linear import (
+    MAX_FORKED_ROWS,
+    MAX_ROWS,
+    gated_linear,
+    silu_gate,
+    silu_gate_to_fp8,
+    small_linear,
+)
 from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import moe_mlp, route_top_k
@@ -45,6 +52,7 @@ def triton_ops(
         gated_linear=partial(gated_linear, table=table),
         max_small_rows=MAX_ROWS,
         max_gated_rows=max_gated_rows,
+        max_forked_rows=MAX_FORKED_ROWS,
         linear=partial(linear, table=table),
         gelu_linear=partial(gelu_linear, table=table),
         add_linear=partial(add_linear, table=table),
