@@ -150,9 +150,8 @@ def test_a_full_queue_and_a_greedy_client_are_told_to_come_back(strict: RunningS
         assert full.headers["retry-after"] == "1"
         half = held.enter_context(connect(strict))
         half.sendall(f"{POST_QUERY}content-length: 100\r\n\r\n{{".encode())
-        greedy = full
-        while greedy.status_code == 503:  # until the half request has come in
-            greedy = client.post("/v1/query", json=QUESTION)
+        assert eventually(lambda: bool(strict.state.arriving)), "the half request counts from its head on"
+        greedy = client.post("/v1/query", json=QUESTION)
         assert (greedy.status_code, greedy.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert greedy.headers["retry-after"] == "1"
         assert client.get("/ready").status_code == 200
