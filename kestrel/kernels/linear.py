@@ -12,10 +12,9 @@ from kestrel.kernels.norms import rms_norm
 # ---------------------------------------------------------------------- a handful of rows
 # A linear layer for a handful of rows, with what often follows it.
 #
-#     y = norm(x) · (scale · weight)ᵀ + bias;  y[:, gelu_from:] = GELU_tanh of itself;  y += residual
+#     y = norm(x) · (scale · weight)ᵀ + bias;  y = GELU_tanh(y);  y += residual
 #
-# `gelu_from` lets one matrix serve two layers that read the same x, of which the second has an activation ([qkv |
-# fc1]); with `gelu_rows_M` (bool) only these rows get it, for the others something else comes first. `scale_F` holds a
+# With `gelu_rows_M` (bool) only these rows get the GELU, for the others something else comes first. `scale_F` holds a
 # factor per output for weights kept in float8. `norm` is an RMS norm's weight and eps; fused, x is not rounded between
 # norm and product. `gated_linear` is the same for the first matrix of a gated MLP, with the gate behind it.
 
@@ -25,12 +24,13 @@ def small_linear(
     weight_FD: Tensor,
     bias_F: Tensor | None = None,
     residual_MF: Tensor | None = None,
-    gelu_from: int | None = None,
+    has_gelu: bool = False,
     scale_F: Tensor | None = None,
     gelu_rows_M: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
+    is_beside: bool = False,
 ) -> Tensor:
-    """y [M, F] in the dtype of x."""
+    """y [M, F] in the dtype of x. `is_beside`: other operations run at the same time; nothing here."""
     assert x_MD.ndim == weight_FD.ndim == 2
     assert weight_FD.stride(1) == 1
     if norm is not None:
@@ -38,11 +38,9 @@ def small_linear(
     if scale_F is not None:
         weight_FD = (weight_FD.float() * scale_F[:, None]).to(x_MD.dtype)
     y_MF = functional.linear(x_MD, weight_FD, bias_F)
-    if gelu_from is not None:
-        active_MF = functional.gelu(y_MF[:, gelu_from:], approximate="tanh")
-        if gelu_rows_M is not None:
-            active_MF = torch.where(gelu_rows_M[:, None], active_MF, y_MF[:, gelu_from:])
-        y_MF = active_MF if gelu_from == 0 else torch.cat((y_MF[:, :gelu_from], active_MF), dim=1)
+    if has_gelu:
+        active_MF = functional.gelu(y_MF, approximate="tanh")
+        y_MF = active_MF if gelu_rows_M is None else torch.where(gelu_rows_M[:, None], active_MF, y_MF)
     return y_MF if residual_MF is None else y_MF + residual_MF
 
 

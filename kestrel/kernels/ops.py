@@ -36,6 +36,7 @@ from kestrel.kernels.norms import (
     rms_norm_to_fp8,
 )
 from kestrel.kernels.paged_attention import attend_chunks, attend_rows
+from kestrel.kernels.projection import project_and_store
 from kestrel.kernels.rotary import rotate_and_store, stacked_tau_factors
 from kestrel.kernels.row_tables import RowInputs, row_inputs
 from kestrel.kernels.sampling import best_ids, draw_ids, weigh_ids
@@ -64,11 +65,12 @@ class Ops:
     max_gated_rows: int
     """The same of `gated_linear`."""
     max_forked_rows: int
-    """Rows up to which the halves of a parallel block are the faster `side_by_side`, matrices apart."""
+    """Rows up to which the halves of a parallel block are the faster `side_by_side`."""
     linear: Op
     gelu_linear: Op
     add_linear: Op
     rotate_and_store: Op
+    project_and_store: Op
     attend_rows: Op
     attend_chunks: Op
     attend_crops: Op
@@ -116,6 +118,7 @@ PLAIN = Ops(
     gelu_linear=gelu_linear,
     add_linear=add_linear,
     rotate_and_store=rotate_and_store,
+    project_and_store=project_and_store,
     attend_rows=attend_rows,
     attend_chunks=attend_chunks,
     attend_crops=attend_crops,

@@ -58,8 +58,8 @@ class Rope(nn.Module):
 class Attend(Protocol):
     """Stores the keys and values of one layer's new positions and attends over everything stored for their rows."""
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
-        """[T, heads · head_dim]: `out_TD` where it is given, which may lie where the values were."""
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        """[T, heads · head_dim]."""
         ...
 
 
@@ -167,24 +167,44 @@ class Attention(nn.Module):
             self.tau.split(ranks, *ranges)
         self.n_heads, self.n_kv_heads = (end - first for first, end in heads[:2])
 
-    def mix(self, qkv_TF: Tensor, layer: int, step: Step, out_TD: Tensor | None = None) -> Tensor:
+    def mix(self, qkv_TF: Tensor, layer: int, step: Step) -> Tensor:
         """From the fused projection to what attention leaves, [T, heads · head_dim]."""
-        return step.attend(layer, Heads(self, qkv_TF, step), out_TD)
+        return step.attend(layer, Heads(self, step, _qkv_TF=qkv_TF))
+
+    def mix_of(self, y: Rows, layer: int, step: Step, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """The same from what the projection reads, or from what an RMS norm before it reads (a handful of rows)."""
+        return step.attend(layer, Heads(self, step, y, norm))
 
     def forward(self, y: Rows, layer: int, step: Step, wanted_N: Tensor | None = None) -> Tensor:
         """Of the wanted positions, or of all. Without the deltas of adapters: blocks know which of their inputs those
         read."""
-        mixed_TD = self.mix(self.qkv(y), layer, step)
+        mixed_TD = self.mix_of(y, layer, step)
         return self.proj(mixed_TD if wanted_N is None else mixed_TD[wanted_N])
 
 
 @dataclass(slots=True)
 class Heads:
-    """Queries, keys and values of a step's new positions as the fused projection gave them."""
+    """Queries, keys and values of a step's new positions: what the fused projection gave, or what it is to read."""
 
     attention: Attention
-    qkv_TF: Tensor
     step: Step
+    y: Rows | None = None
+    norm: tuple[Tensor, float] | None = None
+    """Of y, before the projection."""
+    _qkv_TF: Tensor | None = None
+
+    @property
+    def qkv_TF(self) -> Tensor:
+        qkv_TF, qkv = self._qkv_TF, self.attention.qkv
+        if qkv_TF is None:
+            assert self.y is not None
+            if self.norm is None:
+                qkv_TF = qkv(self.y)
+            else:
+                assert isinstance(self.y, Tensor)
+                qkv_TF = qkv.of_norm(self.y, self.norm)
+            self._qkv_TF = qkv_TF
+        return qkv_TF
 
     @property
     def head_dim(self) -> int:
@@ -206,14 +226,27 @@ class Heads:
         return q_THD, k_THD, v_THD
 
     def stored(self, slots_T: Tensor, caches: tuple[Tensor, Tensor], scales: tuple[float, float]) -> Tensor:
-        """q as of `rotated`; keys and values are in their slots afterwards. One operation."""
+        """q as of `rotated`; keys and values are in their slots afterwards. One operation, together with the
+        projection where that is possible."""
         own, rope = self.attention, self.step.rope
+        tables = (None, None) if rope is None else (rope.cos, rope.sin)
+        if self._can_project:
+            qkv = own.qkv
+            return own.ops.project_and_store(
+                self.y, qkv.weight, qkv.bias, qkv.scale_F, self.norm, own.n_heads, own.n_kv_heads, *tables,
+                self.step.positions_T, slots_T, *caches, *scales,
+            )  # fmt: skip
         tau = None if own.tau is None else own.tau(self.qkv_TF, self.step.positions_T)
         norms = None
         if own.q_norm is not None and own.k_norm is not None:
             norms = (own.q_norm.weight, own.k_norm.weight, own.q_norm.eps)
-        tables = (None, None) if rope is None else (rope.cos, rope.sin)
         return own.ops.rotate_and_store(
             self.qkv_TF, own.n_heads, own.n_kv_heads, *tables, self.step.positions_T, slots_T, *caches, tau, *scales,
             norms=norms,
         )  # fmt: skip
+
+    @property
+    def _can_project(self) -> bool:
+        """A handful of rows, and nothing between projection and rotation that reads more than pairs of numbers."""
+        own = self.attention
+        return self.y is not None and own.tau is None and own.q_norm is None and own.qkv.is_small(self.y)

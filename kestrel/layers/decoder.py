@@ -24,8 +24,6 @@ from kestrel.layers.linear import (
     ExpertMatrices,
     Fp8Rows,
     Linear,
-    joined_columns,
-    joined_rows,
     normal_parameter,
     use_ops,
 )
@@ -37,11 +35,8 @@ from kestrel.parallel.ranks import ALONE, Part, Ranks
 class ParallelBlock(nn.Module):
     """x + attention(y) + MLP(y), y = norm(x).
 
-    Both halves read the same norm and end in the same sum, so the matrices of a dense block can lie side by side
-    (`join`): one product makes [q | k | v | hidden], another takes [attention | hidden] back to the residual stream.
-    A handful of adapted positions runs through both as they are; of many, each half takes products of its own. Few
-    positions leave a GPU waiting for memory and for the kernel before: there (`Ops.max_forked_rows`) the halves run at
-    the same time.
+    Both halves read the same norm and end in the same sum. Few positions leave a GPU waiting for memory and for the
+    kernel before: there (`Ops.max_forked_rows`) the halves run at the same time.
     """
 
     ops: Ops = PLAIN
@@ -51,7 +46,8 @@ class ParallelBlock(nn.Module):
         super().__init__()
         self.layer = layer
         self.ln, self.attn, self.mlp = norm, attention, mlp
-        self._joined: tuple[Linear, Linear] | None = None
+        if isinstance(mlp, Mlp):
+            mlp.fc2.is_beside = True
 
     @property
     def has_experts(self) -> bool:
@@ -64,26 +60,17 @@ class ParallelBlock(nn.Module):
         self.ranks = ranks
 
     def join(self) -> None:
-        """Puts matrices side by side, in the place of the block's own. Experts stay as they are."""
+        """Puts the two matrices of tau side by side. Others stay apart: halves share no product."""
         if self.attn.tau is not None:
             self.attn.tau.join()
-        if isinstance(self.mlp, Mlp) and self._joined is None:
-            self._joined = (joined_rows(self.attn.qkv, self.mlp.fc1), joined_columns(self.attn.proj, self.mlp.fc2))
 
     def to_fp8(self, *, experts_only: bool = False) -> None:
         """The matrices of a dense block, or the experts alone."""
         if isinstance(self.mlp, Moe):
             self.mlp.to_fp8()
             return
-        assert self._joined is not None, "to be joined first: scales are those of whole rows"
-        wide, back = self._joined
-        qkv, fc1, proj, fc2 = self.attn.qkv, self.mlp.fc1, self.attn.proj, self.mlp.fc2
-        wide.to_fp8()
-        back.to_fp8()
-        qkv.become_part(wide, rows=slice(qkv.out_features))
-        fc1.become_part(wide, rows=slice(qkv.out_features, None))
-        proj.become_part(back, columns=slice(proj.in_features))
-        fc2.become_part(back, columns=slice(proj.in_features, None))
+        for matrix in (self.attn.qkv, self.attn.proj, self.mlp.fc1, self.mlp.fc2):
+            matrix.to_fp8()
 
     def forward(
         self, x_TD: Tensor, pending: Pending, step: Step, wanted_N: Tensor | None = None
@@ -91,16 +78,15 @@ class ParallelBlock(nn.Module):
         """(residual stream, what is still to be added to it): first before the block, then after it, there of the
         wanted positions alone."""
         adapt, is_dense = step.adapt, isinstance(self.mlp, Mlp)
-        fits_joined = x_TD.shape[0] <= self.ops.max_small_rows and (adapt is None or adapt.is_base_T is not None)
-        forks = adapt is None and wanted_N is None and x_TD.shape[0] <= self.ops.max_forked_rows
-        if self._joined is not None and fits_joined and not forks:
-            return _wanted(wanted_N, *self._forward_joined(x_TD, pending, step, *self._joined))
         to_fp8 = adapt is None and is_dense and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln.of_sum(x_TD, pending, to_fp8=to_fp8)
         if adapt is None:
             return self._forward_halves(x_TD, y, step, wanted_N)
         assert not isinstance(y, Fp8Rows)
-        run = self._adapted_dense if is_dense else self._adapted_moe
+        run = self._adapted_moe
+        if is_dense:
+            is_few = adapt.is_base_T is not None and self.attn.qkv.is_small(y)
+            run = self._adapted_few if is_few else self._adapted_dense
         return _wanted(wanted_N, x_TD, self.ranks.sums(*run(y, step, adapt)))
 
     def _forward_halves(
@@ -114,29 +100,17 @@ class ParallelBlock(nn.Module):
             x_TD, y = x_TD[wanted_N], y[wanted_N]
         return x_TD, self.ranks.sums(a_TD, self.mlp(y))
 
-    def _forward_joined(
-        self, x_TD: Tensor, pending: Pending, step: Step, wide: Linear, back: Linear
-    ) -> tuple[Tensor, Pending]:
-        ops, adapt, qkv_dim, mixed_dim = self.ops, step.adapt, self.attn.qkv.out_features, self.attn.proj.in_features
-        x_TD, y_TD = self.ln.of_sum(x_TD, pending)
-        assert not isinstance(y_TD, Fp8Rows)
-        # An adapted position's activation must wait for its delta.
-        wide_TF = ops.small_linear(
-            y_TD, wide.weight, wide.bias, gelu_from=qkv_dim, scale_F=wide.scale_F,
-            gelu_rows_M=None if adapt is None else adapt.is_base_T,
-        )  # fmt: skip
-        if adapt is not None:
-            adapt.parallel_inputs(self.layer, y_TD, wide_TF[:, :qkv_dim], wide_TF[:, qkv_dim:], activates_base=False)
-        # What attention leaves goes where the values were, beside the hidden numbers of the MLP.
-        joined_TF = wide_TF[:, qkv_dim - mixed_dim :]
-        self.attn.mix(wide_TF[:, :qkv_dim], self.layer, step, joined_TF[:, :mixed_dim])
-        residual_TD = self.ranks.residual(x_TD)
-        total_TD = ops.small_linear(joined_TF, back.weight, back.bias, residual_MF=residual_TD, scale_F=back.scale_F)
-        if adapt is not None:
-            adapt.parallel_outputs(
-                self.layer, total_TD, joined_TF[:, :mixed_dim], self.ranks.columns(y_TD), joined_TF[:, mixed_dim:]
-            )
-        return self.ranks.ended(x_TD, total_TD)
+    def _adapted_few(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
+        """Positions of the base model get what `_forward_halves` gives, bit by bit: their GELU belongs to the product,
+        while that of adapted ones must wait for the delta."""
+        assert isinstance(self.mlp, Mlp)
+        fc1, fc2, fork = self.mlp.fc1, self.mlp.fc2, self.ops.side_by_side
+        qkv_TF, hidden_TF = fork(lambda: self.attn.qkv(y_TD), lambda: fc1.gelu(y_TD, only_M=adapt.is_base_T))
+        adapt.parallel_inputs(self.layer, y_TD, qkv_TF, hidden_TF, activates_base=False)
+        mixed_TD, m_TD = fork(lambda: self.attn.mix(qkv_TF, self.layer, step), lambda: fc2(hidden_TF))
+        columns_TD = self.ranks.columns(y_TD)
+        a_TD = adapt.parallel_outputs(self.layer, self.attn.proj(mixed_TD), mixed_TD, columns_TD, hidden_TF)
+        return a_TD, m_TD
 
     def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
         assert isinstance(self.mlp, Mlp)
@@ -151,10 +125,14 @@ class ParallelBlock(nn.Module):
         return a_TD, self.mlp.fc2(hidden_TF)
 
     def _adapted_moe(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
-        qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
-        mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
-        a_TD = adapt.proj(self.layer, mixed_TD, self.ranks.columns(y_TD), self.attn.proj(mixed_TD))
-        return a_TD, self.mlp.adapted(y_TD, self.layer, adapt)
+        def attention() -> Tensor:
+            qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
+            mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
+            return adapt.proj(self.layer, mixed_TD, self.ranks.columns(y_TD), self.attn.proj(mixed_TD))
+
+        if len(y_TD) <= self.ops.max_forked_rows:
+            return self.ops.side_by_side(attention, lambda: self.mlp.adapted(y_TD, self.layer, adapt))
+        return attention(), self.mlp.adapted(y_TD, self.layer, adapt)
 
 
 class SequentialBlock(nn.Module):
@@ -222,11 +200,8 @@ class SequentialBlock(nn.Module):
     def _forward_small(self, x_TD: Tensor, step: Step) -> Tensor:
         """A handful of positions: norms, gate and sums belong to the products before or behind them."""
         assert isinstance(self.mlp, GatedMlp)
-        ops, qkv, proj, gate_up, down = self.ops, self.attn.qkv, self.attn.proj, self.mlp.gate_up, self.mlp.down
-        norm = (self.ln1.weight, self.ln1.eps)
-        mixed_TD = self.attn.mix(
-            ops.small_linear(x_TD, qkv.weight, qkv.bias, scale_F=qkv.scale_F, norm=norm), self.layer, step
-        )
+        ops, proj, gate_up, down = self.ops, self.attn.proj, self.mlp.gate_up, self.mlp.down
+        mixed_TD = self.attn.mix_of(x_TD, self.layer, step, (self.ln1.weight, self.ln1.eps))
         x_TD = ops.small_linear(mixed_TD, proj.weight, proj.bias, residual_MF=x_TD, scale_F=proj.scale_F)
         hidden_TI = ops.gated_linear(x_TD, gate_up.weight, gate_up.scale_F, (self.ln2.weight, self.ln2.eps))
         return ops.small_linear(hidden_TI, down.weight, residual_MF=x_TD, scale_F=down.scale_F)

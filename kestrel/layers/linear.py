@@ -74,8 +74,8 @@ class Linear(nn.Linear):
     """One per output of a float8 weight."""
     bias_in_norms = False
     """`add_and_norm` leaves the bias out, because the norms that follow add it (`LayerNorm.shift_D`)."""
-    _other_bias: tuple[Tensor | None] | None = None
-    """Instead of the layer's own: what two layers whose outputs are added up have together, or none."""
+    is_beside = False
+    """With a handful of rows, other kernels run at the same time."""
 
     def reset_parameters(self) -> None:
         """Not on the meta device, where there is nothing to fill in: half of the time to build a model there."""
@@ -103,27 +103,33 @@ class Linear(nn.Linear):
 
     def takes_fp8_rows(self, x: Rows) -> bool:
         """Whether these are multiplied in float8."""
-        return self.is_fp8 and not self._is_small(x)
+        return self.is_fp8 and not self.is_small(x)
 
-    def _is_small(self, x: Rows) -> bool:
-        """A handful of rows."""
+    def is_small(self, x: Rows) -> bool:
+        """Whether these are a handful of rows."""
         return len(x.shape) == 2 and x.shape[0] <= self.ops.max_small_rows
 
     def forward(self, x: Rows, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(x, Fp8Rows):
-            return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self._bias, self._out_dtype)
-        if self._is_small(x):
-            return self.ops.small_linear(x, self.weight, self._bias, scale_F=self.scale_F)
+            return self.ops.fp8_linear(x.numbers, x.scale_T1, self.weight, self.scale_F, self.bias, self._out_dtype)
+        if self.is_small(x):
+            return self.ops.small_linear(x, self.weight, self.bias, scale_F=self.scale_F, is_beside=self.is_beside)
         if self.is_fp8:
             return self(self.quantised(x))
-        return self.ops.linear(x, self.weight, self._bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
-    def gelu(self, x: Rows) -> Tensor:
-        """GELU_tanh of this layer, in as few operations as the format allows."""
+    def of_norm(self, x_TD: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+        """Of a handful of rows that go through an RMS norm first, in one operation."""
+        return self.ops.small_linear(x_TD, self.weight, self.bias, scale_F=self.scale_F, norm=norm)
+
+    def gelu(self, x: Rows, only_M: Tensor | None = None) -> Tensor:
+        """GELU_tanh of this layer, in as few operations as the format allows. Of a handful of rows, `only_M` get it."""
         if isinstance(x, Fp8Rows) or self.takes_fp8_rows(x):
             return functional.gelu(self(x), approximate="tanh")
-        if self._is_small(x):
-            return self.ops.small_linear(x, self.weight, self.bias, gelu_from=0, scale_F=self.scale_F)
+        if self.is_small(x):
+            return self.ops.small_linear(
+                x, self.weight, self.bias, has_gelu=True, scale_F=self.scale_F, gelu_rows_M=only_M
+            )
         return self.ops.gelu_linear(x, self.weight, self.bias)
 
     def add_to(self, sum_TF: Tensor, x: Rows) -> Tensor:
@@ -148,17 +154,6 @@ class Linear(nn.Linear):
         numbers_FD, self.scale_F = weights_to_fp8(self.weight.data)
         self.weight.requires_grad_(False)
         self.weight.data = numbers_FD
-
-    def become_part(self, whole: Linear, *, rows: slice = slice(None), columns: slice = slice(None)) -> None:
-        """From now on the weight is a view of a larger one, which holds the same numbers there."""
-        self.weight.requires_grad_(whole.weight.requires_grad)
-        self.weight.data = whole.weight.data[rows, columns]
-        self.scale_F = None if whole.scale_F is None else whole.scale_F[rows]
-        self._out_dtype = whole._out_dtype
-
-    @property
-    def _bias(self) -> Tensor | None:
-        return self.bias if self._other_bias is None else self._other_bias[0]
 
     _out_dtype: torch.dtype = torch.bfloat16
     """Of what a float8 weight gives."""
@@ -194,37 +189,6 @@ class ExpertMatrices(nn.Module):
             numbers_EFD[expert].copy_(numbers_FD)
         self.weight.requires_grad_(False)
         self.weight.data, self.scale_EF = numbers_EFD, scale_EF
-
-
-def joined_rows(first: Linear, second: Linear) -> Linear:
-    """One layer for two of the same input, which become views of it: nothing is held twice."""
-    split = first.out_features
-    whole = _holding(torch.cat((first.weight.data, second.weight.data)), first.ops)
-    whole.bias = nn.Parameter(torch.cat((first.bias.data, second.bias.data)), requires_grad=False)
-    first.become_part(whole, rows=slice(split))
-    second.become_part(whole, rows=slice(split, None))
-    first.bias.data, second.bias.data = whole.bias.data[:split], whole.bias.data[split:]
-    return whole
-
-
-def joined_columns(first: Linear, second: Linear) -> Linear:
-    """One layer for two whose outputs are added up."""
-    split = first.in_features
-    whole = _holding(torch.cat((first.weight.data, second.weight.data), dim=1), first.ops)
-    whole.bias = nn.Parameter(first.bias.data + second.bias.data, requires_grad=False)
-    first.become_part(whole, columns=slice(split))
-    second.become_part(whole, columns=slice(split, None))
-    first._other_bias, second._other_bias = (whole.bias,), (None,)
-    return whole
-
-
-def _holding(weight_FD: Tensor, ops: Ops) -> Linear:
-    whole = Linear.__new__(Linear)  # without the random numbers that a new layer begins with
-    nn.Module.__init__(whole)
-    whole.out_features, whole.in_features = weight_FD.shape
-    whole.weight = nn.Parameter(weight_FD, requires_grad=False)
-    whole.ops = ops
-    return whole
 
 
 def use_ops(model: nn.Module, ops: Ops) -> None:

@@ -377,8 +377,8 @@ class RowAttention:
     pages_BP: Tensor
     num_keys_B: Tensor
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
-        return stored_and_attended(self, layer, heads, out_TD)
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        return stored_and_attended(self, layer, heads)
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         self.ops.attend_rows(
@@ -451,8 +451,8 @@ class ChunkAttention:
     ) -> ChunkAttention:
         return cls(kv, ops, slots_of(table, kv.page_size, rows_T, positions_T), chunks)
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
-        return stored_and_attended(self, layer, heads, out_TD)
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        return stored_and_attended(self, layer, heads)
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         for chunks in self.chunks:
@@ -491,17 +491,17 @@ class FlatAttention:
         self._first_decode = len(positions_T) - len(decode)
         self._by_kernels = by_kernels
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         if self._by_kernels:
-            return stored_and_attended(self, layer, heads, out_TD)
+            return stored_and_attended(self, layer, heads)
         q_THD, k_THD, v_THD = heads.rotated()
         (k_cache, v_cache), scales = self.kv.layer(layer), self.kv.scales(layer)
         write_kv(k_cache, v_cache, self.slots_T, k_THD, v_THD, *scales)
-        out_THD = torch.empty_like(q_THD) if out_TD is None else out_TD.unflatten(1, q_THD.shape[1:])
+        out_THD = torch.empty_like(q_THD)
         layer_inputs = LayerInputs(q_THD, k_THD, v_THD, k_cache, v_cache, *scales)
         for group in self._groups:
             group.attend(layer_inputs, out_THD)
-        return out_THD.flatten(1) if out_TD is None else out_TD
+        return out_THD.flatten(1)
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:
         self._stored_chunks.attend_stored(layer, q_THD, out_THD)
@@ -547,12 +547,11 @@ class StoredAttention(Protocol):
         ...
 
 
-def stored_and_attended(attention: StoredAttention, layer: int, heads: Heads, out_TD: Tensor | None) -> Tensor:
+def stored_and_attended(attention: StoredAttention, layer: int, heads: Heads) -> Tensor:
     q_THD = heads.stored(attention.slots_T, attention.kv.layer(layer), attention.kv.scales(layer))
-    if out_TD is None:
-        out_TD = q_THD.new_empty(len(q_THD), q_THD.shape[1] * q_THD.shape[2])
-    attention.attend_stored(layer, q_THD, out_TD.unflatten(1, (-1, q_THD.shape[2])))
-    return out_TD
+    out_THD = torch.empty_like(q_THD)
+    attention.attend_stored(layer, q_THD, out_THD)
+    return out_THD.flatten(1)
 
 
 def slots_of(table: RowTable, page_size: int, rows: Tensor, positions: Tensor) -> Tensor:

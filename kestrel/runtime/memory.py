@@ -70,9 +70,9 @@ class NothingSeen:
     slots_T: Tensor
     by_kernels: bool
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         if self.by_kernels:
-            return stored_and_attended(self, layer, heads, out_TD)
+            return stored_and_attended(self, layer, heads)
         return torch.zeros_like(heads.rotated()[0]).flatten(1)
 
     def attend_stored(self, layer: int, q_THD: Tensor, out_THD: Tensor) -> None:

@@ -105,8 +105,7 @@ class PackedAttention:
     def __init__(self, mask_B1LS: Tensor) -> None:
         self._mask = mask_B1LS
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
-        assert out_TD is None
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         q_THD, k_THD, v_THD = heads.rotated()
         batch, _, length, total = self._mask.shape
         prefix = total - length

@@ -28,13 +28,13 @@ def test_products_are_those_of_the_plain_version(shape: tuple[int, int, int], de
 
 @devices
 @pytest.mark.parametrize("num_rows", [1, 3, 9])
-@pytest.mark.parametrize("gelu_from", [None, 0, 11])
-def test_bias_activation_and_residual_follow(gelu_from: int | None, num_rows: int, device: str) -> None:
+@pytest.mark.parametrize("has_gelu", [False, True])
+def test_bias_activation_and_residual_follow(has_gelu: bool, num_rows: int, device: str) -> None:
     draw = Draw(device)
     x, weight, bias, residual = draw(num_rows, 40), draw(24, 40), draw(24), draw(num_rows, 24)
     wide = [t.double() for t in (x, weight, bias, residual)]
-    got = small_linear(x, weight, bias, residual, gelu_from)
-    expected = plain(wide[0], wide[1], wide[2], wide[3], gelu_from).float()
+    got = small_linear(x, weight, bias, residual, has_gelu)
+    expected = plain(wide[0], wide[1], wide[2], wide[3], has_gelu).float()
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -75,15 +75,26 @@ def test_weights_may_be_columns_of_a_wider_matrix(num_rows: int, device: str) ->
     assert torch.equal(gated_linear(x, wide[:, 64:]), gated_linear(x, wide[:, 64:].contiguous()))
 
 
-def test_a_part_that_runs_beside_others_has_blocks_of_its_own() -> None:
-    assert Tuning.of(1, 2048, 8192, is_part=True) != Tuning.of(1, 2048, 8192)
+@devices
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_some_rows_may_get_their_activation_elsewhere(num_rows: int, device: str) -> None:
+    draw = Draw(device)
+    x, weight, bias = draw(num_rows, 40), draw(24, 40), draw(24)
+    wants = torch.arange(num_rows, device=device) % 2 == 1
+    given, active = (small_linear(x, weight, bias, has_gelu=has_gelu) for has_gelu in (False, True))
+    got = small_linear(x, weight, bias, has_gelu=True, gelu_rows_M=wants)
+    assert torch.equal(got, torch.where(wants[:, None], active, given))
+
+
+def test_a_product_that_runs_beside_others_has_blocks_of_its_own() -> None:
+    assert Tuning.of(1, 2048, 8192, is_beside=True) != Tuning.of(1, 2048, 8192)
 
 
 @devices
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_half_precision_is_no_further_from_the_truth_than_the_plain_version(num_rows: int, device: str) -> None:
     draw = Draw(device, HALF[device])
-    given: list[Any] = [draw(num_rows, 256), draw(64, 256, scale=0.1), draw(64), draw(num_rows, 64), 32]
+    given: list[Any] = [draw(num_rows, 256), draw(64, 256, scale=0.1), draw(64), draw(num_rows, 64), True]
     exact = plain(*(g.double() if isinstance(g, torch.Tensor) else g for g in given))
     assert distance(small_linear(*given), exact) <= 1.05 * distance(plain(*given), exact)
 

@@ -76,9 +76,8 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def causal(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+def causal(layer: int, heads: Heads) -> Tensor:
     """One sequence from its beginning."""
-    assert out_TD is None
     q, k, v = (x.transpose(0, 1)[None] for x in heads.rotated())
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)

@@ -40,12 +40,8 @@ def fake_fp8(model: MoondreamModel) -> MoondreamModel:
     for block in cast("list[ParallelBlock]", list(fake.text.blocks)):
         if isinstance(block.mlp, Moe):
             continue
-        qkv, proj, fc1, fc2 = block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2
-        qkv.weight.data, fc1.weight.data = rounded(qkv.weight.data), rounded(fc1.weight.data)
-        # The two matrices whose results are added up share a scale per output.
-        joined = rounded(torch.cat((proj.weight.data, fc2.weight.data), dim=1))
-        proj.weight.data, fc2.weight.data = joined.split([proj.in_features, fc2.in_features], dim=1)
-        for linear in (qkv, proj, fc1, fc2):
+        for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
+            linear.weight.data = rounded(linear.weight.data)
             linear.__class__ = _RoundsManyRows
     return fake
 
@@ -94,7 +90,8 @@ class _RoundsRows(Linear):
         assert isinstance(x, Tensor)
         return super().forward(rounded(x) if len(x) > self.most_exact_rows else x)
 
-    def gelu(self, x: Rows) -> Tensor:
+    def gelu(self, x: Rows, only_M: Tensor | None = None) -> Tensor:
+        assert only_M is None
         return functional.gelu(self(x), approximate="tanh")
 
 

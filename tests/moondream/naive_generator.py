@@ -50,7 +50,7 @@ class DenseAttention:
         self.block_of: list[int] = []
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         q_THD, k_THD, v_THD = heads.rotated()
         if layer in self._stored:
             old_k, old_v = self._stored[layer]
@@ -62,7 +62,7 @@ class DenseAttention:
         scores_HTS = torch.einsum("thd,shd->hts", q_THD.to(wide), k_all.to(wide)) * q_THD.shape[2] ** -0.5
         scores_HTS = scores_HTS.masked_fill(~self._visible(q_THD.shape[0]).to(q_THD.device), float("-inf"))
         mixed_TD = torch.einsum("hts,shd->thd", scores_HTS.softmax(dim=2), v_all.to(wide)).to(q_THD.dtype).flatten(1)
-        return mixed_TD if out_TD is None else out_TD.copy_(mixed_TD)
+        return mixed_TD
 
     def _visible(self, num_queries: int) -> Tensor:
         block = torch.tensor(self.block_of)

@@ -56,7 +56,9 @@ def test_early_features_of_a_fused_tower_have_the_biases_that_its_stream_lacks(f
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("num_positions", [1, 9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_halves_at_the_same_time_give_what_joined_matrices_give(family: str, num_positions: int, is_fp8: bool) -> None:
+def test_halves_at_the_same_time_give_what_one_after_the_other_gives(
+    family: str, num_positions: int, is_fp8: bool
+) -> None:
     positions_T, given = torch.arange(num_positions), ValuesAlone(num_positions, family=family)
 
     def hidden(ops: Ops) -> Tensor:

@@ -33,10 +33,10 @@ def causal(num_positions: int) -> DenseAttention:
     return attention
 
 
-def own_values(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+def own_values(layer: int, heads: Heads) -> Tensor:
     """Attention of which each position sees its own value only."""
     values_TD = heads.rotated()[2].flatten(1)
-    return values_TD if out_TD is None else out_TD.copy_(values_TD)
+    return values_TD
 
 
 def random_adapter(family: str, rank: int, seed: int, alpha: float | None = None) -> Adapter:

@@ -101,7 +101,7 @@ def test_attend_gets_heads_of_every_layer_in_order() -> None:
     config = replace(TINY, n_kv_heads=2)
     calls: list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
 
-    def attend(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+    def attend(layer: int, heads: Heads) -> Tensor:
         q_THD, k_THD, v_THD = heads.rotated()
         calls.append((layer, tuple(q_THD.shape), tuple(k_THD.shape), tuple(v_THD.shape)))
         return torch.zeros_like(q_THD).flatten(1)

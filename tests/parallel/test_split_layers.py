@@ -30,7 +30,7 @@ from tests.moondream.coarse import coarse_folder
 from tests.parallel.rank_threads import in_ranks
 
 FEW, MANY = 6, 24
-"""Positions of a step: as many as go through joined matrices, and more."""
+"""Positions of a step: as many as go through products for a handful of rows, and more."""
 MODELS = ["md2", "md3", "llama", "tied", "biased", "qwen3", "qwen3_moe", "tinyllama"]
 """The last one has one head of keys and values, which all ranks have then."""
 
@@ -47,17 +47,18 @@ def decoder(kind: str, folders: dict[str, Path], ranks: Ranks = ALONE, device: s
     return find_family(located.family).decoder(load(located, device, torch.float32, ranks=ranks))
 
 
-def causal(layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+def causal(layer: int, heads: Heads) -> Tensor:
     """One sequence from its beginning."""
     q, k, v = (x.transpose(0, 1)[None] for x in heads.rotated())
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     mixed_TD = out[0].transpose(0, 1).flatten(1)
-    return mixed_TD if out_TD is None else out_TD.copy_(mixed_TD)
+    return mixed_TD
 
 
-def logits(model: DecoderModel, num_positions: int, adapt: SlotAdapt | None = None) -> Tensor:
+def logits(model: DecoderModel, num_positions: int, adapt: SlotAdapt | None = None, first_id: int = 0) -> Tensor:
     positions = torch.arange(num_positions, device=model.device)
-    return model.logits(model.forward(model.embed_text(positions * 5 % 97), positions, causal, adapt))
+    ids = (positions * 5 + first_id) % 97
+    return model.logits(model.forward(model.embed_text(ids), positions, causal, adapt))
 
 
 def assert_alike(found: list[list[Tensor]], expected: list[Tensor]) -> None:
@@ -81,19 +82,23 @@ def test_logits_are_those_of_one_process(kind: str, is_fused: bool, folders: dic
 
 @pytest.mark.parametrize("kind", ["md2", "md3", "llama"])
 def test_float8_parts_are_as_near_as_the_whole(kind: str, folders: dict[str, Path]) -> None:
-    """Scales are those of rows: a rank's part of a row has one of its own, which is no larger."""
+    """Scales are those of rows: a rank's part of a row has one of its own, which is no larger. The mean of several
+    prompts, since rounding sends a single one to other experts."""
+    prompts = [(num_positions, first_id) for num_positions in (FEW, MANY) for first_id in range(8)]
 
     def run(ranks: Ranks) -> list[Tensor]:
         model = decoder(kind, folders, ranks)
-        exact = [logits(model, FEW), logits(model, MANY)]
+        exact = [logits(model, count, first_id=first) for count, first in prompts]
         model.fuse(PLAIN)
         model.quantise("fp8")
-        return [(logits(model, len(one)) - one).norm() / one.norm() for one in exact]
+        found = [logits(model, count, first_id=first) for count, first in prompts]
+        errors = torch.stack([(one - other).norm() / other.norm() for one, other in zip(found, exact, strict=True)])
+        return list(errors.view(2, -1).mean(dim=1))
 
     whole = in_ranks(1, run)[0]
     for found in in_ranks(2, run):
         for one, other in zip(found, whole, strict=True):
-            assert 0.0 < one <= 1.1 * other
+            assert 0.0 < one <= 1.05 * other
 
 
 def test_ranks_beyond_the_heads_of_keys_share_them(folders: dict[str, Path]) -> None:

@@ -122,11 +122,11 @@ class ValuesAlone:
         self._cache_shape = (2, 1, num_rows, text.n_kv_heads, text.head_dim)
         self._by_kernels = by_kernels
 
-    def __call__(self, layer: int, heads: Heads, out_TD: Tensor | None = None) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         if self._by_kernels:
             k_cache, v_cache = heads.qkv_TF.new_zeros(self._cache_shape).unbind(0)
             q_THD, v_THD = heads.stored(self._slots_T, (k_cache, v_cache), (1.0, 1.0)), v_cache[0]
         else:
             q_THD, _, v_THD = heads.rotated()
         values_TD = v_THD.repeat_interleave(q_THD.shape[1] // v_THD.shape[1], dim=1).flatten(1)
-        return values_TD if out_TD is None else out_TD.copy_(values_TD)
+        return values_TD

@@ -70,15 +70,14 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
         yield _chunks_case(sizes, prompts, [picture], None)
         yield _chunks_case(sizes, prompts, [text_behind], None)
     for rows in sizes.few_rows:
-        both_in, both_out = (text.qkv_dim + text.ff_dim, text.dim), (text.dim, text.dim + text.ff_dim)
-        yield _linear_case("qkv|fc1", rows, *both_in, gelu_from=text.qkv_dim)
-        yield _linear_case("proj|fc2", rows, *both_out)
-        yield _linear_case("qkv|fc1", rows, *both_in, gelu_from=text.qkv_dim, has_fp8_weights=True)
-        yield _linear_case("proj|fc2", rows, *both_out, has_fp8_weights=True)
+        for has_fp8 in (False, True):
+            yield _linear_case("fc1", rows, text.ff_dim, text.dim, has_gelu=True, has_fp8_weights=has_fp8)
+            yield _linear_case("fc2", rows, text.dim, text.ff_dim, has_fp8_weights=has_fp8)
         yield _linear_case("qkv", rows, text.qkv_dim, text.dim)
         yield _linear_case("proj", rows, text.dim, text.dim)
         yield _linear_case("head", rows, text.vocab_size, text.dim)
         yield _linear_case("qkv", rows, text.qkv_dim, text.dim, has_norm=True)
+        yield _projection_case(sizes, rows)
         yield _gated_case(rows, text.ff_dim, text.dim)
 
 
@@ -214,7 +213,7 @@ def _linear_case(
     rows: int,
     num_out: int,
     num_in: int,
-    gelu_from: int | None = None,
+    has_gelu: bool = False,
     has_fp8_weights: bool = False,
     has_norm: bool = False,
 ) -> Case:
@@ -224,7 +223,7 @@ def _linear_case(
             weight, scale = weights_to_fp8(weight)
         x, bias, residual = maker.numbers(rows, num_in), maker.numbers(num_out), maker.numbers(rows, num_out)
         norm = (maker.numbers(num_in), NORM_EPS) if has_norm else None
-        return x, weight, bias, residual, gelu_from, scale, None, norm
+        return x, weight, bias, residual, has_gelu, scale, None, norm
 
     weight_bytes = num_out * num_in * (FP8_BYTES if has_fp8_weights else HALF_BYTES)
     return op_case(
@@ -234,6 +233,31 @@ def _linear_case(
         bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
         tunings=small_linear_tunings(rows),
+    )
+
+
+def _projection_case(sizes: Sizes, rows: int) -> Case:
+    text = sizes.text
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        weight = maker.numbers(text.qkv_dim, text.dim, scale=text.dim**-0.5)
+        tables = rope_tables(text.max_context, text.rotary_dim, text.rope_theta, maker.device)
+        slots, positions = maker.order(2 * rows)[:rows], maker.integers(text.max_context, rows)
+        caches = _caches(maker, text, -(-2 * rows // PAGE_SIZE))
+        heads = text.n_heads, text.n_kv_heads
+        return (
+            maker.numbers(rows, text.dim), weight, maker.numbers(text.qkv_dim), None, None, *heads, *tables, positions,
+            slots, *caches,
+        )  # fmt: skip
+
+    return op_case(
+        "project_and_store",
+        f"{rows} rows",
+        make,
+        bytes_moved=(text.qkv_dim * text.dim + rows * (text.dim + text.qkv_dim)) * HALF_BYTES,
+        flop=2 * rows * text.qkv_dim * text.dim,
+        tunings=small_linear_tunings(rows),
+        is_plain_capturable=False,
     )
 
 

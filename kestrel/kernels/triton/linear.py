@@ -57,17 +57,17 @@ class Tuning:
         bytes_per_number: int = 2,
         *,
         is_gated: bool = False,
-        is_part: bool = False,
+        is_beside: bool = False,
         has_room: bool = False,
     ) -> Tuning:
-        """A gated layer reads two rows of weights for each output. `is_part`: of a wider matrix, so that other kernels
-        run at the same time. `has_room`: blocks may take 180 KiB together."""
+        """A gated layer reads two rows of weights for each output. `is_beside`: other kernels run at the same time.
+        `has_room`: blocks may take 180 KiB together."""
         width = 1 + is_gated
         if num_rows <= SUMMED_ROWS:
             if has_room and num_out % 4 == 0 and num_in % 512 == 0 and num_in <= 4096:
                 return cls._of_one_row(num_out, num_in, is_gated=is_gated)
             if num_in > 4096:
-                return cls(2, 1024, num_warps=2) if is_part and num_out % 2 == 0 else cls(block_out=1, block_in=1024)
+                return cls(2, 1024, num_warps=2) if is_beside and num_out % 2 == 0 else cls(block_out=1, block_in=1024)
             block_out = 2 if num_out % 2 == 0 and not is_gated else 1
             return cls(block_out, block_in=min(512, triton.next_power_of_2(num_in)), num_warps=2)
         if num_rows > MAX_ROWS:
@@ -100,7 +100,7 @@ class Tuning:
 @triton.jit
 def _finish(
     total, rows, outs, inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-    num_rows, num_out, y_stride, residual_stride, gelu_from,
+    num_rows, num_out, y_stride, residual_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     HAS_GELU_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -110,10 +110,10 @@ def _finish(
     if HAS_BIAS:
         total += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)
     if HAS_GELU:
-        is_active = outs >= gelu_from
+        active = gelu_tanh(total)
         if HAS_GELU_ROWS:
-            is_active = is_active & (tl.load(gelu_rows_ptr + rows, mask=rows < num_rows, other=0) != 0)
-        total = tl.where(is_active, gelu_tanh(total), total)
+            active = tl.where(tl.load(gelu_rows_ptr + rows, mask=rows < num_rows, other=0) != 0, active, total)
+        total = active
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + rows * residual_stride + outs, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + rows * y_stride + outs, total.to(y_ptr.dtype.element_ty), mask=inside)
@@ -146,30 +146,21 @@ def _weights(place, d, outs, num_out, num_in, EVEN: tl.constexpr):
     return tl.load(place + d, mask=(outs < num_out) & (d < num_in), other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _by_sums(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
-    num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, gelu_from, eps,
+@triton.jit
+def row_sums(
+    x_ptr, w_place, up_place, w, up, norm_ptr, rows, outs, num_rows, num_out, num_in, x_stride, eps,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
-    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    rows = tl.arange(0, ROWS)
+    """x · wᵀ and x · upᵀ, [ROWS, BLOCK_OUT], lane by lane. `w` and `up`: their first blocks, where all are even."""
     total = tl.zeros((ROWS, BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
     up_total = total
     squares = tl.zeros((ROWS, 1, BLOCK_IN), dtype=tl.float32)
     # x and w are loaded in three dimensions, so that both lie in the lanes as their product does.
     x_place = x_ptr + rows[:, None, None] * x_stride
-    w_place = w_ptr + outs.to(tl.int64)[None, :, None] * w_stride
-    up_place = w_place + num_out.to(tl.int64) * w_stride
     first, all_outs = tl.arange(0, BLOCK_IN)[None, None, :], outs[None, :, None]
     begin = 0
     if EVEN:
-        # The first weights are on their way while the kernel before ends.
-        w = _weights(w_place, first, all_outs, num_out, num_in, EVEN)
-        up = _weights(up_place, first, all_outs, num_out, num_in, EVEN) if GATED else w
-        wait_for_inputs(DEPENDENT)
         x = tl.load(x_place + first).to(tl.float32)
         if HAS_NORM:
             squares += x * x
@@ -178,8 +169,6 @@ def _by_sums(
         if GATED:
             up_total += x * up.to(tl.float32)
         begin = BLOCK_IN
-    else:
-        wait_for_inputs(DEPENDENT)
     for start in range(begin, num_in, BLOCK_IN):
         d = start + first
         w = _weights(w_place, d, all_outs, num_out, num_in, EVEN)
@@ -194,37 +183,30 @@ def _by_sums(
         total += x * w.to(tl.float32)
         if GATED:
             up_total += x * up.to(tl.float32)
-    inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
     y, y_up = tl.sum(total, axis=2), tl.sum(up_total, axis=2)
     if HAS_NORM:
         per_deviation = 1.0 / tl.sqrt(tl.sum(squares, axis=2) / num_in + eps)
         y, y_up = y * per_deviation, y_up * per_deviation
-    if GATED:
-        _finish_gate(y, y_up, rows[:, None], outs[None, :], inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE)
-    else:
-        _finish(
-            y, rows[:, None], outs[None, :], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-            num_rows, num_out, y_stride, residual_stride, gelu_from,
-            HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
-        )  # fmt: skip
+    return y, y_up
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _by_dots(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
-    num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, gelu_from, eps,
+@triton.jit
+def first_weights(place, outs, num_out, num_in, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr):
+    """For `row_sums`. Loaded before the wait: they are on their way while the kernel before ends."""
+    w = 0.0
+    if EVEN:
+        w = _weights(place, tl.arange(0, BLOCK_IN)[None, None, :], outs[None, :, None], num_out, num_in, EVEN)
+    return w
+
+
+@triton.jit
+def row_dots(
+    x_ptr, w_place, up_place, rows, outs, num_rows, num_out, num_in, x_stride,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
-    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    tl.static_assert(not HAS_NORM)
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    rows = tl.arange(0, ROWS)
+    """w · xᵀ and up · xᵀ, [BLOCK_OUT, ROWS], by the tensor cores."""
     total = tl.zeros((BLOCK_OUT, ROWS), dtype=tl.float32)
     up_total = total
-    w_place = w_ptr + outs.to(tl.int64)[:, None] * w_stride
-    up_place = w_place + num_out.to(tl.int64) * w_stride
-    wait_for_inputs(DEPENDENT)
     for start in range(0, num_in, BLOCK_IN):
         d = start + tl.arange(0, BLOCK_IN)
         x_mask = (rows < num_rows)[None, :]
@@ -238,6 +220,57 @@ def _by_dots(
         if GATED:
             up = tl.load(up_place + d[None, :], mask=w_mask, other=None if EVEN else 0.0)
             up_total = tl.dot(widened(up, x.dtype), x, up_total, input_precision="ieee")
+    return total, up_total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _by_sums(
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
+    num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, eps,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = tl.arange(0, ROWS)
+    w_place = w_ptr + outs.to(tl.int64)[None, :, None] * w_stride
+    up_place = w_place + num_out.to(tl.int64) * w_stride
+    w = first_weights(w_place, outs, num_out, num_in, BLOCK_IN, EVEN)
+    up = first_weights(up_place, outs, num_out, num_in, BLOCK_IN, EVEN) if GATED else w
+    wait_for_inputs(DEPENDENT)
+    y, y_up = row_sums(
+        x_ptr, w_place, up_place, w, up, norm_ptr, rows, outs, num_rows, num_out, num_in, x_stride, eps,
+        ROWS, BLOCK_OUT, BLOCK_IN, EVEN, GATED, HAS_NORM,
+    )  # fmt: skip
+    inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
+    if GATED:
+        _finish_gate(y, y_up, rows[:, None], outs[None, :], inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE)
+    else:
+        _finish(
+            y, rows[:, None], outs[None, :], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
+            num_rows, num_out, y_stride, residual_stride,
+            HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _by_dots(
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
+    num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, eps,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(not HAS_NORM)
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = tl.arange(0, ROWS)
+    w_place = w_ptr + outs.to(tl.int64)[:, None] * w_stride
+    up_place = w_place + num_out.to(tl.int64) * w_stride
+    wait_for_inputs(DEPENDENT)
+    total, up_total = row_dots(
+        x_ptr, w_place, up_place, rows, outs, num_rows, num_out, num_in, x_stride,
+        ROWS, BLOCK_OUT, BLOCK_IN, EVEN, GATED,
+    )  # fmt: skip
     inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
     if GATED:
         _finish_gate(
@@ -246,7 +279,7 @@ def _by_dots(
     else:
         _finish(
             total, rows[None, :], outs[:, None], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-            num_rows, num_out, y_stride, residual_stride, gelu_from,
+            num_rows, num_out, y_stride, residual_stride,
             HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
         )  # fmt: skip
 
@@ -256,22 +289,24 @@ def small_linear(
     weight_FD: Tensor,
     bias_F: Tensor | None = None,
     residual_MF: Tensor | None = None,
-    gelu_from: int | None = None,
+    has_gelu: bool = False,
     scale_F: Tensor | None = None,
     gelu_rows_M: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
+    is_beside: bool = False,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> Tensor:
-    """y [M, F] in the dtype of x, M ≤ 16. Rows of x, of the weight and of the residual may lie apart."""
+    """y [M, F] in the dtype of x, M ≤ 16. Rows of x, of the weight and of the residual may lie apart. `is_beside`:
+    other kernels run at the same time."""
     num_rows, num_out = x_MD.shape[0], weight_FD.shape[0]
     assert residual_MF is None or (residual_MF.shape == (num_rows, num_out) and residual_MF.stride(1) == 1)
     assert gelu_rows_M is None or (gelu_rows_M.shape == (num_rows,) and gelu_rows_M.is_contiguous())
     found = tuning or table.find("small_linear", num_rows, tuple(weight_FD.shape), x_MD.dtype, weight_FD.dtype)
     y_MF = torch.empty(num_rows, num_out, dtype=x_MD.dtype, device=x_MD.device)
     _launch_small(
-        x_MD, weight_FD, y_MF, scale_F, norm, found, bias_F=bias_F, residual_MF=residual_MF, gelu_from=gelu_from,
-        gelu_rows_M=gelu_rows_M,
+        x_MD, weight_FD, y_MF, scale_F, norm, found, bias_F=bias_F, residual_MF=residual_MF, has_gelu=has_gelu,
+        gelu_rows_M=gelu_rows_M, is_beside=is_beside,
     )  # fmt: skip
     return y_MF
 
@@ -302,9 +337,10 @@ def _launch_small(
     *,
     bias_F: Tensor | None = None,
     residual_MF: Tensor | None = None,
-    gelu_from: int | None = None,
+    has_gelu: bool = False,
     gelu_rows_M: Tensor | None = None,
     is_gated: bool = False,
+    is_beside: bool = False,
 ) -> None:
     num_rows, num_in = x_MD.shape
     num_out = y_MF.shape[1]
@@ -319,7 +355,7 @@ def _launch_small(
         x_MD, norm = rms_norm(x_MD, *norm), None
     chosen = tuning or Tuning.of(
         num_rows, num_out, num_in, x_MD.element_size(),
-        is_gated=is_gated, is_part=weight_FD.stride(0) > num_in, has_room=has_room(x_MD.device),
+        is_gated=is_gated, is_beside=is_beside, has_room=has_room(x_MD.device),
     )  # fmt: skip
     kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
     if num_rows > SUMMED_ROWS:
@@ -333,12 +369,11 @@ def _launch_small(
         x_MD if gelu_rows_M is None else gelu_rows_M,
         x_MD if norm is None else norm[0],
         num_rows, num_out, num_in, x_MD.stride(0), weight_FD.stride(0), y_MF.stride(0),
-        0 if residual_MF is None else residual_MF.stride(0),
-        0 if gelu_from is None else gelu_from, 0.0 if norm is None else norm[1],
+        0 if residual_MF is None else residual_MF.stride(0), 0.0 if norm is None else norm[1],
         ROWS=padded_rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
         EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows, GATED=is_gated,
         HAS_BIAS=bias_F is not None, HAS_RESIDUAL=residual_MF is not None, HAS_SCALE=scale_F is not None,
-        HAS_GELU=gelu_from is not None, HAS_GELU_ROWS=gelu_rows_M is not None, HAS_NORM=norm is not None,
+        HAS_GELU=has_gelu, HAS_GELU_ROWS=gelu_rows_M is not None, HAS_NORM=norm is not None,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from kestrel.kernels.triton.norms import (
     rms_norm_to_fp8,
 )
 from kestrel.kernels.triton.paged_attention import attend_chunks, attend_rows
+from kestrel.kernels.triton.projection import project_and_store
 from kestrel.kernels.triton.rotary import rotate_and_store, tau_factors
 from kestrel.kernels.triton.row_tables import row_inputs
 from kestrel.kernels.triton.sampling import best_ids, draw_ids, weigh_ids
@@ -57,6 +58,7 @@ def triton_ops(
         gelu_linear=partial(gelu_linear, table=table),
         add_linear=partial(add_linear, table=table),
         rotate_and_store=partial(rotate_and_store, table=table),
+        project_and_store=partial(project_and_store, table=table),
         attend_rows=partial(attend_rows, table=table),
         attend_chunks=partial(attend_chunks, table=table),
         attend_crops=attend_crops,

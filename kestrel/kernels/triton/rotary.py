@@ -229,7 +229,7 @@ class RotateTuning:
 
 
 @triton.jit
-def _for_cache(x, inverse_scale, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+def for_cache(x, inverse_scale, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
     if tl.float8e4nv == DTYPE:
         x = tl.clamp(x.to(tl.float32) * inverse_scale, -LIMIT, LIMIT)
     return x.to(DTYPE)
@@ -288,9 +288,9 @@ def _rotate_and_store(
     tl.store(q_ptr + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + d, x, mask=inside & is_query)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     k_place = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * POSITION_STRIDE + (head - HEADS) * HEAD_STRIDE + d
-    k = _for_cache(x, inverse_k_scale, LARGEST, k_cache_ptr.dtype.element_ty)
+    k = for_cache(x, inverse_k_scale, LARGEST, k_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_place, k, mask=inside & (head >= HEADS) & (head < HEADS + KV_HEADS))
-    v = _for_cache(x, inverse_v_scale, LARGEST, v_cache_ptr.dtype.element_ty)
+    v = for_cache(x, inverse_v_scale, LARGEST, v_cache_ptr.dtype.element_ty)
     tl.store(v_cache_ptr + k_place - KV_HEADS * HEAD_STRIDE, v, mask=inside & is_value)
 
 
