@@ -148,11 +148,11 @@ def _weights(place, d, outs, num_out, num_in, EVEN: tl.constexpr):
 
 @triton.jit
 def row_sums(
-    x_ptr, w_place, up_place, w, up, norm_ptr, rows, outs, num_rows, num_out, num_in, x_stride, eps,
+    x_ptr, w_place, up_place, first_w, first_up, norm_ptr, rows, outs, num_rows, num_out, num_in, x_stride, eps,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """x · wᵀ and x · upᵀ, [ROWS, BLOCK_OUT], lane by lane. `w` and `up`: their first blocks, where all are even."""
+    """x · wᵀ and x · upᵀ, [ROWS, BLOCK_OUT], lane by lane. `first_w` and `first_up` are read where blocks are even."""
     total = tl.zeros((ROWS, BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
     up_total = total
     squares = tl.zeros((ROWS, 1, BLOCK_IN), dtype=tl.float32)
@@ -165,9 +165,9 @@ def row_sums(
         if HAS_NORM:
             squares += x * x
             x *= tl.load(norm_ptr + first).to(tl.float32)
-        total += x * w.to(tl.float32)
+        total += x * first_w.to(tl.float32)
         if GATED:
-            up_total += x * up.to(tl.float32)
+            up_total += x * first_up.to(tl.float32)
         begin = BLOCK_IN
     for start in range(begin, num_in, BLOCK_IN):
         d = start + first
