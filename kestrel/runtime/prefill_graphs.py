@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,10 +112,13 @@ class PrefillGraphs:
         self._num_held: Counter[PrefillForm] = Counter()
 
     def prepare(self) -> None:
-        """Captures what usual prompts need, after the most that fits a step: the rest finds room in what that takes."""
-        for form in dict.fromkeys(self._usual_forms()):
-            if form.num_positions <= self._max_positions:
-                self._captured[form] = self._capture(form)
+        """Captures what usual prompts need, after the most that fits a step: the rest finds room in what that takes.
+        The same for adapted prompts where there are adapters, or a flood would meet every form for the first time."""
+        for is_adapted in (False, True) if self._adapters is not None else (False,):
+            for usual in dict.fromkeys(self._usual_forms()):
+                form = replace(usual, is_adapted=is_adapted)
+                if form.num_positions <= self._max_positions:
+                    self._captured[form] = self._capture(form)
 
     def _usual_forms(self) -> tuple[PrefillForm, ...]:
         """A full step first, then a short prompt and, where the model reads pictures, one with a question."""

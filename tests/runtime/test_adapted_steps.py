@@ -32,13 +32,22 @@ from tests.runtime.paged import Paged
 from tests.runtime.repeating_pool import RepeatingPool
 
 
-def captured(family: str, pool: RepeatingPool, num_slots: int, max_prefill_tokens: int = 2048) -> Paged:
+def captured(
+    family: str,
+    pool: RepeatingPool,
+    num_slots: int,
+    max_prefill_tokens: int = 2048,
+    made: list[PrefillGraphs] | None = None,
+) -> Paged:
     decoder, slots = decoder_and_slots(family, "cpu", num_slots)
     decoder.fuse(PLAIN)
 
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
         decode = FixedDecode(model, kv, table, PLAIN, (1, 3, 8, 16), slots)
-        return FastSteps(decode, PrefillGraphs(model, kv, table, PLAIN, max_prefill_tokens, pool, slots))
+        prefill = PrefillGraphs(model, kv, table, PLAIN, max_prefill_tokens, pool, slots)
+        if made is not None:
+            made.append(prefill)
+        return FastSteps(decode, prefill)
 
     return serving(decoder, slots, make, max_prefill_tokens)
 
@@ -72,6 +81,23 @@ def test_a_mixed_crowd_is_told_what_each_is_told_alone(
     again = engine.run(*reversed(crowd(family, "again")))
     assert untagged(again) == untagged(expected)
     assert pool.num_captures - captures <= 3, "other adapters in the slots need no other capture"
+
+
+def test_usual_forms_are_captured_for_adapted_steps_at_the_start_and_hold_a_first_crowd(
+    usual_steps: list[SlotAdapt],
+) -> None:
+    made: list[PrefillGraphs] = []
+    pool = RepeatingPool()
+    pool.idle = True
+    engine = captured("md2", pool, 5, made=made)
+    with torch.inference_mode():
+        made[0].prepare()
+    usual = list(made[0]._captured)
+    assert [form.is_adapted for form in usual] == [False] * 3 + [True] * 3
+    cases = crowd("md2", "x")
+    assert engine.run(*cases) == each_alone("md2", cases)
+    assert list(made[0]._captured) == usual
+    assert usual_steps == []
 
 
 @pytest.mark.exhaustive
