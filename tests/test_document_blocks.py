@@ -230,7 +230,7 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pag
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a short example leaves its client open
-@sweep("page", [page for page in PAGES if any(b.language in RUN for b in blocks_of(page))], always=["README.md"])
+@sweep("page", [page for page in PAGES if any(b.language in RUN for b in blocks_of(page))], always=[])
 def test_every_block_of_a_page_runs_as_written(page: str, page_folder: Page) -> None:
     for block in blocks_of(page):
         if block.language not in RUN or block.reason is not None:

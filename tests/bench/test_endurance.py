@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
 import torch
 
 from kestrel.bench.endurance import SIDES, Traffic, Watch, endure
@@ -13,6 +14,7 @@ from kestrel.config import RuntimeConfig
 from kestrel.families import ready_from
 
 
+@pytest.mark.exhaustive
 def test_clients_are_answered_and_nothing_is_held_at_the_end() -> None:
     config = RuntimeConfig(device="cpu", max_batch_size=2, kv_cache_pages=300)
     ready = ready_from(load_model(config, "tiny"), config)

@@ -83,6 +83,7 @@ def answered(journal: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.exhaustive
 def test_killed_and_interrupted_it_goes_on_and_answers_every_line_once(
     kestrel: Kestrel, tmp_path: Path, model: tuple[str, ...]
 ) -> None:

@@ -117,6 +117,7 @@ print([(line, run(line), [name for name in heavy if name in sys.modules]) for li
 """
 
 
+@pytest.mark.exhaustive
 def test_a_command_that_loads_a_model_loads_neither_the_compiler_nor_the_web_framework() -> None:
     """The compiler takes two seconds, more than the rest of a server's imports together, the others half a second."""
     told = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120)

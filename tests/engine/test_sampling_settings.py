@@ -29,6 +29,7 @@ async def engine() -> AsyncIterator[InferenceEngine]:
         yield running
 
 
+@pytest.mark.exhaustive
 async def test_stop_strings_cut_captions_where_str_find_does(engine: InferenceEngine) -> None:
     whole = (await engine.caption(SCENE, "normal", settings=GREEDY)).text
     assert len(whole) > 20

@@ -210,9 +210,12 @@ def test_a_spoilt_message_is_refused_by_name(locked: Endpoint, spoil: Any, words
 
 def test_a_client_with_too_many_requests_is_refused(locked: Endpoint) -> None:
     with open_stream(locked.url, leaves=True, **BEARER) as (stream, arrived):
-        for _ in range(2):
-            stream.async_stream_infer("moondream", tensors(skill="query", **long_query(0, stream=True)))
-            assert arrived.get(timeout=60)[1] is None
+        for name in ("one", "two"):
+            question = tensors(skill="query", **long_query(0, stream=True))
+            stream.async_stream_infer("moondream", question, request_id=name)
+            while (answer := arrived.get(timeout=60))[1] is None and answer[0].get_response().id != name:
+                pass  # more of the one before
+            assert answer[1] is None
         with grpcclient.InferenceServerClient(locked.url) as client:
             assert "max_requests_per_client" in refused(client, code="RESOURCE_EXHAUSTED", **QUICK)
             assert infer(client, {"x-moondream-auth": "other-key"}, **QUICK) is not None

@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
 
 
 CASES = {
-    "one row, half of a head rotates": Sizes(1, 4, 4, 64, 32, 128),
-    "one row, grouped, all of a head rotates": Sizes(1, 4, 2, 32, 32, 64),
+    "one row, half of a head rotates": Sizes(1, 2, 2, 16, 8, 40),
+    "one row, grouped, all of a head rotates": Sizes(1, 2, 1, 16, 16, 64),
     "several rows, blocks that end inside a head": Sizes(5, 3, 1, 40, 12, 72),
     "sixteen rows": Sizes(16, 4, 2, 32, 32, 64),
     "no rows": Sizes(0, 2, 2, 16, 8, 16),
@@ -127,7 +127,7 @@ def test_blocks_of_any_size_hold_whole_pairs(block_out: int, device: str) -> Non
     given = Given("several rows, blocks that end inside a head", device)
     got = given.run(project_and_store, tuning=Tuning(max(16, block_out), 32))
     torch.testing.assert_close(got, given.run(plain), rtol=1e-4, atol=3e-5)
-    given = Given("one row, half of a head rotates", device)
+    given = Given("one row, grouped, all of a head rotates", device)
     got = given.run(project_and_store, tuning=Tuning(block_out, 64))
     torch.testing.assert_close(got, given.run(plain), rtol=1e-4, atol=3e-5)
 

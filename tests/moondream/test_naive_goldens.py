@@ -102,7 +102,7 @@ def test_loops_repeat_every_step_of_the_reference(family: str, name: str) -> Non
     assert_close(stacked(run, "hidden_D"), expected[f"{name}.hidden"], 4 * tolerance)
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@sweep(("family", "name"), CASES, always=SHORT_CASES)
 def test_loops_give_the_reference_output(family: str, name: str) -> None:
     case, expected = golden(family).cases[name], tensors(family, "text")
     run = run_loops(family, name)

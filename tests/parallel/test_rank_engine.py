@@ -70,7 +70,7 @@ def folder_of(kind: str, place: Path) -> Path:
     return coarse_folder(kind) if kind.startswith("md") else write_folder(place / kind, kind)
 
 
-@sweep("kind", ["md2", "md3", "llama", "qwen3_moe", "tied", "biased"], always=["md3", "llama"])
+@sweep("kind", ["md2", "md3", "llama", "qwen3_moe", "tied", "biased"], always=["llama"])
 async def test_two_processes_say_what_one_says(kind: str, make: MakeEngine, tmp_path: Path) -> None:
     """A crowd that has to give pages back, adapters, seeds, scores within 1e-4, and a second question."""
     folder, adapters = folder_of(kind, tmp_path), tmp_path / "adapters"

@@ -39,6 +39,7 @@ def program_started_anew(tmp_path: Path) -> Iterator[Program]:
     running.kill()
 
 
+@pytest.mark.exhaustive
 def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program_started_anew: Program) -> None:
     program = program_started_anew
     url = program.url()
@@ -64,6 +65,7 @@ def test_sigterm_refuses_new_requests_finishes_accepted_ones_and_exits_0(program
     assert "Traceback" not in program.log
 
 
+@pytest.mark.exhaustive
 def test_a_second_signal_ends_it_at_once(program: Program) -> None:
     url = program.url()
     with closing(send(url, long_query(END_ID, stream=True))) as cut:
@@ -122,6 +124,7 @@ def chat_of(num_choices: int, **more: Any) -> dict[str, Any]:
     return {"messages": messages, "n": num_choices, "max_tokens": 20, "ignore_eos": True, **more}
 
 
+@pytest.mark.exhaustive
 def test_a_request_with_several_choices_is_finished_with_all_of_them(tmp_path: Path) -> None:
     """One row for five choices: most of them begin after the drain has."""
     program = Program(tmp_path / "log", "--max-batch-size", "1", "--drain-timeout-s", "120")
@@ -162,6 +165,7 @@ def test_clients_are_told_when_the_compute_process_dies_during_a_drain(program: 
     assert "the process that computes has ended (signal 9" in program.log
 
 
+@pytest.mark.exhaustive
 def test_with_a_stopped_compute_process_clients_are_told_in_time_and_it_still_ends(tmp_path: Path) -> None:
     flags = ["--request-timeout-s", "2", "--queue-timeout-s", "1", "--step-timeout-s", "10", "--drain-timeout-s", "1"]
     program = Program(tmp_path / "log", *flags)
@@ -185,7 +189,7 @@ def test_with_a_stopped_compute_process_clients_are_told_in_time_and_it_still_en
         program.kill()
 
 
-@sweep("where", ["own", "shared"], always=["shared"])
+@sweep("where", ["own", "shared"], always=[])
 def test_a_model_that_hangs_ends_the_server_with_1(where: str, tmp_path: Path) -> None:
     """Stopped with its own process, or blocked in the worker's thread."""
     flags = ["--step-timeout-s", "2", "--compute-process", where]

@@ -163,6 +163,7 @@ def test_an_answer_equals_the_one_of_the_other_dialect(
     assert client.post(f"{PATH}/count_tokens", json=counted).json() == {"input_tokens": usage["prompt_tokens"]}
 
 
+@pytest.mark.exhaustive
 def test_a_stop_reason_tells_what_ended_the_answer(client: httpx.Client, text_client: httpx.Client) -> None:
     whole = ask(client, WHO)
     text = whole["content"][0]["text"]
@@ -410,6 +411,7 @@ def test_choices_of_tools_are_those_of_the_other_dialect(
     assert bool(calls) == (choice["type"] in ("any", "tool"))
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_tools_goes_on_after_a_forced_call(client: httpx.Client) -> None:
     forced = {"tools": [GREET], "tool_choice": {"type": "tool", "name": "greet"}}
     (used,) = ask(client, COUNTING, **forced)["content"]

@@ -100,6 +100,7 @@ def test_places_are_told_in_pixels_of_the_picture_as_it_came(client: httpx.Clien
         assert inside.keys() == {"x_min", "y_min", "x_max", "y_max"}
 
 
+@pytest.mark.exhaustive
 def test_several_objects_are_one_call(client: httpx.Client, server: RunningServer) -> None:
     names = ["bee", "dog", "cross"]
     alone = [ask(client, "detect", image_url=SCENE_URL, object=name)["objects"] for name in names]

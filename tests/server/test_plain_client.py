@@ -44,7 +44,7 @@ def remote(server: RunningServer) -> Iterator[Model]:
         yield model
 
 
-@pytest.fixture(scope="module", params=["local", "remote"])
+@pytest.fixture(scope="module", params=[pytest.param("local", marks=pytest.mark.exhaustive), "remote"])
 def model(request: pytest.FixtureRequest) -> Model:
     return request.getfixturevalue(request.param)
 
@@ -185,6 +185,7 @@ def test_what_is_wrong_in_a_conversation_is_named(model: Model) -> None:
         model.chat(said(SCENE), stream=True, tools=[])
 
 
+@pytest.mark.exhaustive
 def test_an_outline_is_streamed_as_its_box_its_pieces_and_the_whole(model: Model) -> None:
     box, *pieces, last = model.segment(SCENE, "bus", stream=True, settings=GREEDY)
     whole = model.segment(SCENE, "bus", settings=GREEDY)
@@ -430,6 +431,7 @@ def test_the_example_of_a_client_does_not_import_torch(server: RunningServer) ->
     assert ran.stdout.startswith(f"{SCENE}: ")
 
 
+@pytest.mark.exhaustive
 def test_the_example_of_streams_runs(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(ROOT / "examples" / "from_moondream_streams.py"))["main"]
     assert main([f"{server.url}/v1", str(ROOT / "examples" / "images" / "12.png")]) == 0

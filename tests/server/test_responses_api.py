@@ -371,6 +371,7 @@ def test_a_response_goes_on_where_another_ended(client: httpx.Client) -> None:
     assert ask(client, "Who are you?", previous_response_id=third["id"]), "it has the whole conversation itself"
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_tools_goes_on_after_a_forced_call(client: httpx.Client) -> None:
     forced = {"tools": [GREET], "tool_choice": {"type": "function", "name": "greet"}}
     called = ask(client, COUNTING, **forced)

@@ -35,6 +35,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 OURS = ("kestrel", "uvicorn", "starlette")
 
 
+@pytest.mark.exhaustive
 @ON_LINUX
 def test_what_large_bodies_took_is_given_back(tmp_path: Path) -> None:
     program = Program(tmp_path / "log")

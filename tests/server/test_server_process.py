@@ -55,6 +55,7 @@ def _is_before_any_answer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError)
 
 
+@pytest.mark.exhaustive
 def test_sigterm_in_a_crowd_loses_no_accepted_request(tmp_path: Path) -> None:
     program = Program(tmp_path / "log", "--max-batch-size", "8")
     try:

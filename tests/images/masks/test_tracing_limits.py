@@ -72,7 +72,7 @@ def trace_within(max_discs: float, mask: Mask) -> tuple[str, dict[str, float]] |
 @sweep(
     ("make", "accepted_side", "refused_side"),
     [(noise, 58, 90), (blobs, 160, 210), (squares, 200, 260), (blocks, 310, 400)],
-    always=[(noise, 58, 90)],
+    always=[],
 )
 def test_the_dearest_accepted_masks_take_less_than_40_discs(
     make: Callable[[], Mask], accepted_side: int, refused_side: int

@@ -40,6 +40,7 @@ def _same(a: FedBatch, b: FedBatch) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(values(a), values(b), strict=True))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.exhaustive
 def test_batches_come_in_order_whatever_the_number_of_workers() -> None:
     maker = BatchMaker(_plan())
     with ExampleFeed(_plan(), workers=2, first_batch=4) as feed:
