@@ -76,11 +76,15 @@ def add_deltas(
     factors: SlotFactors,
     other_TD: Tensor | None = None,
     reads_other_S: Tensor | None = None,
+    has_gelu: bool = False,
 ) -> None:
-    """y += Δ(x), in place; slots of which `reads_other_S` says so read `other` instead."""
+    """y += Δ(x), in place; slots of which `reads_other_S` says so read `other` instead. `has_gelu`: y =
+    GELU_tanh(y + Δ(x)) instead. Rows of the base model keep their y in any case."""
     for slot, rows_N in _used_tiles(tiles, factors):
         source_TD = x_TD if other_TD is None or reads_other_S is None or not reads_other_S[slot] else other_TD
         y_TF.index_add_(0, rows_N, _slot_delta(source_TD[rows_N], factors, slot))
+        if has_gelu:
+            y_TF[rows_N] = functional.gelu(y_TF[rows_N], approximate="tanh")
 
 
 def add_input_deltas(
@@ -90,15 +94,12 @@ def add_input_deltas(
     qkv: SlotFactors,
     hidden_TF: Tensor,
     fc1: SlotFactors,
-    *,
-    activates_base: bool,
 ) -> None:
-    """In place. `activates_base`: the GELU is for rows of the base model too, or else theirs is behind them."""
+    """In place. The GELU is for rows of the base model too."""
     for slot, rows_N in _used_tiles(tiles, qkv):
         qkv_TF.index_add_(0, rows_N, _slot_delta(y_TD[rows_N], qkv, slot))
         hidden_TF.index_add_(0, rows_N, _slot_delta(y_TD[rows_N], fc1, slot))
-    activates_T1 = _is_adapted(tiles, qkv, len(y_TD))[:, None] | activates_base
-    hidden_TF.copy_(torch.where(activates_T1, functional.gelu(hidden_TF, approximate="tanh"), hidden_TF))
+    hidden_TF.copy_(functional.gelu(hidden_TF, approximate="tanh"))
 
 
 def add_output_deltas(
@@ -123,13 +124,6 @@ def _used_tiles(tiles: SlotTiles, factors: SlotFactors) -> list[tuple[int, Tenso
     num_slots = len(factors.a_SRD)
     pairs = zip(tiles.slot_K.tolist(), tiles.rows_KN, strict=True)
     return [(slot, rows_N[rows_N >= 0].long()) for slot, rows_N in pairs if 0 <= slot < num_slots]
-
-
-def _is_adapted(tiles: SlotTiles, factors: SlotFactors, num_rows: int) -> Tensor:
-    adapted_T = torch.zeros(num_rows, dtype=torch.bool, device=tiles.rows_KN.device)
-    for _, rows_N in _used_tiles(tiles, factors):
-        adapted_T[rows_N] = True
-    return adapted_T
 
 
 def _slot_delta(x_ND: Tensor, factors: SlotFactors, slot: int) -> Tensor:

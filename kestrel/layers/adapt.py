@@ -20,7 +20,7 @@ class Adapt:
     """
 
     is_base_T: Tensor | None = None
-    """Which positions use the base model alone; given by an `Adapt` that works on joined matrices."""
+    """Which positions use the base model alone; given by an `Adapt` of many adapters."""
 
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
         """A matrix that no adapter of the model may change keeps its y."""
@@ -35,11 +35,13 @@ class Adapt:
         out_TD = self.linear(layer, "proj", mixed_TD, out_TD)
         return self.linear(layer, "proj_of_norm", y_TD, out_TD)
 
-    def parallel_inputs(
-        self, layer: int, y_TD: Tensor, qkv_TF: Tensor, hidden_TF: Tensor, *, activates_base: bool
-    ) -> tuple[Tensor, Tensor]:
-        """qkv, and GELU_tanh of hidden; `activates_base`: positions of the base model have not had their GELU yet."""
-        assert activates_base, "with joined matrices the base model's positions are activated by the product"
+    def gelu_of_adapted(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+        """`linear` and GELU_tanh for the positions of adapters alone; those of the base model have had theirs. For an
+        `Adapt` with `is_base_T`."""
+        raise NotImplementedError
+
+    def parallel_inputs(self, layer: int, y_TD: Tensor, qkv_TF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, Tensor]:
+        """qkv, and GELU_tanh of hidden."""
         hidden_TF = functional.gelu(self.linear(layer, "fc1", y_TD, hidden_TF), approximate="tanh")
         return self.linear(layer, "qkv", y_TD, qkv_TF), hidden_TF
 

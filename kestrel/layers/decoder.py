@@ -83,16 +83,14 @@ class ParallelBlock(nn.Module):
         if adapt is None:
             return self._forward_halves(x_TD, y, step, wanted_N)
         assert not isinstance(y, Fp8Rows)
-        run = self._adapted_moe
-        if is_dense:
-            is_few = adapt.is_base_T is not None and self.attn.qkv.is_small(y)
-            run = self._adapted_few if is_few else self._adapted_dense
+        takes_many = is_dense and not (self._is_forked(x_TD) or self.attn.qkv.is_small(y))
+        run = self._adapted_dense if takes_many else self._adapted_halves
         return _wanted(wanted_N, x_TD, self.ranks.sums(*run(y, step, adapt)))
 
     def _forward_halves(
         self, x_TD: Tensor, y: Tensor | Fp8Rows, step: Step, wanted_N: Tensor | None
     ) -> tuple[Tensor, Pending]:
-        if wanted_N is None and x_TD.shape[0] <= self.ops.max_forked_rows:
+        if wanted_N is None and self._is_forked(x_TD):
             halves = self.ops.side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y))
             return x_TD, self.ranks.sums(*halves)
         a_TD = self.attn(y, self.layer, step, wanted_N)
@@ -100,39 +98,29 @@ class ParallelBlock(nn.Module):
             x_TD, y = x_TD[wanted_N], y[wanted_N]
         return x_TD, self.ranks.sums(a_TD, self.mlp(y))
 
-    def _adapted_few(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
-        """Positions of the base model get what `_forward_halves` gives, bit by bit: their GELU belongs to the product,
-        while that of adapted ones must wait for the delta."""
-        assert isinstance(self.mlp, Mlp)
-        fc1, fc2, fork = self.mlp.fc1, self.mlp.fc2, self.ops.side_by_side
-        qkv_TF, hidden_TF = fork(lambda: self.attn.qkv(y_TD), lambda: fc1.gelu(y_TD, only_M=adapt.is_base_T))
-        adapt.parallel_inputs(self.layer, y_TD, qkv_TF, hidden_TF, activates_base=False)
-        mixed_TD, m_TD = fork(lambda: self.attn.mix(qkv_TF, self.layer, step), lambda: fc2(hidden_TF))
-        columns_TD = self.ranks.columns(y_TD)
-        a_TD = adapt.parallel_outputs(self.layer, self.attn.proj(mixed_TD), mixed_TD, columns_TD, hidden_TF)
-        return a_TD, m_TD
+    def _is_forked(self, x_TD: Tensor) -> bool:
+        return x_TD.shape[0] <= self.ops.max_forked_rows
 
-    def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
-        assert isinstance(self.mlp, Mlp)
-        rows = self.attn.qkv.rows(y_TD)
-        qkv_TF, hidden_TF = adapt.parallel_inputs(
-            self.layer, y_TD, self.attn.qkv(rows), self.mlp.fc1(rows), activates_base=True
-        )
-        mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
-        a_TD = adapt.parallel_outputs(
-            self.layer, self.attn.proj(mixed_TD), mixed_TD, self.ranks.columns(y_TD), hidden_TF
-        )
-        return a_TD, self.mlp.fc2(hidden_TF)
-
-    def _adapted_moe(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
+    def _adapted_halves(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
         def attention() -> Tensor:
             qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
             mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
             return adapt.proj(self.layer, mixed_TD, self.ranks.columns(y_TD), self.attn.proj(mixed_TD))
 
-        if len(y_TD) <= self.ops.max_forked_rows:
+        if self._is_forked(y_TD):
             return self.ops.side_by_side(attention, lambda: self.mlp.adapted(y_TD, self.layer, adapt))
         return attention(), self.mlp.adapted(y_TD, self.layer, adapt)
+
+    def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
+        """With many positions the deltas of both halves are added in one operation."""
+        assert isinstance(self.mlp, Mlp)
+        rows = self.attn.qkv.rows(y_TD)
+        qkv_TF, hidden_TF = adapt.parallel_inputs(self.layer, y_TD, self.attn.qkv(rows), self.mlp.fc1(rows))
+        mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
+        a_TD = adapt.parallel_outputs(
+            self.layer, self.attn.proj(mixed_TD), mixed_TD, self.ranks.columns(y_TD), hidden_TF
+        )
+        return a_TD, self.mlp.fc2(hidden_TF)
 
 
 class SequentialBlock(nn.Module):

@@ -42,8 +42,12 @@ class Mlp(nn.Module):
         return self.fc2(self.hidden(x))
 
     def adapted(self, x: Tensor, layer: int, adapt: Adapt) -> Tensor:
-        z_TF = adapt.linear(layer, "fc1", x, self.fc1(x))
-        hidden_TF = functional.gelu(z_TF, approximate="tanh")
+        """Of a handful of positions, those of the base model get what they get without adapters, bit by bit: their
+        GELU belongs to the product, while that of adapted ones must wait for the delta."""
+        if adapt.is_base_T is not None and self.fc1.is_small(x):
+            hidden_TF = adapt.gelu_of_adapted(layer, "fc1", x, self.fc1.gelu(x, only_M=adapt.is_base_T))
+        else:
+            hidden_TF = functional.gelu(adapt.linear(layer, "fc1", x, self.fc1(x)), approximate="tanh")
         return adapt.linear(layer, "fc2", hidden_TF, self.fc2(hidden_TF))
 
 

@@ -148,16 +148,18 @@ class SlotAdapt(Adapt):
             self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix))
         return y_TF
 
+    def gelu_of_adapted(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
+        self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix), has_gelu=True)
+        return y_TF
+
     def proj(self, layer: int, mixed_TD: Tensor, y_TD: Tensor, out_TD: Tensor) -> Tensor:
         factors = self._slots.factors(layer, "proj")
         self._ops.add_deltas(self._tiles, out_TD, mixed_TD, factors, y_TD, self._slots.reads_norm_S)
         return out_TD
 
-    def parallel_inputs(
-        self, layer: int, y_TD: Tensor, qkv_TF: Tensor, hidden_TF: Tensor, *, activates_base: bool
-    ) -> tuple[Tensor, Tensor]:
+    def parallel_inputs(self, layer: int, y_TD: Tensor, qkv_TF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, Tensor]:
         qkv, fc1 = self._slots.factors(layer, "qkv"), self._slots.factors(layer, "fc1")
-        self._ops.add_input_deltas(self._tiles, y_TD, qkv_TF, qkv, hidden_TF, fc1, activates_base=activates_base)
+        self._ops.add_input_deltas(self._tiles, y_TD, qkv_TF, qkv, hidden_TF, fc1)
         return qkv_TF, hidden_TF
 
     def parallel_outputs(

@@ -459,7 +459,7 @@ def _input_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
         return tiles, y, wide[:, :qkv_dim], factors[0], wide[:, qkv_dim:], factors[1]
 
     widths, moved = 2 * dim + qkv_dim + ff_dim, dim + 2 * (qkv_dim + ff_dim)
-    return _deltas_case("add_input_deltas", rows, slots, make, (2, 4), widths, moved, activates_base=True)
+    return _deltas_case("add_input_deltas", rows, slots, make, (2, 4), widths, moved)
 
 
 def _output_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:

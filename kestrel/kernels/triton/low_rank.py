@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
 from kestrel.kernels.triton.device_functions import gelu_tanh
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
 from kestrel.kernels.triton.moe_grouped import group_pairs
 
 FEW_ROWS = 16
@@ -81,11 +81,13 @@ def _shrink(
     x0_ptr, other0_ptr, a0_ptr, rank0_ptr, num_in0, x0_stride, other0_stride, a0_stride,
     x1_ptr, a1_ptr, rank1_ptr, num_in1, x1_stride, a1_stride, max_rank,
     ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS0: tl.constexpr,
-    HAS_OTHER: tl.constexpr, EVEN: tl.constexpr,
+    HAS_OTHER: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Two matrices: the first SPLITS0 parts are those of the first, the other parts those of the second."""
     tile, part = tl.program_id(0), tl.program_id(2)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
+    # Before the first return: a kernel whose programs all end without waiting lets the next one overtake the last.
+    wait_for_inputs(DEPENDENT)
     if slot < 0:
         return
     if part < SPLITS0:
@@ -179,7 +181,7 @@ def shrink(
         ROWS=rows, BLOCK_IN=chosen.block_in, RANKS=chosen.rank_block, COLUMNS=chosen.columns_per_split,
         SPLITS0=splits[0], HAS_OTHER=other_TD is not None,
         EVEN=num_in % chosen.block_in == 0 and second_in % chosen.block_in == 0,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
     shrunk = Shrunk(h, splits)
     return shrunk if rows <= FEW_ROWS or max(splits) == 1 else _summed(shrunk, tiles, first, second, x_TD.dtype)
@@ -235,13 +237,14 @@ def _add_delta(
 def _expand_inputs(
     h_ptr, slot_ptr, rows_ptr,
     qkv_ptr, b0_ptr, rank0_ptr, num_out0, qkv_stride, b0_stride,
-    hidden_ptr, b1_ptr, rank1_ptr, num_out1, hidden_stride, b1_stride, max_rank, num_slots, num_blocks0,
+    hidden_ptr, b1_ptr, rank1_ptr, num_out1, hidden_stride, b1_stride, max_rank, num_blocks0,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
-    ACTIVATES_BASE: tl.constexpr, EVEN: tl.constexpr,
+    EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Outputs in one row: first those of qkv, then the hidden ones, which end with their activation."""
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
+    wait_for_inputs(DEPENDENT)
     if slot < 0:
         return
     place = tile * ROWS + tl.arange(0, ROWS)
@@ -262,7 +265,7 @@ def _expand_inputs(
             y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
             y += delta.to(qkv_ptr.dtype.element_ty).to(tl.float32)
             tl.store(y_place, y.to(qkv_ptr.dtype.element_ty), mask=mask)
-    elif (slot < num_slots) | ACTIVATES_BASE:
+    else:
         rank = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
         f = (block - num_blocks0) * OUTPUTS + tl.arange(0, OUTPUTS)
         h_place += SPLITS * part_stride
@@ -279,19 +282,20 @@ def _expand_inputs(
 @triton.jit
 def _expand_outputs(
     h_ptr, slot_ptr, rows_ptr, total_ptr, b0_ptr, rank0_ptr, b1_ptr, rank1_ptr,
-    num_out, total_stride, b0_stride, b1_stride, max_rank,
+    num_out, total_stride, b0_stride, b1_stride, max_rank, num_slots,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANKS: tl.constexpr, SPLITS0: tl.constexpr, SPLITS1: tl.constexpr,
-    HAS_SECOND: tl.constexpr, EVEN: tl.constexpr,
+    HAS_SECOND: tl.constexpr, HAS_GELU: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
-    if slot < 0:
+    wait_for_inputs(DEPENDENT)
+    if (slot < 0) | (slot == num_slots):
         return
     rank0 = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
     rank1 = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
     if not HAS_SECOND:
         rank1 = rank0 * 0
-    if rank0 + rank1 == 0:
+    if (rank0 + rank1 == 0) & (not HAS_GELU):
         return
     place = tile * ROWS + tl.arange(0, ROWS)
     rows = tl.load(rows_ptr + place)
@@ -309,6 +313,8 @@ def _expand_outputs(
     y_place = total_ptr + rows.to(tl.int64)[:, None] * total_stride + f[None, :]
     mask = (rows >= 0)[:, None] & (f < num_out)[None, :]
     y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32) + delta
+    if HAS_GELU:
+        y = gelu_tanh(y.to(total_ptr.dtype.element_ty).to(tl.float32))
     tl.store(y_place, y.to(total_ptr.dtype.element_ty), mask=mask)
 
 
@@ -320,13 +326,12 @@ def add_input_deltas(
     hidden_TF: Tensor,
     fc1: SlotFactors,
     *,
-    activates_base: bool,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> None:
     _check_sizes(y_TD, qkv, qkv_TF)
     _check_sizes(y_TD, fc1, hidden_TF)
-    num_slots, max_rank, _ = qkv.a_SRD.shape
+    max_rank = qkv.a_SRD.shape[1]
     num_tiles, rows = tiles.rows_KN.shape
     if num_tiles == 0:
         return
@@ -339,10 +344,9 @@ def add_input_deltas(
         shrunk.h, tiles.slot_K, tiles.rows_KN,
         qkv_TF, qkv.b_SFR, qkv.rank_S, qkv_TF.shape[1], qkv_TF.stride(0), qkv.b_SFR.stride(0),
         hidden_TF, fc1.b_SFR, fc1.rank_S, hidden_TF.shape[1], hidden_TF.stride(0), fc1.b_SFR.stride(0),
-        max_rank, num_slots, blocks[0],
-        ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks, SPLITS=shrunk.splits[0],
-        ACTIVATES_BASE=activates_base, EVEN=all(t.shape[1] % chosen.block_out == 0 for t in (qkv_TF, hidden_TF)),
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        max_rank, blocks[0], ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks, SPLITS=shrunk.splits[0],
+        EVEN=all(t.shape[1] % chosen.block_out == 0 for t in (qkv_TF, hidden_TF)),
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
 
 
@@ -372,10 +376,11 @@ def add_output_deltas(
     shrunk = shrink(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
-        num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank,
+        num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank, len(proj.b_SFR),
         ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
-        SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1], HAS_SECOND=True,
+        SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1], HAS_SECOND=True, HAS_GELU=False,
         EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        **dependent(),
     )  # fmt: skip
 
 
@@ -386,6 +391,7 @@ def add_deltas(
     factors: SlotFactors,
     other_TD: Tensor | None = None,
     reads_other_S: Tensor | None = None,
+    has_gelu: bool = False,
     *,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
@@ -402,10 +408,11 @@ def add_deltas(
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, y_TF,
         factors.b_SFR, factors.rank_S, factors.b_SFR, factors.rank_S,
-        num_out, y_TF.stride(0), factors.b_SFR.stride(0), factors.b_SFR.stride(0), max_rank,
+        num_out, y_TF.stride(0), factors.b_SFR.stride(0), factors.b_SFR.stride(0), max_rank, len(factors.b_SFR),
         ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
-        SPLITS0=shrunk.splits[0], SPLITS1=0, HAS_SECOND=False,
+        SPLITS0=shrunk.splits[0], SPLITS1=0, HAS_SECOND=False, HAS_GELU=has_gelu,
         EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        **dependent(),
     )  # fmt: skip
 
 
