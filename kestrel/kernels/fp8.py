@@ -83,20 +83,23 @@ def scaled_mm_linear(
     assert all(width % WIDTH_MULTIPLE == 0 for width in (*weight_fp8_FD.shape, weight_fp8_FD.stride(0)))
     if x_fp8_TD.shape[0] == 0:
         return torch.empty(0, weight_fp8_FD.shape[0], dtype=out_dtype, device=x_fp8_TD.device)
-    try:
-        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-            x_fp8_TD,
-            weight_fp8_FD.t(),
-            scale_a=x_scale_T1,
-            scale_b=weight_scale_F[None, :],
-            bias=bias_F,
-            out_dtype=out_dtype,
-            use_fast_accum=True,
-        )
-    except RuntimeError as error:
-        if "NOT_SUPPORTED" not in str(error):
-            raise
-    # The library has nothing for some sizes, such as 32 rows of 8192 numbers to 2048.
+    # The library has nothing for some sizes, such as 32 rows of 8192 numbers to 2048, where it has for 64 rows.
+    # The rows are there twice then, and half of the result is read.
+    num_rows = len(x_fp8_TD)
+    for times in (1, 2):
+        try:
+            return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                x_fp8_TD.repeat(times, 1) if times > 1 else x_fp8_TD,
+                weight_fp8_FD.t(),
+                scale_a=x_scale_T1.repeat(times, 1) if times > 1 else x_scale_T1,
+                scale_b=weight_scale_F[None, :],
+                bias=bias_F,
+                out_dtype=out_dtype,
+                use_fast_accum=True,
+            )[:num_rows]
+        except RuntimeError as error:
+            if "NOT_SUPPORTED" not in str(error):
+                raise
     return fp8_linear(x_fp8_TD, x_scale_T1, weight_fp8_FD, weight_scale_F, bias_F, out_dtype)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kestrel.kernels.moe_mlp import Work
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.adapt import Adapt
 from kestrel.layers.attention import Attend, Attention, Rope, Step
@@ -24,6 +25,7 @@ from kestrel.layers.linear import (
     ExpertMatrices,
     Fp8Rows,
     Linear,
+    Rows,
     normal_parameter,
     use_ops,
 )
@@ -91,7 +93,7 @@ class ParallelBlock(nn.Module):
         self, x_TD: Tensor, y: Tensor | Fp8Rows, step: Step, wanted_N: Tensor | None
     ) -> tuple[Tensor, Pending]:
         if wanted_N is None and self._is_forked(x_TD):
-            halves = self.ops.side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y))
+            halves = self._side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y), y)
             return x_TD, self.ranks.sums(*halves)
         a_TD = self.attn(y, self.layer, step, wanted_N)
         if wanted_N is not None:
@@ -101,6 +103,14 @@ class ParallelBlock(nn.Module):
     def _is_forked(self, x_TD: Tensor) -> bool:
         return x_TD.shape[0] <= self.ops.max_forked_rows
 
+    def _side_by_side(self, attention: Work, mlp: Work, y: Rows) -> tuple[Tensor, Tensor]:
+        """What comes second is preferred where both want the GPU: with many rows attention, which then takes longer
+        than the MLP beside it."""
+        if self.attn.qkv.is_small(y):
+            return self.ops.side_by_side(attention, mlp)
+        m_TD, a_TD = self.ops.side_by_side(mlp, attention)
+        return a_TD, m_TD
+
     def _adapted_halves(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
         def attention() -> Tensor:
             qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
@@ -108,7 +118,7 @@ class ParallelBlock(nn.Module):
             return adapt.proj(self.layer, mixed_TD, self.ranks.columns(y_TD), self.attn.proj(mixed_TD))
 
         if self._is_forked(y_TD):
-            return self.ops.side_by_side(attention, lambda: self.mlp.adapted(y_TD, self.layer, adapt))
+            return self._side_by_side(attention, lambda: self.mlp.adapted(y_TD, self.layer, adapt), y_TD)
         return attention(), self.mlp.adapted(y_TD, self.layer, adapt)
 
     def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:

@@ -8,8 +8,8 @@ import torch
 from kestrel.kernels.fp8 import fp8_linear, rows_to_fp8, scaled_mm_linear, weights_to_fp8
 from tests.kernels.triton_mode import Draw
 
-SHAPES = [(1, 64, 32), (5, 48, 80), (750, 2048, 2048), (0, 32, 16)]
-SMALL_SHAPES = [shape for shape in SHAPES if shape[0] < 100]
+SHAPES = [(1, 64, 32), (5, 48, 80), (32, 2048, 8192), (750, 2048, 2048), (0, 32, 16)]
+SMALL_SHAPES = [shape for shape in SHAPES if shape[1] < 100]
 
 
 def multiplies_scaled_rows(device: str) -> bool:
@@ -74,6 +74,25 @@ def test_the_fast_product_is_that_of_the_numbers_made_wide(shape: tuple[int, int
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_fast_product_on_the_gpu_is_that_of_the_numbers_made_wide(shape: tuple[int, int, int]) -> None:
     matches_the_plain_version(shape, "cuda")
+
+
+@pytest.mark.parametrize("fewest_rows", [1, 8, 100])
+def test_sizes_that_the_library_lacks_are_multiplied_all_the_same(
+    fewest_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are, as twice as many rows, or in the plain way."""
+    x, x_scale, weight, weight_scale, bias = quantised((5, 48, 80), "cpu")
+
+    def library(rows: torch.Tensor, other: torch.Tensor, **how: torch.Tensor) -> torch.Tensor:
+        if len(rows) < fewest_rows:
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        scales = how["scale_a"], how["scale_b"][0]
+        return fp8_linear(rows, scales[0], other.t(), scales[1], how["bias"], torch.bfloat16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    got = scaled_mm_linear(x, x_scale, weight, weight_scale, bias, torch.bfloat16)
+    expected = fp8_linear(x, x_scale, weight, weight_scale, bias, torch.bfloat16)
+    torch.testing.assert_close(got, expected, rtol=2.0**-8, atol=0)
 
 
 def takes_columns_of_a_wider_matrix(device: str) -> None:

@@ -26,8 +26,8 @@ from kestrel.kernels.triton.norms import rms_norm
 
 MAX_ROWS = 16
 MAX_GATED_ROWS = 64
-MAX_FORKED_ROWS = 32
-"""Of a parallel block: with 64 rows attention keeps all multiprocessors busy, and its other half only disturbs it."""
+MAX_FORKED_ROWS = 64
+"""Of a parallel block: the most rows of a decode step that was measured with both halves at the same time."""
 SUMMED_ROWS = 1
 MANY_OUTPUTS, LONG_ROWS = 3072, 8192
 """Fewer outputs of shorter rows are cut into narrow blocks, so that all multiprocessors work."""

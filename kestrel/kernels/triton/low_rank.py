@@ -57,7 +57,8 @@ class Tuning:
         is_small, is_wide = max_rank <= SMALL_RANK, dtype == torch.float32
         if rows_per_tile <= FEW_ROWS:
             if is_small:
-                return cls(16, 256, 512, block_out=64, sum_block_out=32, expand_ranks=min(32, widest))
+                expand_ranks = min(32, widest)
+                return cls(16, 256, 512, block_out=128, sum_block_out=32, expand_ranks=expand_ranks, num_warps=2)
             return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
         block_out = 64 if is_wide else 128
         columns = (1024 if is_small else 2048) if num_rows <= 2048 else (2048 if is_small else 8192)
@@ -85,7 +86,9 @@ def _shrink(
 ):  # fmt: skip
     """Two matrices: the first SPLITS0 parts are those of the first, the other parts those of the second."""
     tile, part = tl.program_id(0), tl.program_id(2)
+    place = tile * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
+    rows = tl.load(rows_ptr + place)
     # Before the first return: a kernel whose programs all end without waiting lets the next one overtake the last.
     wait_for_inputs(DEPENDENT)
     if slot < 0:
@@ -104,8 +107,6 @@ def _shrink(
     if tl.program_id(1) * RANKS >= rank:
         return
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    place = tile * ROWS + tl.arange(0, ROWS)
-    rows = tl.load(rows_ptr + place)
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
     for first in range(start, tl.minimum(start + COLUMNS, num_in), BLOCK_IN):
@@ -243,12 +244,12 @@ def _expand_inputs(
 ):  # fmt: skip
     """Outputs in one row: first those of qkv, then the hidden ones, which end with their activation."""
     tile, block = tl.program_id(0), tl.program_id(1)
+    place = tile * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
+    rows = tl.load(rows_ptr + place)
     wait_for_inputs(DEPENDENT)
     if slot < 0:
         return
-    place = tile * ROWS + tl.arange(0, ROWS)
-    rows = tl.load(rows_ptr + place)
     part_stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
     h_place = h_ptr + (place * max_rank).to(tl.int64)[:, None]
     total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
@@ -287,18 +288,19 @@ def _expand_outputs(
     HAS_SECOND: tl.constexpr, HAS_GELU: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    place = tile * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slot_ptr + tile).to(tl.int64)
+    rows = tl.load(rows_ptr + place)
+    has_rank = (slot >= 0) & (slot < num_slots)
+    rank0 = tl.multiple_of(tl.load(rank0_ptr + slot, mask=has_rank, other=0), 16)
+    rank1 = rank0 * 0
+    if HAS_SECOND:
+        rank1 = tl.multiple_of(tl.load(rank1_ptr + slot, mask=has_rank, other=0), 16)
     wait_for_inputs(DEPENDENT)
     if (slot < 0) | (slot == num_slots):
         return
-    rank0 = tl.multiple_of(tl.load(rank0_ptr + slot), 16)
-    rank1 = tl.multiple_of(tl.load(rank1_ptr + slot), 16)
-    if not HAS_SECOND:
-        rank1 = rank0 * 0
     if (rank0 + rank1 == 0) & (not HAS_GELU):
         return
-    place = tile * ROWS + tl.arange(0, ROWS)
-    rows = tl.load(rows_ptr + place)
     part_stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
     h_place = h_ptr + (place * max_rank).to(tl.int64)[:, None]
     f = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -405,13 +407,13 @@ def add_deltas(
     found = tuning or table.find("add_deltas", len(x_TD), dims, x_TD.dtype)
     chosen = found or Tuning.of(rows, len(x_TD), max_rank, x_TD.dtype)
     shrunk = shrink(tiles, chosen, x_TD, other_TD, reads_other_S, factors)
-    _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
+    _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, y_TF,
         factors.b_SFR, factors.rank_S, factors.b_SFR, factors.rank_S,
         num_out, y_TF.stride(0), factors.b_SFR.stride(0), factors.b_SFR.stride(0), max_rank, len(factors.b_SFR),
-        ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
+        ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks,
         SPLITS0=shrunk.splits[0], SPLITS1=0, HAS_SECOND=False, HAS_GELU=has_gelu,
-        EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        EVEN=num_out % chosen.block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         **dependent(),
     )  # fmt: skip
 
