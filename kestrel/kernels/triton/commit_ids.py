@@ -83,18 +83,18 @@ def _commit(
     EDGE_WIDTH: tl.constexpr, STOPS: tl.constexpr, STOP_WIDTH: tl.constexpr,
     HAS_ENDINGS: tl.constexpr, HAS_COORDS: tl.constexpr, HAS_SIZES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(DEPENDENT)
     entry = tl.program_id(0)
     row = tl.load(rows_ptr + entry)
     state, spent, generated = tl.load(state_ptr + row), tl.load(spent_ptr + row), tl.load(generated_ptr + row)
     budget, max_total = tl.load(budget_ptr + row), tl.load(max_total_ptr + row)
-    is_finite, sampled = _chosen(ranks_ptr + entry * CANDIDATES, set_stride, SETS, CANDIDATES, RANKS)
-
     when_spent, phase = tl.load(when_spent_ptr + state), tl.load(phase_ptr + state)
     carries = tl.load(carries_ptr + state)
-    sampled = tl.where((spent >= budget) & (when_spent != NOTHING), when_spent, sampled)
     e = tl.arange(0, EDGE_WIDTH)
     edge_ids = tl.load(edge_id_ptr + state * EDGES + e, mask=e < EDGES, other=NOTHING)
+    wait_for_inputs(DEPENDENT)
+    is_finite, sampled = _chosen(ranks_ptr + entry * CANDIDATES, set_stride, SETS, CANDIDATES, RANKS)
+
+    sampled = tl.where((spent >= budget) & (when_spent != NOTHING), when_spent, sampled)
     edge = state * (EDGES + 1) + tl.min(tl.where(edge_ids == sampled, e, EDGES), axis=0)
     goto, emit = tl.load(edge_goto_ptr + edge), tl.load(edge_emit_ptr + edge)
     emitted = tl.where(emit == NOTHING, sampled, emit)

@@ -79,8 +79,10 @@ def _shared_bytes(device_index: int) -> int:
 # ---------------------------------------------------------------------- dependent launch
 # Kernels that start while the one before them ends (programmatic dependent launch, from Hopper on).
 #
-# A kernel that takes part calls `wait_for_inputs` before it reads what another kernel wrote, and before it writes
-# anything; weights may be read earlier. It is launched with `**dependent()`.
+# A kernel that takes part calls `wait_for_inputs` before it reads what another such kernel of the step wrote, and
+# before it writes anything. Weights may be read earlier, and so may what was there before the step or what a kernel
+# that was launched in the usual way left: positions, slots, pages, the state of rows. It is launched with
+# `**dependent()`.
 
 
 FIRST_CAPABILITY = 9

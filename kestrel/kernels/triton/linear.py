@@ -98,33 +98,50 @@ class Tuning:
 
 
 @triton.jit
+def output_numbers(ptr, outs, num_out, IS_THERE: tl.constexpr):
+    """Scales or biases, loaded before the wait: from memory they take as long as the product's weights."""
+    numbers = 0.0
+    if IS_THERE:
+        numbers = tl.load(ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _residual(ptr, stride, rows, outs, inside, IS_THERE: tl.constexpr):
+    """Loaded before the product."""
+    numbers = 0.0
+    if IS_THERE:
+        numbers = tl.load(ptr + rows * stride + outs, mask=inside, other=0.0).to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def _finish(
-    total, rows, outs, inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-    num_rows, num_out, y_stride, residual_stride,
+    total, scale, bias, residual, rows, outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     HAS_GELU_ROWS: tl.constexpr,
 ):  # fmt: skip
     """What follows the product, in fp32, up to the store."""
     if HAS_SCALE:
-        total *= tl.load(scale_ptr + outs, mask=outs < num_out, other=0.0)
+        total *= scale
     if HAS_BIAS:
-        total += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)
+        total += bias
     if HAS_GELU:
         active = gelu_tanh(total)
         if HAS_GELU_ROWS:
             active = tl.where(tl.load(gelu_rows_ptr + rows, mask=rows < num_rows, other=0) != 0, active, total)
         total = active
     if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + rows * residual_stride + outs, mask=inside, other=0.0).to(tl.float32)
+        total += residual
     tl.store(y_ptr + rows * y_stride + outs, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _finish_gate(gate, up, rows, outs, inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE: tl.constexpr):
+def _finish_gate(gate, up, scale, up_scale, rows, outs, inside, y_ptr, y_stride, HAS_SCALE: tl.constexpr):
     """The same of a gated layer: silu(gate) · up."""
     if HAS_SCALE:
-        gate *= tl.load(scale_ptr + outs, mask=outs < num_out, other=0.0)
-        up *= tl.load(scale_ptr + num_out + outs, mask=outs < num_out, other=0.0)
+        gate *= scale
+        up *= up_scale
     dtype = y_ptr.dtype.element_ty
     tl.store(y_ptr + rows * y_stride + outs, _silu_times(gate.to(dtype), up.to(dtype)).to(dtype), mask=inside)
 
@@ -237,18 +254,22 @@ def _by_sums(
     up_place = w_place + num_out.to(tl.int64) * w_stride
     w = first_weights(w_place, outs, num_out, num_in, BLOCK_IN, EVEN)
     up = first_weights(up_place, outs, num_out, num_in, BLOCK_IN, EVEN) if GATED else w
+    own_rows, own_outs = rows[:, None], outs[None, :]
+    inside = (own_rows < num_rows) & (own_outs < num_out)
+    scale = output_numbers(scale_ptr, own_outs, num_out, HAS_SCALE)
+    up_scale = output_numbers(scale_ptr + num_out, own_outs, num_out, HAS_SCALE and GATED)
+    bias = output_numbers(bias_ptr, own_outs, num_out, HAS_BIAS)
     wait_for_inputs(DEPENDENT)
+    residual = _residual(residual_ptr, residual_stride, own_rows, own_outs, inside, HAS_RESIDUAL)
     y, y_up = row_sums(
         x_ptr, w_place, up_place, w, up, norm_ptr, rows, outs, num_rows, num_out, num_in, x_stride, eps,
         ROWS, BLOCK_OUT, BLOCK_IN, EVEN, GATED, HAS_NORM,
     )  # fmt: skip
-    inside = (rows < num_rows)[:, None] & (outs < num_out)[None, :]
     if GATED:
-        _finish_gate(y, y_up, rows[:, None], outs[None, :], inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE)
+        _finish_gate(y, y_up, scale, up_scale, own_rows, own_outs, inside, y_ptr, y_stride, HAS_SCALE)
     else:
         _finish(
-            y, rows[:, None], outs[None, :], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-            num_rows, num_out, y_stride, residual_stride,
+            y, scale, bias, residual, own_rows, own_outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
             HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
         )  # fmt: skip
 
@@ -266,20 +287,22 @@ def _by_dots(
     rows = tl.arange(0, ROWS)
     w_place = w_ptr + outs.to(tl.int64)[:, None] * w_stride
     up_place = w_place + num_out.to(tl.int64) * w_stride
+    own_rows, own_outs = rows[None, :], outs[:, None]
+    inside = (own_rows < num_rows) & (own_outs < num_out)
+    scale = output_numbers(scale_ptr, own_outs, num_out, HAS_SCALE)
+    up_scale = output_numbers(scale_ptr + num_out, own_outs, num_out, HAS_SCALE and GATED)
+    bias = output_numbers(bias_ptr, own_outs, num_out, HAS_BIAS)
     wait_for_inputs(DEPENDENT)
+    residual = _residual(residual_ptr, residual_stride, own_rows, own_outs, inside, HAS_RESIDUAL)
     total, up_total = row_dots(
         x_ptr, w_place, up_place, rows, outs, num_rows, num_out, num_in, x_stride,
         ROWS, BLOCK_OUT, BLOCK_IN, EVEN, GATED,
     )  # fmt: skip
-    inside = (rows < num_rows)[None, :] & (outs < num_out)[:, None]
     if GATED:
-        _finish_gate(
-            total, up_total, rows[None, :], outs[:, None], inside, y_ptr, scale_ptr, num_out, y_stride, HAS_SCALE
-        )  # fmt: skip
+        _finish_gate(total, up_total, scale, up_scale, own_rows, own_outs, inside, y_ptr, y_stride, HAS_SCALE)
     else:
         _finish(
-            total, rows[None, :], outs[:, None], inside, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr,
-            num_rows, num_out, y_stride, residual_stride,
+            total, scale, bias, residual, own_rows, own_outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
             HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
         )  # fmt: skip
 

@@ -304,6 +304,9 @@ def _expand_outputs(
     part_stride = tl.num_programs(0).to(tl.int64) * ROWS * max_rank
     h_place = h_ptr + (place * max_rank).to(tl.int64)[:, None]
     f = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    y_place = total_ptr + rows.to(tl.int64)[:, None] * total_stride + f[None, :]
+    mask = (rows >= 0)[:, None] & (f < num_out)[None, :]
+    y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
     delta = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     delta = _add_delta(
         delta, h_place, part_stride, b0_ptr + slot * b0_stride, f, rank0, num_out, max_rank, SPLITS0, ROWS, RANKS, EVEN
@@ -312,9 +315,7 @@ def _expand_outputs(
         h_place += SPLITS0 * part_stride
         b1_ptr += slot * b1_stride
         delta = _add_delta(delta, h_place, part_stride, b1_ptr, f, rank1, num_out, max_rank, SPLITS1, ROWS, RANKS, EVEN)
-    y_place = total_ptr + rows.to(tl.int64)[:, None] * total_stride + f[None, :]
-    mask = (rows >= 0)[:, None] & (f < num_out)[None, :]
-    y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32) + delta
+    y += delta
     if HAS_GELU:
         y = gelu_tanh(y.to(total_ptr.dtype.element_ty).to(tl.float32))
     tl.store(y_place, y.to(total_ptr.dtype.element_ty), mask=mask)

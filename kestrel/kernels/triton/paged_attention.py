@@ -87,7 +87,7 @@ def _tile_places(
 
 @triton.jit
 def _single_head(
-    q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+    q_ptr, k_ptr, v_ptr, pages_ptr, places, start, end, score_scale,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,6 @@ def _single_head(
     top = tl.full((BLOCK_KEYS,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((BLOCK_KEYS,), dtype=tl.float32)
     mixed = tl.zeros((BLOCK_KEYS, DIMS), dtype=tl.float32)
-    places = _tile_places(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
         place = places[:, None] + d[None, :]
@@ -119,7 +118,7 @@ def _single_head(
 
 @triton.jit
 def _head_group(
-    q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+    q_ptr, k_ptr, v_ptr, pages_ptr, places, start, end, score_scale,
     GROUP: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +129,6 @@ def _head_group(
     top = tl.full((PADDED,), -1.0e30, dtype=tl.float32)
     weight = tl.zeros((PADDED,), dtype=tl.float32)
     mixed = tl.zeros((PADDED, DIMS), dtype=tl.float32)
-    places = _tile_places(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
     for first in range(start, end, BLOCK_KEYS):
         keys = first + tl.arange(0, BLOCK_KEYS)
         place = places[:, None] + d[None, :]
@@ -157,7 +155,6 @@ def _attend_split(
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(DEPENDENT)
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_keys = tl.load(num_keys_ptr + row).to(tl.int32)
     per_split = tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
@@ -169,9 +166,11 @@ def _attend_split(
     v_ptr += kv_head * HEAD_STRIDE
     pages_ptr += row.to(tl.int64) * pages_stride
     d = tl.arange(0, DIMS)
+    places = _tile_places(pages_ptr, start + tl.arange(0, BLOCK_KEYS), end, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE)
+    wait_for_inputs(DEPENDENT)
     if GROUP == 1:
         top, weight, mixed = _single_head(
-            q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+            q_ptr, k_ptr, v_ptr, pages_ptr, places, start, end, score_scale,
             HEAD_DIM, DIMS, BLOCK_KEYS, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE,
         )  # fmt: skip
         heads = first_head
@@ -179,7 +178,7 @@ def _attend_split(
         head_mask = heads >= 0
     else:
         top, weight, mixed = _head_group(
-            q_ptr, k_ptr, v_ptr, pages_ptr, start, end, score_scale,
+            q_ptr, k_ptr, v_ptr, pages_ptr, places, start, end, score_scale,
             GROUP, PADDED, HEAD_DIM, DIMS, BLOCK_KEYS, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE,
         )  # fmt: skip
         g = tl.arange(0, PADDED)

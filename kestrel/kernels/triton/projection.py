@@ -15,7 +15,15 @@ from torch import Tensor
 
 from kestrel.kernels.fp8 import LARGEST_FP8
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, has_room, wait_for_inputs
-from kestrel.kernels.triton.linear import MAX_ROWS, SUMMED_ROWS, Tuning, first_weights, row_dots, row_sums
+from kestrel.kernels.triton.linear import (
+    MAX_ROWS,
+    SUMMED_ROWS,
+    Tuning,
+    first_weights,
+    output_numbers,
+    row_dots,
+    row_sums,
+)
 from kestrel.kernels.triton.norms import rms_norm
 from kestrel.kernels.triton.paged_attention import page_layout
 from kestrel.kernels.triton.rotary import for_cache
@@ -68,9 +76,9 @@ def _project_and_store(
     if not BY_DOTS:
         w_place = w_ptr + w_rows[None, :, None]
         w = first_weights(w_place, outs, num_out, num_in, BLOCK_IN, EVEN)
-    wait_for_inputs(DEPENDENT)
-
     # What the end needs is on its way before the product.
+    scale = output_numbers(scale_ptr, outs[None, :], num_out, HAS_SCALE)
+    bias = output_numbers(bias_ptr, outs[None, :], num_out, HAS_BIAS)
     head, d = _first_of_pair(first_pair + tl.arange(0, BLOCK_OUT // 2), HEAD_DIM, HALF)
     head, d, row = head[None, :], d[None, :], rows[:, None]
     inside = (row < num_rows) & (head < HEADS + 2 * KV_HEADS)
@@ -80,6 +88,7 @@ def _project_and_store(
         table = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.int64) * HALF + d
         cos = tl.load(cos_ptr + table, mask=rotates, other=1.0)
         sin = tl.load(sin_ptr + table, mask=rotates, other=0.0)
+    wait_for_inputs(DEPENDENT)
     if BY_DOTS:
         w_place = w_ptr + w_rows[:, None]
         total, _ = row_dots(
@@ -93,9 +102,9 @@ def _project_and_store(
             ROWS, BLOCK_OUT, BLOCK_IN, EVEN, False, HAS_NORM,
         )  # fmt: skip
     if HAS_SCALE:
-        total *= tl.load(scale_ptr + outs, mask=outs < num_out, other=0.0)[None, :]
+        total *= scale
     if HAS_BIAS:
-        total += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
+        total += bias
 
     # Rounded before the rotation and after it, as it is in two operations.
     halves = tl.permute(tl.reshape(total.to(q_ptr.dtype.element_ty), (ROWS, 2, BLOCK_OUT // 2)), (0, 2, 1))

@@ -261,6 +261,11 @@ def _rotate_and_store(
     rotates = (d < 2 * HALF) & (head < HEADS + KV_HEADS)
     partner = tl.where(d < HALF, d + HALF, d - HALF)
     source = qkv_ptr + token * qkv_stride + head * HEAD_DIM
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if HALF > 0:
+        table = tl.load(positions_ptr + token).to(tl.int64) * HALF + d % HALF
+        cos = tl.load(cos_ptr + table, mask=rotates, other=1.0)
+        sin = tl.load(sin_ptr + table, mask=rotates, other=0.0)
     wait_for_inputs(DEPENDENT)
     x = tl.load(source + d, mask=inside, other=0.0)
     other = tl.load(source + partner, mask=rotates, other=0.0)
@@ -280,13 +285,9 @@ def _rotate_and_store(
         x = _normed(x, per_deviation, q_norm_ptr, k_norm_ptr, d, d < HEAD_DIM, is_query, is_value)
         other = _normed(other, per_deviation, q_norm_ptr, k_norm_ptr, partner, rotates, is_query, is_value)
     if HALF > 0:
-        table = tl.load(positions_ptr + token).to(tl.int64) * HALF + d % HALF
-        cos = tl.load(cos_ptr + table, mask=rotates, other=1.0)
-        sin = tl.load(sin_ptr + table, mask=rotates, other=0.0)
         signed = tl.where(d < HALF, -sin, sin)
         x = (x.to(tl.float32) * cos + other.to(tl.float32) * signed).to(x.dtype)
     tl.store(q_ptr + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + d, x, mask=inside & is_query)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     k_place = slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * POSITION_STRIDE + (head - HEADS) * HEAD_STRIDE + d
     k = for_cache(x, inverse_k_scale, LARGEST, k_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_place, k, mask=inside & (head >= HEADS) & (head < HEADS + KV_HEADS))

@@ -70,14 +70,14 @@ def _best_of_block(
     VOCAB_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HAS_ENDINGS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(DEPENDENT)
     block, entry = tl.program_id(0), tl.program_id(1)
     logits_ptr += entry.to(tl.int64) * row_stride
     ids = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    scores = tl.load(logits_ptr + ids * id_stride, mask=ids < vocab, other=float("-inf"))
     row = tl.load(rows_ptr + entry)
     state = tl.load(state_ptr + row)
     is_limited = tl.load(is_limited_ptr + state)
+    wait_for_inputs(DEPENDENT)
+    scores = tl.load(logits_ptr + ids * id_stride, mask=ids < vocab, other=float("-inf"))
     reads_list = block >= VOCAB_BLOCKS
     if reads_list:
         place = ids - VOCAB_BLOCKS * BLOCK
