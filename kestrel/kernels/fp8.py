@@ -38,6 +38,8 @@ def gelu_to_fp8(x_TF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 WIDTH_MULTIPLE = 16
+FEWEST_ROWS = 64
+"""From here on the library has a fast product for all sizes. Fewer rows, but for one, take longer than so many."""
 
 
 def weights_to_fp8(weight_FD: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,9 +86,9 @@ def scaled_mm_linear(
     if x_fp8_TD.shape[0] == 0:
         return torch.empty(0, weight_fp8_FD.shape[0], dtype=out_dtype, device=x_fp8_TD.device)
     # The library has nothing for some sizes, such as 32 rows of 8192 numbers to 2048, where it has for 64 rows.
-    # The rows are there twice then, and half of the result is read.
+    # The rows are there several times then, and only the first of the results are read.
     num_rows = len(x_fp8_TD)
-    for times in (1, 2):
+    for times in (1, max(2, -(-FEWEST_ROWS // num_rows))):
         try:
             return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
                 x_fp8_TD.repeat(times, 1) if times > 1 else x_fp8_TD,

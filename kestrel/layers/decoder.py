@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kestrel.kernels.fp8 import FEWEST_ROWS
 from kestrel.kernels.moe_mlp import Work
 from kestrel.kernels.ops import PLAIN, Ops
 from kestrel.layers.adapt import Adapt
@@ -171,7 +172,7 @@ class SequentialBlock(nn.Module):
         """(residual stream, what is still to be added to it): first before the block, then after it, there of the
         wanted positions alone."""
         adapt = step.adapt
-        if self._is_fusible and adapt is None and not pending and x_TD.shape[0] <= self.ops.max_small_rows:
+        if self._is_fusible and adapt is None and not pending and self.attn.qkv.is_small(x_TD):
             return _wanted(wanted_N, self._forward_small(x_TD, step), ())
         to_fp8 = adapt is None and self.attn.qkv.takes_fp8_rows(x_TD)
         x_TD, y = self.ln1.of_sum(x_TD, pending, to_fp8=to_fp8)
@@ -309,6 +310,11 @@ class TextDecoder(nn.Module):
     @property
     def has_experts(self) -> bool:
         return any(block.has_experts for block in self._blocks())
+
+    @property
+    def fewest_rows(self) -> int:
+        """What a step of more than one row is best filled up to."""
+        return FEWEST_ROWS if self.quantization == "fp8" and not self.has_experts else 1
 
     def matrix_sides(self) -> set[int]:
         """Of the blocks' matrices that may become float8, experts apart."""

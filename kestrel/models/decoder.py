@@ -47,6 +47,10 @@ class TextModelDecoder:
         return self._text.ranks
 
     @property
+    def fewest_rows(self) -> int:
+        return self._text.fewest_rows
+
+    @property
     def adapter_parts(self) -> Mapping[tuple[int, str], Part]:
         return self._text.adapter_parts()
 

@@ -145,7 +145,8 @@ def captured_steps(
     limits: RuntimeLimits, ops: Ops, pool: GraphPool, adapters: AdapterSlots | None = None
 ) -> MakeFastSteps:
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
-        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(limits.max_batch_size), pool, adapters)
+        sizes = batch_sizes(limits.max_batch_size, model.fewest_rows)
+        decode = DecodeGraphs(model, kv, table, ops, sizes, pool, adapters)
         return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool, adapters))
 
     return make
@@ -287,10 +288,11 @@ def _dotted(capability: tuple[int, int]) -> str:
 # ---------------------------------------------------------------------- sizes that the configuration leaves open
 
 
-def batch_sizes(largest: int) -> list[int]:
-    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them."""
+def batch_sizes(largest: int, fewest: int = 1) -> list[int]:
+    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them. Above 1 at least `fewest`."""
     usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]
-    return [*(size for size in usual if size < largest), largest]
+    sizes = [*(size for size in usual if size < largest), largest]
+    return sorted({1} | {max(size, fewest) for size in sizes if size > 1})
 
 
 def prefill_budget(config: RuntimeConfig, shape: DecoderShape, device: torch.device) -> int:

@@ -76,11 +76,11 @@ def test_the_fast_product_on_the_gpu_is_that_of_the_numbers_made_wide(shape: tup
     matches_the_plain_version(shape, "cuda")
 
 
-@pytest.mark.parametrize("fewest_rows", [1, 8, 100])
+@pytest.mark.parametrize("fewest_rows", [1, 64, 100])
 def test_sizes_that_the_library_lacks_are_multiplied_all_the_same(
     fewest_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are, as twice as many rows, or in the plain way."""
+    """As they are, several times, or in the plain way."""
     x, x_scale, weight, weight_scale, bias = quantised((5, 48, 80), "cpu")
 
     def library(rows: torch.Tensor, other: torch.Tensor, **how: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,14 @@ from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.row_tables import BIAS, ID_LIMITS, MASK, PENALTIES
 from kestrel.moondream.decoder import MoondreamDecoder
 from kestrel.runtime import bring_up
-from kestrel.runtime.bring_up import CROPS_OF_A_PICTURE, CROPS_ON_CPU, CROPS_ON_GPU, batch_crops, prefill_budget
+from kestrel.runtime.bring_up import (
+    CROPS_OF_A_PICTURE,
+    CROPS_ON_CPU,
+    CROPS_ON_GPU,
+    batch_crops,
+    batch_sizes,
+    prefill_budget,
+)
 from kestrel.runtime.memory import ROOM, WorkingMemory, measure_working_memory
 from kestrel.runtime.rows import WishTable, sampling_bytes
 from tests.exhaustive import sweep
@@ -87,3 +94,18 @@ def test_a_step_has_no_more_positions_than_all_rows_together() -> None:
     for length, expected in ((None, 3 * shape.max_context), (500, 1500)):
         config = RuntimeConfig(max_batch_size=3, max_prefill_tokens=2**20, max_seq_length=length)
         assert prefill_budget(config, shape, CPU) == expected
+
+
+@pytest.mark.parametrize(
+    ("largest", "fewest", "sizes"),
+    [
+        (1, 1, [1]),
+        (16, 1, [1, 2, 4, 8, 16]),
+        (70, 1, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]),
+        (1, 64, [1]),
+        (16, 64, [1, 64]),
+        (200, 64, [1, 64, 128, 200]),
+    ],
+)
+def test_batches_are_filled_up_to_sizes_that_hold_the_largest(largest: int, fewest: int, sizes: list[int]) -> None:
+    assert batch_sizes(largest, fewest) == sizes

@@ -99,7 +99,7 @@ class Tuning:
 
 @triton.jit
 def output_numbers(ptr, outs, num_out, IS_THERE: tl.constexpr):
-    """Scales or biases, loaded before the wait: from memory they take as long as the product's weights."""
+    """Scales or biases."""
     numbers = 0.0
     if IS_THERE:
         numbers = tl.load(ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)
@@ -108,7 +108,6 @@ def output_numbers(ptr, outs, num_out, IS_THERE: tl.constexpr):
 
 @triton.jit
 def _residual(ptr, stride, rows, outs, inside, IS_THERE: tl.constexpr):
-    """Loaded before the product."""
     numbers = 0.0
     if IS_THERE:
         numbers = tl.load(ptr + rows * stride + outs, mask=inside, other=0.0).to(tl.float32)
@@ -256,6 +255,7 @@ def _by_sums(
     up = first_weights(up_place, outs, num_out, num_in, BLOCK_IN, EVEN) if GATED else w
     own_rows, own_outs = rows[:, None], outs[None, :]
     inside = (own_rows < num_rows) & (own_outs < num_out)
+    # Before the wait: from memory they take as long as weights.
     scale = output_numbers(scale_ptr, own_outs, num_out, HAS_SCALE)
     up_scale = output_numbers(scale_ptr + num_out, own_outs, num_out, HAS_SCALE and GATED)
     bias = output_numbers(bias_ptr, own_outs, num_out, HAS_BIAS)
@@ -289,15 +289,16 @@ def _by_dots(
     up_place = w_place + num_out.to(tl.int64) * w_stride
     own_rows, own_outs = rows[None, :], outs[:, None]
     inside = (own_rows < num_rows) & (own_outs < num_out)
-    scale = output_numbers(scale_ptr, own_outs, num_out, HAS_SCALE)
-    up_scale = output_numbers(scale_ptr + num_out, own_outs, num_out, HAS_SCALE and GATED)
-    bias = output_numbers(bias_ptr, own_outs, num_out, HAS_BIAS)
     wait_for_inputs(DEPENDENT)
-    residual = _residual(residual_ptr, residual_stride, own_rows, own_outs, inside, HAS_RESIDUAL)
     total, up_total = row_dots(
         x_ptr, w_place, up_place, rows, outs, num_rows, num_out, num_in, x_stride,
         ROWS, BLOCK_OUT, BLOCK_IN, EVEN, GATED,
     )  # fmt: skip
+    # Not before the product: its blocks leave no room for programs that wait, so nothing would come earlier.
+    scale = output_numbers(scale_ptr, own_outs, num_out, HAS_SCALE)
+    up_scale = output_numbers(scale_ptr + num_out, own_outs, num_out, HAS_SCALE and GATED)
+    bias = output_numbers(bias_ptr, own_outs, num_out, HAS_BIAS)
+    residual = _residual(residual_ptr, residual_stride, own_rows, own_outs, inside, HAS_RESIDUAL)
     if GATED:
         _finish_gate(total, up_total, scale, up_scale, own_rows, own_outs, inside, y_ptr, y_stride, HAS_SCALE)
     else:

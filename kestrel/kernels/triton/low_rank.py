@@ -87,12 +87,8 @@ def _shrink(
     """Two matrices: the first SPLITS0 parts are those of the first, the other parts those of the second."""
     tile, part = tl.program_id(0), tl.program_id(2)
     place = tile * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(slot_ptr + tile).to(tl.int64)
-    rows = tl.load(rows_ptr + place)
-    # Before the first return: a kernel whose programs all end without waiting lets the next one overtake the last.
-    wait_for_inputs(DEPENDENT)
-    if slot < 0:
-        return
+    rows, found = tl.load(rows_ptr + place), tl.load(slot_ptr + tile).to(tl.int64)
+    slot = tl.maximum(found, 0)
     if part < SPLITS0:
         x_ptr, x_stride, num_in, start = x0_ptr, x0_stride, num_in0, part * COLUMNS
         a_ptr, rank_ptr = a0_ptr + slot * a0_stride, rank0_ptr
@@ -103,10 +99,12 @@ def _shrink(
     else:
         x_ptr, x_stride, num_in, start = x1_ptr, x1_stride, num_in1, (part - SPLITS0) * COLUMNS
         a_ptr, rank_ptr = a1_ptr + slot * a1_stride, rank1_ptr
-    rank = tl.multiple_of(tl.load(rank_ptr + slot), 16)
+    rank = tl.where(found >= 0, tl.multiple_of(tl.load(rank_ptr + slot), 16), 0)
+    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    # Before the first return: a kernel whose programs all end without waiting lets the next one overtake the last.
+    wait_for_inputs(DEPENDENT)
     if tl.program_id(1) * RANKS >= rank:
         return
-    r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     total = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     x_place = x_ptr + rows.to(tl.int64)[:, None] * x_stride
     for first in range(start, tl.minimum(start + COLUMNS, num_in), BLOCK_IN):

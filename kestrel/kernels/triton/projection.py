@@ -73,12 +73,14 @@ def _project_and_store(
     own_d = tl.where(lane < BLOCK_OUT // 2, own_d, _second_of_pair(own_d, HEAD_DIM, HALF))
     outs, rows = own_head * HEAD_DIM + own_d, tl.arange(0, ROWS)
     w_rows = outs.to(tl.int64) * w_stride
-    if not BY_DOTS:
+    if BY_DOTS:
+        wait_for_inputs(DEPENDENT)
+    else:
         w_place = w_ptr + w_rows[None, :, None]
         w = first_weights(w_place, outs, num_out, num_in, BLOCK_IN, EVEN)
+        scale = output_numbers(scale_ptr, outs[None, :], num_out, HAS_SCALE)
+        bias = output_numbers(bias_ptr, outs[None, :], num_out, HAS_BIAS)
     # What the end needs is on its way before the product.
-    scale = output_numbers(scale_ptr, outs[None, :], num_out, HAS_SCALE)
-    bias = output_numbers(bias_ptr, outs[None, :], num_out, HAS_BIAS)
     head, d = _first_of_pair(first_pair + tl.arange(0, BLOCK_OUT // 2), HEAD_DIM, HALF)
     head, d, row = head[None, :], d[None, :], rows[:, None]
     inside = (row < num_rows) & (head < HEADS + 2 * KV_HEADS)
@@ -88,7 +90,6 @@ def _project_and_store(
         table = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.int64) * HALF + d
         cos = tl.load(cos_ptr + table, mask=rotates, other=1.0)
         sin = tl.load(sin_ptr + table, mask=rotates, other=0.0)
-    wait_for_inputs(DEPENDENT)
     if BY_DOTS:
         w_place = w_ptr + w_rows[:, None]
         total, _ = row_dots(
@@ -96,7 +97,10 @@ def _project_and_store(
             ROWS, BLOCK_OUT, BLOCK_IN, EVEN, False,
         )  # fmt: skip
         total = tl.trans(total)
+        scale = output_numbers(scale_ptr, outs[None, :], num_out, HAS_SCALE)
+        bias = output_numbers(bias_ptr, outs[None, :], num_out, HAS_BIAS)
     else:
+        wait_for_inputs(DEPENDENT)
         total, _ = row_sums(
             x_ptr, w_place, w_place, w, w, norm_ptr, rows, outs, num_rows, num_out, num_in, x_stride, eps,
             ROWS, BLOCK_OUT, BLOCK_IN, EVEN, False, HAS_NORM,
