@@ -60,8 +60,9 @@ def matches_the_plain_version(shape: tuple[int, int, int], device: str) -> None:
         expected = fp8_linear(x, x_scale, weight, weight_scale, some_bias, torch.float32)
         assert (got.shape, got.dtype) == (expected.shape, torch.bfloat16)
         largest = expected.abs().amax() if expected.numel() else torch.tensor(1.0)
-        # The fast sums of the tensor cores keep 14 bits; the result keeps 8.
-        torch.testing.assert_close(got.float(), expected, rtol=2.0**-7, atol=2e-3 * float(largest))
+        # The fast sums of the tensor cores keep 14 bits, and lose more the longer they are; the result keeps 8.
+        atol = 2e-3 * max(1.0, shape[2] / 2048) * float(largest)
+        torch.testing.assert_close(got.float(), expected, rtol=2.0**-7, atol=atol)
 
 
 @pytest.mark.skipif(not multiplies_scaled_rows("cpu"), reason="this torch scales rows only on a GPU")
