@@ -25,6 +25,7 @@ from kestrel.adapters.adapter import (
     Side,
 )
 from kestrel.adapters.peft import NAME_PREFIX, PEFT_CONFIG, PEFT_WEIGHTS, PeftConfig, peft_adapter, read_config
+from kestrel.adapters.sources.folder import weights_file
 from kestrel.errors import CheckpointError
 
 HOSTED_STATE_KEY = "lora_state_dict"
@@ -44,22 +45,8 @@ class AdapterFile:
 
 def read_adapter_file(path: Path) -> AdapterFile:
     """Reads a .safetensors, .pt or .pth file, or a folder of peft's."""
-    if path.is_dir() and (path / PEFT_CONFIG).is_file() and not (path / PEFT_WEIGHTS).is_file():
-        raise CheckpointError(
-            f"{path} has no {PEFT_WEIGHTS}; save the adapter as safetensors with peft (save_pretrained)"
-        )
-    if path.is_dir() and (path / PEFT_WEIGHTS).is_file():
-        path /= PEFT_WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; check the path of the adapter")
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"{path} is empty; download or copy the adapter again")
-    if path.suffix == ".safetensors":
-        file = _read_safetensors(path)
-    elif path.suffix in (".pt", ".pth"):
-        file = _read_torch(path)
-    else:
-        raise CheckpointError(f"{path} is not an adapter file; supported suffixes: .safetensors, .pt, .pth")
+    path = weights_file(path)
+    file = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     if not file.tensors:
         raise CheckpointError(f"{path} holds no tensors; download or save the adapter again")
     return _with_config(file) if _is_peft(file) else file

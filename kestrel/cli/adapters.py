@@ -93,7 +93,7 @@ def inspect(
 
     Every model of `kestrel models` is tried, or the one that --model or --model-path names.
     """
-    _require_there("FILE", file)
+    _require_adapter("FILE", file)
     from kestrel.adapters.inspection import summarise  # noqa: PLC0415 - help needs no torch
 
     content = _read(file)
@@ -120,7 +120,7 @@ def convert(
 
     Without --model and --model-path every known model is tried.
     """
-    _require_there("IN", source)
+    _require_adapter("IN", source)
     _check_target(target, overwrite)
     from kestrel.adapters.loading import save_adapter  # noqa: PLC0415
 
@@ -133,9 +133,13 @@ def convert(
     note(f"{target}: rank {adapter.rank}, {len(adapter.targets)} matrices{base}")
 
 
-def _require_there(name: str, path: Path) -> None:
+def _require_adapter(name: str, path: Path) -> None:
+    """Before torch is imported to read it."""
+    from kestrel.adapters.sources.folder import weights_file  # noqa: PLC0415
+
     if not path.exists():
         raise CheckpointError(f"{name}: there is no {path}; check the path of the adapter")
+    weights_file(path)
 
 
 def _read(path: Path) -> AdapterFile:

@@ -92,6 +92,8 @@ MISTAKES = (
     (["eval", "adapter", "--data", "nofile"], 2),
     (["eval", "adapter", "--data", "pyproject.toml", "--adapter", "mine", "--adapter-dir", "nofolder"], 2),
     (["adapters", "inspect", "nofile"], 3),
+    (["adapters", "inspect", "pyproject.toml"], 3),
+    (["adapters", "convert", "kestrel", "a.safetensors"], 3),
     (["mcp", "--allow", "nofolder"], 2),
     (["serve", "--model", "moondraem2"], 2),
     (["serve", "--tls-cert-file", "nofile", "--tls-key-file", "nofile"], 2),

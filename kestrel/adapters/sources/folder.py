@@ -16,12 +16,29 @@ from kestrel.adapters.adapter import AdapterId
 from kestrel.adapters.peft import PEFT_CONFIG, PEFT_WEIGHTS, adapter_files
 from kestrel.adapters.single_flight import SingleFlight
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, FileStamp, stamped_copy
-from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable, ConfigError
+from kestrel.errors import AdapterNotFound, AdapterSourceError, AdapterUnusable, CheckpointError, ConfigError
 from kestrel.threads import Threads
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 FILES_IN_FOLDER = ("adapter.safetensors", PEFT_WEIGHTS, "final.safetensors", "final.pt", "final.pth")
 _THREADS = 4
+
+
+def weights_file(path: Path) -> Path:
+    """The file of an adapter's weights: the path itself, or peft's in a folder. Refuses what cannot be one."""
+    if path.is_dir() and (path / PEFT_CONFIG).is_file() and not (path / PEFT_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{path} has no {PEFT_WEIGHTS}; save the adapter as safetensors with peft (save_pretrained)"
+        )
+    if path.is_dir() and (path / PEFT_WEIGHTS).is_file():
+        path /= PEFT_WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file; check the path of the adapter")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty; download or copy the adapter again")
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(f"{path} is not an adapter file; supported suffixes: {', '.join(SUFFIXES)}")
+    return path
 
 
 @dataclass(frozen=True, slots=True)
