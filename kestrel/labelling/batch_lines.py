@@ -192,7 +192,7 @@ def _prompt(line: dict[str, Any], custom_id: str, options: PromptOptions) -> Bat
         raise BadLine(f"prompt: must be a text that is not empty (got {shown(prompt)})")
     for name in NO_PROMPT_FIELDS:
         if name in fields:
-            raise BadLine(f"{name}: does not go with a prompt; write the line with method, url and body")
+            raise BadLine(f"{name}: cannot be used together with a prompt; write the line with method, url and body")
     return options.request(custom_id, prompt, fields)
 
 

@@ -171,7 +171,9 @@ def answer_constraint(request: SampledRequest, grammar: Grammar, profile: ModelP
         raise RequestError(field, f"is not supported by {profile.name}; leave it out or use another model")
     if request.sampling.allowed_ids or request.sampling.suppressed_ids:
         remedy = "the two can leave no token at all; give one of them"
-        raise RequestError(field, f"does not go with allowed_ids (allowed_token_ids) or suppressed_ids: {remedy}")
+        raise RequestError(
+            field, f"cannot be used together with allowed_ids (allowed_token_ids) or suppressed_ids: {remedy}"
+        )
     answer_phase = max(state.phase for state in grammar.states)
     return Constraint(profile.constraints.start(request.response_format), answer_phase)
 

@@ -251,7 +251,7 @@ def _asked(
     asked, continues = values.own.get("reasoning"), values.own.get("continue_final_message", False)
     opens_answer = values.own.get("add_generation_prompt", not continues)
     if continues and opens_answer:
-        problem = "does not go with add_generation_prompt: an answer either goes on or begins; set one of them to false"
+        problem = "cannot be used together with add_generation_prompt; set one of them to false"
         raise RequestError("continue_final_message", problem)
     does_reason = opens_reasoning(profile, asked)
     return Conversation(
@@ -272,7 +272,7 @@ def _rules(request: ChatRequest, profile: ModelProfile) -> Grammar:
         return answer_rules(profile)
     if isinstance(marks, ThinkingIds):
         return open_thought_rules(profile, marks)
-    problem = "does not go with a chat template that opens a thought: the model has no token for its end"
+    problem = "cannot be used together with a chat template that opens a thought: the model has no token for its end"
     remedy = "leave it out, or switch thinking off if the template can"
     raise RequestError(request.response_format.field, f"{problem}; {remedy}")
 

@@ -40,7 +40,7 @@ class TemplateChat:
         self, text: str, special_tokens: Mapping[str, str], encoder: Encoder, tool_parser: str | None = None
     ) -> None:
         """`tool_parser`: the form of calls, where the template does not tell. Raises TemplateFault if the text is no
-        template, ConfigError if it does not go with that form."""
+        template, ConfigError if it does not fit that form."""
         self._template = ChatTemplate(text, special_tokens, encoder.controls)
         self._reserved = frozenset((*RESERVED, *special_tokens))
         self._encoder = encoder

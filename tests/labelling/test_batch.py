@@ -130,7 +130,7 @@ BAD = [
     ('{"prompt": "a", "prompt": "b"}', None, "'prompt' is given twice"),
     ({"custom_id": 7, "prompt": "a"}, None, "custom_id: must be a text"),
     ({"prompt": ["a"], "custom_id": "p"}, "p", "prompt: must be a text"),
-    ({"prompt": "a", "image": "b.png"}, None, "image: does not go with a prompt"),
+    ({"prompt": "a", "image": "b.png"}, None, "image: cannot be used together with a prompt"),
     ({"question": "a"}, None, "custom_id: is missing; a request has custom_id, method, url, body, or a prompt"),
     (request_line("m", method="GET"), "m", "method: must be POST"),
     (request_line("u", url="http://elsewhere/v1/query"), "u", "url: must be a path"),

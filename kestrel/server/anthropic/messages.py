@@ -197,7 +197,7 @@ def _add_tools(body: Body, fields: EngineFields) -> None:
     choice = given(choice)
     require_known("tool_choice.", choice, ("type", "name", "disable_parallel_tool_use"))
     if ("name" in choice) != (kind == "tool"):
-        raise RequestError("tool_choice.name", 'goes with the type "tool", which needs it')
+        raise RequestError("tool_choice.name", 'is needed with the type "tool", and with no other type')
     named = {"type": "function", "function": {"name": choice.get("name")}}
     fields.add("tool_choice", "tool_choice", CHOICES.get(kind, named))
     fields.names["tool_choice.function.name"] = "tool_choice.name"

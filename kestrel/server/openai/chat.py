@@ -112,7 +112,7 @@ def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
     num_top = SETTINGS["logprobs"].kind("top_logprobs", body.get("top_logprobs", 0))
     if not wants:
         if num_top:
-            raise RequestError("top_logprobs", "goes with logprobs only; set logprobs to true or leave it out")
+            raise RequestError("top_logprobs", "needs logprobs; set logprobs to true, or leave top_logprobs out")
         return None
     fields.add("logprobs", "top_logprobs", num_top)
     return num_top

@@ -68,7 +68,7 @@ def _completion_generation(state: ServerState, body: Body) -> Generation:
     shown_prompts = prompts if echoes else [()] * len(prompts)
     num_logprobs = require_few_logprobs(state, "logprobs", fields.values, shown_prompts, num_choices)
     if echoes and has_logprobs and options.stream:
-        raise RequestError("echo", "does not go with logprobs in a stream; leave out one of the three")
+        raise RequestError("echo", "cannot be used together with logprobs in a stream; leave out one of the three")
     each = [one for prompt in prompts for one in one_per_choice({**fields.values, "prompt": prompt}, num_choices)]
     echoed = [prompt for prompt in prompts for _ in range(num_choices)] if echoes else None
     shape = _CompletionShape(state.require_serving().profile.tokenizer, has_logprobs, echoed)

@@ -107,7 +107,9 @@ def take_format(body: Body, fields: EngineFields) -> None:
     refuse(asked, _REFUSED)
     names = [name for name in _READERS if name in asked]
     if len(names) > 1:
-        raise RequestError(names[1], f"does not go with {names[0]}: an answer has one format; give one of them")
+        raise RequestError(
+            names[1], f"cannot be used together with {names[0]}: an answer has one format; give one of them"
+        )
     for name in names:
         fields.values["response_format"] = _READERS[name](name, asked[name])
         if name != "response_format":

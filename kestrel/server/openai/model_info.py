@@ -96,7 +96,7 @@ async def _text_tokens(engine: ServedEngine, body: Body) -> Response:
         raise RequestError("prompt", "is required: give some text, or messages in its place")
     for name in TEMPLATE_FIELDS:
         if name in body:
-            raise RequestError(name, "goes with messages only; leave it out")
+            raise RequestError(name, "can be used with messages only; leave it out")
     text = any_text("prompt", body["prompt"])
     require_readable(len(text), engine.max_model_length)
     bos = engine.profile.bos if boolean("add_special_tokens", body.get("add_special_tokens", True)) else None
@@ -106,9 +106,9 @@ async def _text_tokens(engine: ServedEngine, body: Body) -> Response:
 
 async def _chat_tokens(request: Request, body: Body) -> Response:
     if "prompt" in body:
-        raise RequestError("prompt", "does not go with messages; give one of them")
+        raise RequestError("prompt", "cannot be used together with messages; give one of them")
     if boolean("add_special_tokens", body.get("add_special_tokens", False)):
-        raise RequestError("add_special_tokens", "does not go with messages, which have their own; leave it out")
+        raise RequestError("add_special_tokens", "cannot be used with messages, which have their own; leave it out")
     refuse(body, REFUSED_IN_CHAT)
     for name in TOOL_FIELDS:
         if name in body:
