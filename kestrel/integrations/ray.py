@@ -203,7 +203,10 @@ def cluster_app(
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": gpus_of_engine(cluster, config)},
         request_router_config=RequestRouterConfig(
             request_router_class="kestrel.integrations.ray:ContentRequestRouter",
-            request_router_kwargs={"max_running": config.max_batch_size},
+            request_router_kwargs={
+                "max_running": config.max_batch_size,
+                "has_others": cluster.ingress_replicas > 1,
+            },
             request_routing_stats_period_s=REPORT_PERIOD_S,
         ),
     )
@@ -401,9 +404,9 @@ def _no_engines() -> EngineStopped:
 class ContentRequestRouter(RequestRouter):
     """Each call to the replica that knows the most of it, while that has room."""
 
-    def initialize_state(self, max_running: int = 1) -> None:
+    def initialize_state(self, max_running: int = 1, has_others: bool = False) -> None:
         self._max_running = max_running
-        self._content = ContentRouter()
+        self._content = ContentRouter(has_others=has_others)
         self._sent_adapters: dict[str, set[str]] = defaultdict(set)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -7,6 +7,7 @@ alike. What the engine makes of the fields may begin alike for longer or shorter
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -18,22 +19,35 @@ PROMPT_FIELDS = ("tools", "messages", "prompt", "question", "object", "length", 
 """What a prompt is made of, in its order there."""
 
 
+@dataclass(frozen=True)
+class PrefixKeys:
+    """Digests of ever longer beginnings of a request, shortest first: each picture, then blocks of the prompt."""
+
+    pictures: tuple[bytes, ...] = ()
+    blocks: tuple[bytes, ...] = ()
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.pictures
+        yield from self.blocks
+
+
 def prefix_keys(
     fields: Mapping[str, Any], pictures: Sequence[str], *, adapter: str | None, tenant: str | None
-) -> tuple[bytes, ...]:
-    """Digests of ever longer beginnings of a request, shortest first: each picture, then blocks of the prompt.
+) -> PrefixKeys:
+    """`pictures` are digests of the request's pictures in order.
 
-    `pictures` are digests of its pictures in order. Every key depends on tenant, adapter and `cache_salt`: contexts of
-    different ones share nothing. A request whose prompt is shorter than a block, without pictures, has no key.
+    Every key depends on tenant, adapter and `cache_salt`: contexts of different ones share nothing. A request whose
+    prompt is shorter than a block, without pictures, has no key.
     """
     key = _digest(b"", repr((tenant, adapter, fields.get("cache_salt"))).encode())
-    keys: list[bytes] = []
+    of_pictures: list[bytes] = []
     for picture in pictures:
-        keys.append(key := _digest(key, picture.encode()))
+        of_pictures.append(key := _digest(key, picture.encode()))
     prompt = _prompt(fields)
+    of_blocks: list[bytes] = []
     for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        keys.append(key := _digest(key, prompt[start : start + BLOCK_BYTES]))
-    return tuple(keys)
+        of_blocks.append(key := _digest(key, prompt[start : start + BLOCK_BYTES]))
+    return PrefixKeys(tuple(of_pictures), tuple(of_blocks))
 
 
 def _digest(before: bytes, added: bytes) -> bytes:

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from kestrel.routing import ContentRouter, ReplicaLoad, prefix_keys
+from kestrel.routing import ContentRouter, PrefixKeys, ReplicaLoad, prefix_keys
+from kestrel.routing.router import ADAPTER_WORTH
 
 REPLICAS = ("a", "b", "c", "d")
 
@@ -30,7 +31,7 @@ def key(name):
 
 def routed(order, *, num_routers=1, at_once=1):
     """Hits, and requests by replica, of pictures asked about in this order; each request lasts `at_once` turns."""
-    routers = [router_of() for _ in range(num_routers)]
+    routers = [router_of(has_others=num_routers > 1) for _ in range(num_routers)]
     has = {name: set() for name in REPLICAS}
     running, hits, counts = [], 0, Counter()
     for turn, picture in enumerate(order):
@@ -78,9 +79,17 @@ def test_when_all_are_full_what_is_known_counts_within_a_batch_of_queue():
 def test_a_longer_known_beginning_wins():
     router = router_of()
     keys = prefix_keys({"prompt": "x" * 2000}, ["p"], adapter=None, tenant=None)
-    router.note("a", keys[:1])
-    router.note("c", keys[:4])
+    router.note("a", PrefixKeys(keys.pictures))
+    router.note("c", PrefixKeys(keys.pictures, keys.blocks[:3]))
     assert router.rank(keys, None, loads())[:2] == ["c", "a"]
+    assert router.num_known("c", keys) == (1, 3)
+
+
+def test_text_counts_behind_its_picture_only():
+    router = router_of()
+    keys = prefix_keys({"prompt": "x" * 2000}, ["p"], adapter=None, tenant=None)
+    router.note("a", PrefixKeys((), keys.blocks))
+    assert router.num_known("a", keys) == (0, 0)
 
 
 def test_an_adapter_is_used_where_it_is_loaded_until_that_is_full():
@@ -89,10 +98,62 @@ def test_an_adapter_is_used_where_it_is_loaded_until_that_is_full():
     assert router.rank(key("p"), "birds", loads(adapters={"d": ["birds"]}, d=4))[0] != "d"
 
 
+@pytest.mark.parametrize("clients", [16, 64, 128])
+@pytest.mark.parametrize("shared", ["instructions", "long instructions", "adapter", "instructions and adapter"])
+def test_what_all_requests_share_does_not_send_them_all_to_one_replica(shared, clients):
+    """Every client asks something else behind the same instructions, or with the same adapter, as soon as it is
+    answered; answers come in any order."""
+    router, dice, adapters = router_of(), random.Random(0), {name: set() for name in REPLICAS}
+    running, total = [], Counter()
+    words = {"instructions": 348, "long instructions": 8000}.get(shared.removesuffix(" and adapter"), 0)
+    adapter = "birds" if shared.endswith("adapter") else None
+    for turn in range(20 * clients):
+        if len(running) == clients:
+            running.pop(dice.randrange(clients))
+        prompt = {"prompt": "x" * words + f"question {turn} " * 40}
+        keys = prefix_keys(prompt, [], adapter=adapter, tenant=None)
+        chosen = router.rank(keys, adapter, loads(64, adapters, **Counter(running)))[0]
+        router.note(chosen, keys)
+        adapters[chosen] |= {adapter} - {None}
+        running.append(chosen)
+        total[chosen] += 1
+    spread = Counter(running)
+    assert max(spread.values()) - min(spread[name] for name in REPLICAS) <= (ADAPTER_WORTH if adapter else 1)
+    assert adapter or max(total.values()) <= 1.25 * total.total() / len(REPLICAS)
+
+
+def test_a_conversation_goes_on_where_it_is_known_while_that_has_little_more_to_do():
+    router, words = router_of(), "word " * 500
+    keys = prefix_keys({"prompt": words + "and then? " * 50}, [], adapter=None, tenant=None)
+    router.note("b", prefix_keys({"prompt": words}, [], adapter=None, tenant=None))
+    known = router.num_known("b", keys)[1]
+    assert known == len(words) // 256
+    assert router.rank(keys, None, loads(64, a=4, b=3 + known, c=4, d=4))[0] == "b"
+    assert router.rank(keys, None, loads(64, a=4, b=5 + known, c=4, d=4))[0] != "b"
+
+
+def test_known_text_makes_up_for_a_quarter_of_a_batch_at_most():
+    router = router_of()
+    keys = prefix_keys({"prompt": "word " * 5000}, [], adapter=None, tenant=None)
+    router.note("b", keys)
+    assert router.rank(keys, None, loads(16, b=3))[0] == "b"
+    assert router.rank(keys, None, loads(16, b=5))[0] != "b"
+
+
+def test_several_routers_place_an_unknown_picture_alike_where_loads_are_about_equal():
+    names = [f"picture {number}" for number in range(30)]
+    one, other = router_of(has_others=True), router_of(has_others=True)
+    for name in names:
+        places = {router.rank(key(name), None, seen)[0] for router, seen in ((one, loads(16, a=3)), (other, loads(16)))}
+        assert len(places) == 1
+    alone = router_of()
+    assert {alone.rank(key(name), None, loads(16, a=3, b=3, d=3))[0] for name in names} == {"c"}
+
+
 def test_requests_without_keys_go_where_the_load_is_lowest_and_take_turns():
     router = router_of()
-    assert router.rank((), None, loads(a=1, b=1, d=1))[0] == "c"
-    firsts = Counter(router.rank((), None, loads())[0] for _ in range(200))
+    assert router.rank(PrefixKeys(), None, loads(a=1, b=1, d=1))[0] == "c"
+    firsts = Counter(router.rank(PrefixKeys(), None, loads())[0] for _ in range(200))
     assert set(firsts) == set(REPLICAS)
 
 
@@ -103,7 +164,7 @@ def test_a_replica_that_left_is_forgotten_and_not_ranked():
     assert "a" not in router.rank(key("p"), None, loads())
     router.note("a", key("p"))
     router.add_replica("a")
-    assert router.num_known("a", key("p")) == 0
+    assert router.num_known("a", key("p")) == (0, 0)
 
 
 def test_other_pictures_stay_where_they_are_when_a_replica_leaves():
@@ -120,5 +181,5 @@ def test_memory_is_bounded_and_keeps_what_was_used_last():
         router.note("a", key("kept"))
         router.note("a", key(str(number)))
     assert len(router._known["a"]) == 100
-    assert router.num_known("a", key("kept")) == 1
-    assert router.num_known("a", key("0")) == 0
+    assert router.num_known("a", key("kept")) == (1, 0)
+    assert router.num_known("a", key("0")) == (0, 0)

@@ -7,6 +7,10 @@ LONG = "word " * BLOCK_BYTES
 
 
 def keys(pictures=(), adapter=None, tenant=None, **fields):
+    return list(beginnings(pictures, adapter, tenant, **fields))
+
+
+def beginnings(pictures=(), adapter=None, tenant=None, **fields):
     return prefix_keys(fields, pictures, adapter=adapter, tenant=tenant)
 
 
@@ -22,6 +26,8 @@ def test_questions_about_one_picture_share_its_key_and_none_of_another_picture()
 
 
 def test_further_pictures_and_blocks_extend_the_chain():
+    both = beginnings(["p", "q"], prompt=LONG)
+    assert (len(both.pictures), len(both.blocks)) == (2, len(LONG) // BLOCK_BYTES)
     assert keys(["p", "q"])[:1] == keys(["p"])
     assert num_common(keys(prompt=LONG + "a" * 500), keys(prompt=LONG + "b" * 500)) == len(LONG) // BLOCK_BYTES
 

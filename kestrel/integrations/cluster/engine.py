@@ -32,7 +32,7 @@ from kestrel.errors import ClusterFull, EngineStopped, QueueFull, RequestCancell
 from kestrel.images.picture import Picture
 from kestrel.integrations.cluster.replica import Begun, Chunks, Ended, Message, Refused, ReplicaCall, Started
 from kestrel.request import GeneratedToken, require_free_id
-from kestrel.routing import prefix_keys
+from kestrel.routing import PrefixKeys, prefix_keys
 from kestrel.settings import SETTINGS
 from kestrel.skills import default_registry
 from kestrel.skills.base import SkillSpec
@@ -224,7 +224,7 @@ class ClusterEngine(ServedEngine):
             return dict(fields)
         return {**fields, "seed": self._dice.getrandbits(63)}
 
-    async def _keys(self, fields: Mapping[str, Any], route: Route) -> tuple[bytes, ...]:
+    async def _keys(self, fields: Mapping[str, Any], route: Route) -> PrefixKeys:
         files = _files(fields)
         is_large = sum(map(len, files)) >= LARGE_PICTURE
         digests = await self.text_threads.run(_digests, files) if is_large else _digests(files)
@@ -258,7 +258,7 @@ class _Call:
     """A request on its way through replicas."""
 
     def __init__(
-        self, stream: EngineStream, fields: Mapping[str, Any], route: Route, is_stream: bool, keys: tuple[bytes, ...]
+        self, stream: EngineStream, fields: Mapping[str, Any], route: Route, is_stream: bool, keys: PrefixKeys
     ) -> None:
         self.stream = stream
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()

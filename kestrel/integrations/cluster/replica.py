@@ -17,6 +17,7 @@ from kestrel.engine.compute_process import ModelDescription
 from kestrel.engine.served import ServedEngine
 from kestrel.engine.streams import EngineResult, EngineStream, StreamChunk
 from kestrel.errors import EngineStopped, KestrelError
+from kestrel.routing import PrefixKeys
 
 BEGUN_S = 0.2
 """Between two looks at whether a request has had its first step."""
@@ -28,7 +29,7 @@ class ReplicaCall:
 
     skill: str
     fields: Mapping[str, Any]
-    keys: tuple[bytes, ...] = ()
+    keys: PrefixKeys = PrefixKeys()
     """Names of its beginnings, for whoever chooses the replica."""
     adapter: str | None = None
     avoid: frozenset[str] = frozenset()
