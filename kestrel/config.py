@@ -382,6 +382,14 @@ def environment_names(field: Field[Any]) -> list[str]:
     return [PREFIX + name.upper() for name in dict.fromkeys([*flags, field.name] if flags else ())]
 
 
+def spin_briefly() -> None:
+    """Before torch is imported. Threads that share a product wait for each other, and torch's OpenMP (libgomp) lets
+    them spin 300000 times for that: where another program has the core of one of them, a small product takes
+    milliseconds. 1000 are a few microseconds, and cost nothing where all cores are free."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def runtime_config_from(environment: Mapping[str, str]) -> RuntimeConfig:
     """The configuration that the variables describe. One that is empty counts as not set."""
     given = {

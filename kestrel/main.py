@@ -15,11 +15,13 @@ def main() -> None:
     try:
         # Here and not above: importing takes a moment, and Ctrl-C must be quiet in that time too.
         from kestrel.cli.app import run  # noqa: PLC0415
+        from kestrel.config import spin_briefly  # noqa: PLC0415
     except KeyboardInterrupt:
         sys.exit(130)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # an answer must not be lost to a narrow terminal encoding
+    spin_briefly()
     code = run(sys.argv[1:])
     at_last = threading.Timer(ENDING_S, os._exit, (code,))
     at_last.daemon = True

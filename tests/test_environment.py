@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from kestrel.config import RuntimeConfig, runtime_config_from
@@ -55,3 +59,27 @@ def test_a_value_of_the_wrong_kind_is_refused_by_its_variable(name: str, value: 
 def test_a_value_that_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_batch_size"):
         runtime_config_from({"KESTREL_MAX_BATCH_SIZE": "0"})
+
+
+SHOW_SPINS = """
+import os, sys
+import kestrel.main
+sys.argv = ["kestrel", "--version"]
+try:
+    kestrel.main.main()
+finally:
+    print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_the_command_line_lets_threads_spin_briefly_unless_it_is_told_otherwise(
+    given: dict[str, str], spins: str | None
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_SPINS], env={**kept, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{spins} False"

@@ -16,7 +16,7 @@ import orjson
 
 from kestrel.client.conversation import completion_answer, completion_body, completion_event
 from kestrel.client.refusals import answer_of, base_url, reason_of, refusal
-from kestrel.config import normalise_dtype
+from kestrel.config import normalise_dtype, spin_briefly
 from kestrel.errors import KestrelError, ServerAway
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class EngineBackend:
     """The engine and its event loop live in a thread of their own, so that any thread and any notebook can call."""
 
     def __init__(self, config: RuntimeConfig, api_key: str | None = None) -> None:
+        spin_briefly()
         # Here and not above: a client of a server has no use for torch.
         from kestrel.engine import InferenceEngine  # noqa: PLC0415
         from kestrel.engine.streams import chunk_body  # noqa: PLC0415

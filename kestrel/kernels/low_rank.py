@@ -80,7 +80,7 @@ def add_deltas(
 ) -> None:
     """y += Δ(x), in place; slots of which `reads_other_S` says so read `other` instead. `has_gelu`: y =
     GELU_tanh(y + Δ(x)) instead. Rows of the base model keep their y in any case."""
-    for slot, rows_N in _used_tiles(tiles, factors):
+    for slot, rows_N in _rows_by_slot(tiles, factors):
         source_TD = x_TD if other_TD is None or reads_other_S is None or not reads_other_S[slot] else other_TD
         y_TF.index_add_(0, rows_N, _slot_delta(source_TD[rows_N], factors, slot))
         if has_gelu:
@@ -96,7 +96,7 @@ def add_input_deltas(
     fc1: SlotFactors,
 ) -> None:
     """In place. The GELU is for rows of the base model too."""
-    for slot, rows_N in _used_tiles(tiles, qkv):
+    for slot, rows_N in _rows_by_slot(tiles, qkv):
         qkv_TF.index_add_(0, rows_N, _slot_delta(y_TD[rows_N], qkv, slot))
         hidden_TF.index_add_(0, rows_N, _slot_delta(y_TD[rows_N], fc1, slot))
     hidden_TF.copy_(functional.gelu(hidden_TF, approximate="tanh"))
@@ -113,17 +113,17 @@ def add_output_deltas(
     fc2: SlotFactors,
 ) -> None:
     """In place. proj's delta reads the attention's output `mixed`, or `y` where `reads_norm_S` says so of a slot."""
-    for slot, rows_N in _used_tiles(tiles, proj):
+    for slot, rows_N in _rows_by_slot(tiles, proj):
         x_TD = y_TD if reads_norm_S[slot] else mixed_TD
         total_TD.index_add_(0, rows_N, _slot_delta(x_TD[rows_N], proj, slot))
         total_TD.index_add_(0, rows_N, _slot_delta(hidden_TF[rows_N], fc2, slot))
 
 
-def _used_tiles(tiles: SlotTiles, factors: SlotFactors) -> list[tuple[int, Tensor]]:
-    """(slot, rows) of the tiles of adapters."""
-    num_slots = len(factors.a_SRD)
-    pairs = zip(tiles.slot_K.tolist(), tiles.rows_KN, strict=True)
-    return [(slot, rows_N[rows_N >= 0].long()) for slot, rows_N in pairs if 0 <= slot < num_slots]
+def _rows_by_slot(tiles: SlotTiles, factors: SlotFactors) -> list[tuple[int, Tensor]]:
+    """(slot, all its rows) of the adapters that are used."""
+    used = sorted({slot for slot in tiles.slot_K.tolist() if 0 <= slot < len(factors.a_SRD)})
+    rows_of = ((slot, tiles.rows_KN[tiles.slot_K == slot]) for slot in used)
+    return [(slot, rows_KN[rows_KN >= 0].long()) for slot, rows_KN in rows_of]
 
 
 def _slot_delta(x_ND: Tensor, factors: SlotFactors, slot: int) -> Tensor:
