@@ -5,8 +5,8 @@ and the rest of its load. So a picture is sought where it is known while there i
 request goes to another one, which knows it from then on: a picture that many ask about spreads.
 
 A known beginning of text and a loaded adapter make up for some load only: one more engine learns them from a single
-request. What many requests had in common, such as instructions, makes up for less and less, so all engines soon know it;
-a conversation stays where it is.
+request. What many requests had in common, such as instructions, makes up for less and less, so all engines soon know
+it; a conversation stays where it is.
 
 Several routers never talk to each other. To place a picture that nobody knows alike, they go by a hash of it among
 engines of about equal load.

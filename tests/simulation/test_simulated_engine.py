@@ -27,7 +27,8 @@ FOUR_WORKLOADS = [
     Case("llama-3.1-8b", "ids2000", "flood", 64, 1),
 ]
 NEW_COMMITS = (
-    "3f7a853", "19a9e1c", "04be4cf", "04be4cf+", "6e845d9", "e36eab6", "f4df511", "ffad904", "e0e142c", "82e8dba", "a83a5d9",
+    "3f7a853", "19a9e1c", "04be4cf", "04be4cf+", "6e845d9", "e36eab6",
+    "f4df511", "ffad904", "e0e142c", "82e8dba", "a83a5d9",
 )  # fmt: skip
 PAGE = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
 ROUND = StepCosts(

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from kestrel.engine.compute_process import ModelDescription
@@ -29,7 +29,7 @@ class ReplicaCall:
 
     skill: str
     fields: Mapping[str, Any]
-    keys: PrefixKeys = PrefixKeys()
+    keys: PrefixKeys = field(default_factory=PrefixKeys)
     """Names of its beginnings, for whoever chooses the replica."""
     adapter: str | None = None
     avoid: frozenset[str] = frozenset()
