@@ -58,6 +58,33 @@ def _put(
     tl.store(v_cache_ptr + place - KV_HEADS * HEAD_STRIDE, v, mask=inside & is_value)
 
 
+@triton.jit
+def _outputs(first_pair, BLOCK_OUT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
+    """Rows of the weight: the first of each pair, then the partners."""
+    lane = tl.arange(0, BLOCK_OUT)
+    head, d = _first_of_pair(first_pair + lane % (BLOCK_OUT // 2), HEAD_DIM, HALF)
+    return head * HEAD_DIM + tl.where(lane < BLOCK_OUT // 2, d, _second_of_pair(d, HEAD_DIM, HALF))
+
+
+@triton.jit
+def _targets(
+    first_pair, row, num_rows, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
+    BLOCK_OUT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Of the first of each pair: head, dimension, whether it is there, slot, and the rotation where there is one."""
+    head, d = _first_of_pair(first_pair + tl.arange(0, BLOCK_OUT // 2), HEAD_DIM, HALF)
+    head, d = head[None, :], d[None, :]
+    inside = (row < num_rows) & (head < HEADS + 2 * KV_HEADS)
+    slots = tl.load(slots_ptr + row, mask=row < num_rows, other=0).to(tl.int64)
+    cos, sin = 1.0, 0.0
+    if HALF > 0:
+        rotates = inside & (d < HALF) & (head < HEADS + KV_HEADS)
+        table = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.int64) * HALF + d
+        cos = tl.load(cos_ptr + table, mask=rotates, other=1.0)
+        sin = tl.load(sin_ptr + table, mask=rotates, other=0.0)
+    return head, d, inside, slots, cos, sin
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _project_and_store(
     x_ptr, w_ptr, bias_ptr, scale_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_cache_ptr,
@@ -68,10 +95,8 @@ def _project_and_store(
     PAGE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, LARGEST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    first_pair, lane = tl.program_id(0) * (BLOCK_OUT // 2), tl.arange(0, BLOCK_OUT)
-    own_head, own_d = _first_of_pair(first_pair + lane % (BLOCK_OUT // 2), HEAD_DIM, HALF)
-    own_d = tl.where(lane < BLOCK_OUT // 2, own_d, _second_of_pair(own_d, HEAD_DIM, HALF))
-    outs, rows = own_head * HEAD_DIM + own_d, tl.arange(0, ROWS)
+    first_pair, rows = tl.program_id(0) * (BLOCK_OUT // 2), tl.arange(0, ROWS)
+    outs = _outputs(first_pair, BLOCK_OUT, HEAD_DIM, HALF)
     w_rows = outs.to(tl.int64) * w_stride
     if BY_DOTS:
         wait_for_inputs(DEPENDENT)
@@ -81,15 +106,10 @@ def _project_and_store(
         scale = output_numbers(scale_ptr, outs[None, :], num_out, HAS_SCALE)
         bias = output_numbers(bias_ptr, outs[None, :], num_out, HAS_BIAS)
     # What the end needs is on its way before the product.
-    head, d = _first_of_pair(first_pair + tl.arange(0, BLOCK_OUT // 2), HEAD_DIM, HALF)
-    head, d, row = head[None, :], d[None, :], rows[:, None]
-    inside = (row < num_rows) & (head < HEADS + 2 * KV_HEADS)
-    slots = tl.load(slots_ptr + row, mask=row < num_rows, other=0).to(tl.int64)
-    if HALF > 0:
-        rotates = inside & (d < HALF) & (head < HEADS + KV_HEADS)
-        table = tl.load(positions_ptr + row, mask=row < num_rows, other=0).to(tl.int64) * HALF + d
-        cos = tl.load(cos_ptr + table, mask=rotates, other=1.0)
-        sin = tl.load(sin_ptr + table, mask=rotates, other=0.0)
+    head, d, inside, slots, cos, sin = _targets(
+        first_pair, rows[:, None], num_rows, positions_ptr, slots_ptr, cos_ptr, sin_ptr,
+        BLOCK_OUT, HEADS, KV_HEADS, HEAD_DIM, HALF,
+    )  # fmt: skip
     if BY_DOTS:
         w_place = w_ptr + w_rows[:, None]
         total, _ = row_dots(
@@ -118,11 +138,11 @@ def _project_and_store(
         first = (x * cos + y * (-sin)).to(first.dtype)
         second = (y * cos + x * sin).to(second.dtype)
     _put(
-        first, head, d, row, inside, slots, q_ptr, k_cache_ptr, v_cache_ptr, inverse_k_scale, inverse_v_scale,
+        first, head, d, rows[:, None], inside, slots, q_ptr, k_cache_ptr, v_cache_ptr, inverse_k_scale, inverse_v_scale,
         HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE, HEAD_STRIDE, LARGEST,
     )  # fmt: skip
     _put(
-        second, head, _second_of_pair(d, HEAD_DIM, HALF), row, inside, slots, q_ptr, k_cache_ptr, v_cache_ptr,
+        second, head, _second_of_pair(d, HEAD_DIM, HALF), rows[:, None], inside, slots, q_ptr, k_cache_ptr, v_cache_ptr,
         inverse_k_scale, inverse_v_scale,
         HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, POSITION_STRIDE, HEAD_STRIDE, LARGEST,
     )  # fmt: skip
