@@ -216,7 +216,8 @@ class Model:
         **options: Any,
     ) -> Any:
         """{"answer": …}, with `stream` a generator of its pieces. Of a model that thinks first also {"reasoning": …}; a
-        stream is given when the thoughts are complete."""
+        stream is given when the thoughts are complete. Without `reasoning` a model here does as it prefers, a server
+        does not let it think."""
         fields = {"question": question, "reasoning": reasoning, "spatial_refs": spatial_refs, **options}
         return self._call("query", "answer", image, fields, settings, stream)
 

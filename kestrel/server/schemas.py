@@ -264,7 +264,10 @@ OF_ONE_OUTLINE = ("path", "bbox", "pixels", "label", "score")
 """Where several may be outlined, only the entries of `segments` have them."""
 
 
-WARNINGS = described("Of the embedded model: it is not for photographs.", list_of({"type": "string"}))
+WARNINGS = described(
+    "Of the embedded model: it is not for photographs. Fields of the request that are not known and had no effect.",
+    list_of({"type": "string"}),
+)
 
 
 def result_schema(skill: str) -> Schema:

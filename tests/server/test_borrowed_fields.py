@@ -1,5 +1,5 @@
 """Fields of vLLM and SGLang that would change an answer: each is honoured, or refused by name. So are names that were
-meant for known ones; only those that mean nothing here have no effect."""
+meant for known ones. Those that mean nothing here have no effect, and the answer says so."""
 
 from __future__ import annotations
 
@@ -162,13 +162,57 @@ def test_names_that_mean_nothing_here_change_nothing(client: httpx.Client, path:
     answers = [client.post(path, json={**plain, **more}) for more in ({}, unused, foreign)]
     assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
     assert answers[0].json()["choices"] == answers[1].json()["choices"] == answers[2].json()["choices"]
+    told = f"Not known here and without effect: {', '.join(foreign)}."
+    assert [told in answer.json().get("warnings", ()) for answer in answers] == [False, False, True]
+
+
+FOREIGN: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "sent_at": 5}]}, "messages[0].sent_at"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "hue": 1}]}]},
+     "messages[0].content[0].hue"),
+    ("/v1/chat/completions", {"reasoning": {"enabled": False, "style": "x"}}, "reasoning.style"),
+    ("/v1/chat/completions", {"stream": True, "stream_options": {"colours": 3}}, "stream_options.colours"),
+    ("/v1/completions", {"stream": True, "provider": "x"}, "provider"),
+    ("/v1/embeddings", {"input": "a", "provider": "x"}, "provider"),
+    ("/tokenize", {"prompt": "a", "provider": "x"}, "provider"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a", "sent_at": 5}]}, "messages[0].sent_at"),
+    ("/detokenize", {"tokens": [5], "provider": "x"}, "provider"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "name"), FOREIGN)
+def test_an_answer_names_what_had_no_effect(client: httpx.Client, path: str, body: dict[str, Any], name: str) -> None:
+    limited = {"max_tokens": 1} if path in PATHS else {}
+    answer = client.post(path, json={**PATHS.get(path, {}), **limited, **body})
+    assert answer.status_code == 200, answer.text
+    told = f"Not known here and without effect: {name}."
+    assert answer.text.count(told) == 1, answer.text
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"contents": "a"}, "messages[0].contents"),
+        ({"content": [{"type": "text", "text": "a", "texts": "b"}]}, "messages[0].content[0].texts"),
+    ],
+)
+def test_a_misspelt_field_of_a_message_is_refused(client: httpx.Client, message: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a", **message}]}
+    assert refusal(client.post("/v1/chat/completions", json=body), 400)["param"] == param
+
+
+def test_names_that_nobody_knows_are_counted_over_all_messages(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "a", f"zz{number}": 1} for number in range(MAX_FOREIGN + 1)]
+    for num_messages, status in ((MAX_FOREIGN, 200), (MAX_FOREIGN + 1, 400)):
+        body = {"messages": messages[:num_messages], "max_tokens": 1}
+        assert client.post("/v1/chat/completions", json=body).status_code == status
 
 
 def test_many_names_that_nobody_knows_are_refused(client: httpx.Client) -> None:
     many = {f"zz{number}": 1 for number in range(MAX_FOREIGN + 1)}
     path = "/v1/chat/completions"
     error = refusal(client.post(path, json={**PATHS[path], **many}), 400)
-    assert (error["param"], str(len(many)) in error["message"]) == ("zz0", True)
+    assert (error["param"], str(MAX_FOREIGN) in error["message"]) == ("zz0", True)
     del many["zz0"]
     assert client.post(path, json={**PATHS[path], "max_tokens": 1, **many}).status_code == 200
 

@@ -48,6 +48,19 @@ TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_fi
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 OLD_FIELDS = {"function_call": "send tool_calls", "audio": "send texts"}
 """Of a message, and what to do instead."""
+MESSAGE_FIELDS = frozenset(
+    (
+        *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *OLD_FIELDS),
+        *("refusal", "annotations", "parsed", "reasoning", "reasoning_details", "cache_control", "id"),
+    )
+)
+"""Those of the second line have no effect: answers have them, and clients send those back."""
+PART_FIELDS = {
+    "text": frozenset(("type", "text", "cache_control")),
+    "image_url": frozenset(("type", "image_url", "cache_control")),
+}
+URL_FIELDS = frozenset(("url", "detail"))
+"""All pictures are seen in the same detail."""
 REASONING_FIELDS = ("reasoning", "reasoning_effort", "include_reasoning")
 FIELDS = frozenset(
     (
@@ -75,7 +88,7 @@ async def chat_completion(request: Request) -> Response:
 async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
-    require_spelt("", body, FIELDS)
+    foreign = require_spelt("", body, FIELDS)
     options, num_choices = take_stream(body), take_choices(body)
     fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
@@ -83,7 +96,7 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     for name in TOOL_FIELDS:
         if name in body:
             fields.add(name, name, body[name])
-    parts = PartReader(accepted)
+    parts = PartReader(accepted, foreign)
     shows_thinking = await add_conversation(body, fields, parts, engine.profile.chat)
     places = parts.image_places
     names = {**fields.names, "prompt": "messages", "image": places[0] if len(places) == 1 else "messages"}
@@ -93,6 +106,7 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
         options,
         PromptShare(num_choices, len(places) * engine.num_image_positions),
         num_logprobs > LARGE_LOGPROBS,
+        [*parts.foreign, *fields.foreign],
     )
 
 
@@ -126,7 +140,9 @@ def take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) ->
     reasoning, effort = body.get("reasoning", False), body.get("reasoning_effort", "none")
     if isinstance(reasoning, Mapping):
         reasoning = given(reasoning)
-        require_spelt("reasoning.", reasoning, frozenset(("effort", "enabled", "exclude", "max_tokens", "summary")))
+        fields.foreign += require_spelt(
+            "reasoning.", reasoning, frozenset(("effort", "enabled", "exclude", "max_tokens", "summary"))
+        )
         effort = reasoning.get("effort", effort)
         reasoning = reasoning.get("enabled", effort != "none")
     if not isinstance(reasoning, bool):
@@ -203,7 +219,7 @@ def _chunk_choice(
 
 
 async def _skill_messages(value: Any, parts: PartReader, chat: ChatFormat | None) -> list[dict[str, Any]]:
-    """Roles and contents, and the further fields that the model's chat format knows; others are ignored."""
+    """Roles and contents, and the further fields that the model's chat format knows."""
     if value is None:
         raise RequestError("messages", 'is required: a list such as [{"role": "user", "content": "Hello"}]')
     if not isinstance(value, list) or not value:
@@ -216,6 +232,7 @@ async def _skill_messages(value: Any, parts: PartReader, chat: ChatFormat | None
 async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | None) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
+    parts.note_foreign(f"{name}.", given(raw), MESSAGE_FIELDS)
     role, content = raw.get("role"), raw.get("content")
     roles = () if chat is None else chat.roles
     fields = dict.fromkeys((*(() if chat is None else chat.message_fields), "tool_calls"))
@@ -244,7 +261,8 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
 class PartReader:
     """Reads the parts of one request, and counts them and its pictures."""
 
-    def __init__(self, accepted: AcceptedRequest, *, takes_images: bool = True) -> None:
+    def __init__(self, accepted: AcceptedRequest, foreign: Sequence[str] = (), *, takes_images: bool = True) -> None:
+        """`foreign`: fields of the body that have no effect."""
         self._profile = accepted.engine.profile
         self._takes_images = takes_images
         self._fetch = accepted.fetch
@@ -255,6 +273,7 @@ class PartReader:
         self._num_parts = 0
         self._num_argument_characters = 0
         self.image_places: list[str] = []
+        self.foreign = list(foreign)
 
     async def read_all(self, name: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
         self.count(name, len(parts))
@@ -264,6 +283,9 @@ class PartReader:
         self._num_parts += number
         if self._num_parts > self._max_parts:
             raise RequestError(name, f"brings the request to {self._num_parts} parts; give at most {self._max_parts}")
+
+    def note_foreign(self, place: str, value: Mapping[str, Any], known: frozenset[str]) -> None:
+        self.foreign += require_spelt(place, value, known, len(self.foreign))
 
     async def read_calls(self, name: str, calls: Sequence[Any]) -> list[Any]:
         self.count(name, len(calls))
@@ -286,12 +308,15 @@ class PartReader:
     async def _read(self, name: str, part: Any) -> dict[str, Any]:
         """A part as the chat skill takes it: {"type": "text", "text"} or {"type": "image", "image": bytes}."""
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in PART_FIELDS:
+            self.note_foreign(f"{name}.", part, PART_FIELDS[kind])
         if kind == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
         if kind != "image_url":
             raise RequestError(name, f"must be {_SHAPES} (got {shown(part)})")
         place, url = f"{name}.image_url", part.get("image_url")
-        if isinstance(url, Mapping):  # its `detail` means nothing here
+        if isinstance(url, Mapping):
+            self.note_foreign(f"{place}.", url, URL_FIELDS)
             return await self.read_image(place, f"{place}.url", url.get("url"))
         return await self.read_image(place, place, url)
 

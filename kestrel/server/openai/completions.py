@@ -57,7 +57,7 @@ async def completion(request: Request) -> Response:
 
 def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
-    require_spelt("", body, FIELDS)
+    foreign = require_spelt("", body, FIELDS)
     options, num_choices, echoes = take_stream(body), take_choices(body), boolean("echo", body.get("echo", False))
     prompts = _take_prompts(body)
     _require_few(len(prompts), num_choices, options.stream)
@@ -75,7 +75,7 @@ def _completion_generation(state: ServerState, body: Body) -> Generation:
     names = {**fields.names, "prompt_logprobs": "logprobs"}
     work = EngineWork("complete", each, names, many="prompt" if len(prompts) > 1 else "n")
     is_large = echoes or num_logprobs > LARGE_LOGPROBS
-    return Generation(work, shape, options, PromptShare(num_choices), is_large)
+    return Generation(work, shape, options, PromptShare(num_choices), is_large, foreign)
 
 
 def _take_prompts(body: Body) -> Sequence[Prompt]:

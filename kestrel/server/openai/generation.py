@@ -32,6 +32,7 @@ from kestrel.server.openai.parameters import (
     EngineFields,
     StreamOptions,
     derived_seed,
+    foreign_warnings,
     take_settings,
 )
 from kestrel.server.records import client_of, request_id_of
@@ -77,6 +78,11 @@ class Generation:
     share: PromptShare
     is_large: bool
     """Whether making the choices takes too long for the event loop."""
+    foreign: Sequence[str] = ()
+    """Fields of the body that have no effect."""
+
+    def warnings(self, of_model: Sequence[str]) -> dict[str, Any]:
+        return warned([*of_model, *foreign_warnings([*self.foreign, *self.options.foreign])])
 
 
 async def generation_response(request: Request, asked: Generation) -> Response:
@@ -98,7 +104,7 @@ async def generation_response(request: Request, asked: Generation) -> Response:
         results = all_results(request, asked.work, written, is_large=asked.is_large)
         finished = await until_gone(request.receive, results)
     results = [result for result, _ in finished]
-    ending = {"usage": _usage_of(results, asked.share), **warned(results[0].warnings)}
+    ending = {"usage": _usage_of(results, asked.share), **asked.warnings(results[0].warnings)}
     timeout_s = state_of(request).config.send_timeout_s
     return listed_response(envelope, "choices", (choice for _, choice in finished), ending, timeout_s)
 
@@ -257,7 +263,7 @@ async def _events(
             usage.results[piece.index] = piece.result
         for choice in asked.shape.choices(piece):
             so_far = usage.so_far() if asked.options.continuous_usage else None
-            more = warned(streams[piece.index].warnings) if is_first else {}
+            more = asked.warnings(streams[piece.index].warnings) if is_first else {}
             yield event({**envelope, "choices": [choice], "usage": so_far, **more})
             is_first = False
     if asked.options.include_usage:

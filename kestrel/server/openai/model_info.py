@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -16,12 +16,13 @@ from kestrel.server.errors import ModelNotFound
 from kestrel.server.json_body import read_object
 from kestrel.server.native import adapter_in, take_model
 from kestrel.server.openai.chat import FIELDS, TEMPLATE_FIELDS, TOOL_FIELDS, PartReader, add_conversation
-from kestrel.server.openai.generation import client_names
+from kestrel.server.openai.generation import client_names, warned
 from kestrel.server.openai.parameters import (
     REFUSED_IN_CHAT,
     REFUSED_IN_TOKENIZE,
     Body,
     EngineFields,
+    foreign_warnings,
     given,
     refuse,
     require_spelt,
@@ -87,11 +88,13 @@ async def tokenize(request: Request) -> Response:
     body = given(await read_object(request))
     take_model(state_of(request), body)
     refuse(body, REFUSED_IN_TOKENIZE)
-    require_spelt("", body, TOKEN_FIELDS)
-    return await (_chat_tokens(request, body) if "messages" in body else _text_tokens(engine, body))
+    foreign = require_spelt("", body, TOKEN_FIELDS)
+    if "messages" in body:
+        return await _chat_tokens(request, body, foreign)
+    return await _text_tokens(engine, body, foreign)
 
 
-async def _text_tokens(engine: ServedEngine, body: Body) -> Response:
+async def _text_tokens(engine: ServedEngine, body: Body, foreign: Sequence[str]) -> Response:
     if "prompt" not in body:
         raise RequestError("prompt", "is required: give some text, or messages in its place")
     for name in TEMPLATE_FIELDS:
@@ -101,10 +104,10 @@ async def _text_tokens(engine: ServedEngine, body: Body) -> Response:
     require_readable(len(text), engine.max_model_length)
     bos = engine.profile.bos if boolean("add_special_tokens", body.get("add_special_tokens", True)) else None
     opening = [] if bos is None else [bos]
-    return await _tokens(engine, lambda: [*opening, *_prompt_ids(engine.profile, text)])
+    return await _tokens(engine, lambda: [*opening, *_prompt_ids(engine.profile, text)], foreign)
 
 
-async def _chat_tokens(request: Request, body: Body) -> Response:
+async def _chat_tokens(request: Request, body: Body, foreign: Sequence[str]) -> Response:
     if "prompt" in body:
         raise RequestError("prompt", "cannot be used together with messages; give one of them")
     if boolean("add_special_tokens", body.get("add_special_tokens", False)):
@@ -115,19 +118,22 @@ async def _chat_tokens(request: Request, body: Body) -> Response:
             raise RequestError(name, "is not counted here; leave it out: usage.prompt_tokens of a chat counts it")
     accepted, fields = accept(request), EngineFields()
     engine, profile = accepted.engine, accepted.engine.profile
-    await add_conversation(body, fields, PartReader(accepted, takes_images=False), profile.chat)
+    parts = PartReader(accepted, foreign, takes_images=False)
+    await add_conversation(body, fields, parts, profile.chat)
     with client_names({**fields.names, "prompt": "messages"}):
         size = size_of(fields.values, engine.vocab_size, engine.max_model_length)
         require_readable(size.num_characters, engine.max_model_length)
-        return await _tokens(engine, lambda: _written_ids(engine, fields.values))
+        foreign = [*parts.foreign, *fields.foreign]
+        return await _tokens(engine, lambda: _written_ids(engine, fields.values), foreign)
 
 
-async def _tokens(engine: ServedEngine, make_ids: Callable[[], list[int]]) -> Response:
+async def _tokens(engine: ServedEngine, make_ids: Callable[[], list[int]], foreign: Sequence[str]) -> Response:
     """Of long texts there are many: they are made and written off the event loop."""
 
     def answer() -> Response:
         ids = make_ids()
-        return json_response({"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids})
+        counted = {"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids}
+        return json_response({**counted, **warned(foreign_warnings(foreign))})
 
     return await engine.text_threads.run(answer)
 
@@ -151,13 +157,14 @@ async def detokenize(request: Request) -> Response:
     engine = state_of(request).require_serving()
     body = given(await read_object(request))
     take_model(state_of(request), body)
-    require_spelt("", body, TOKEN_FIELDS)
+    foreign = require_spelt("", body, TOKEN_FIELDS)
     if "tokens" not in body:
         raise RequestError("tokens", "is required: give a list of token ids")
     most = engine.max_model_length * MAX_CHARACTERS_PER_POSITION
     if isinstance(body["tokens"], list) and len(body["tokens"]) > most:
         raise RequestError("tokens", f"has {len(body['tokens'])} ids; give at most {most}")
-    return json_response({"prompt": await engine.text_threads.run(_text_of, engine, body["tokens"])})
+    prompt = await engine.text_threads.run(_text_of, engine, body["tokens"])
+    return json_response({"prompt": prompt, **warned(foreign_warnings(foreign))})
 
 
 def _text_of(engine: ServedEngine, tokens: object) -> str:

@@ -9,7 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from kestrel.errors import RequestError, did_you_mean, shown
+from kestrel.errors import RequestError, cut, did_you_mean, shown
 from kestrel.settings import MAX_SEED, ROUTING, SETTINGS, Kind, Schema, Setting, boolean, integer, whole
 
 CHOICES = integer(1, 128)
@@ -24,7 +24,9 @@ FEW_LETTERS = 3
 MAX_NAME = 40
 """Characters of a name that is compared with the known ones; those have fewer."""
 MAX_FOREIGN = 32
-"""Names in one body that are not known: comparing each takes time."""
+"""Names in one request that are not known: comparing each takes time."""
+MAX_FOREIGN_SHOWN = 8
+"""In the warning of one answer."""
 
 PARAMETERS: Mapping[str, Setting] = {
     name: setting for setting in (*SETTINGS.values(), *ROUTING.values()) for name in setting.openai_names
@@ -46,6 +48,8 @@ class EngineFields:
 
     values: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    foreign: list[str] = field(default_factory=list)
+    """Fields of the body that had no effect."""
 
     def add(self, setting: str, name: str, value: Any) -> None:
         if setting in self.values and self.values[setting] != value:
@@ -214,11 +218,13 @@ def require_known(
             raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")
 
 
-def require_spelt(place: str, value: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Refuses a name that is not known but close to one that is. Other foreign names have no effect."""
+def require_spelt(place: str, value: Mapping[str, Any], known: frozenset[str], num_before: int = 0) -> list[str]:
+    """Refuses a name that is not known but close to one that is. Other foreign names have no effect: returns them.
+
+    `num_before`: foreign names in other parts of the same request."""
     foreign = [name for name in value if name not in known]
-    if len(foreign) > MAX_FOREIGN:
-        problem = f"is one of {len(foreign)} fields that are not known here; leave them out"
+    if num_before + len(foreign) > MAX_FOREIGN:
+        problem = f"is one of more than {MAX_FOREIGN} fields that are not known here; leave them out"
         raise RequestError(f"{place}{foreign[0]}", problem)
     for name in foreign:
         close = _meant(name, known)
@@ -226,6 +232,16 @@ def require_spelt(place: str, value: Mapping[str, Any], known: frozenset[str]) -
             close = "guided_json, guided_regex or guided_choice"
         if close is not None:
             raise RequestError(f"{place}{name}", f"is not known here; did you mean {close}?")
+    return [f"{place}{name}" for name in foreign]
+
+
+def foreign_warnings(names: Sequence[str]) -> list[str]:
+    """What an answer says of fields that are not known."""
+    if not names:
+        return []
+    told = ", ".join(cut(name, MAX_NAME) for name in names[:MAX_FOREIGN_SHOWN])
+    more = f" and {len(names) - MAX_FOREIGN_SHOWN} more" if len(names) > MAX_FOREIGN_SHOWN else ""
+    return [f"Not known here and without effect: {told}{more}."]
 
 
 def _meant(name: str, known: frozenset[str]) -> str | None:
@@ -283,6 +299,7 @@ class StreamOptions:
     stream: bool
     include_usage: bool = False
     continuous_usage: bool = False
+    foreign: Sequence[str] = ()
 
 
 _STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include_obfuscation"))
@@ -299,9 +316,9 @@ def take_stream(body: Body) -> StreamOptions:
         raise RequestError(
             "stream_options", f'must be an object such as {{"include_usage": true}} (got {shown(options)})'
         )
-    require_spelt("stream_options.", options, _STREAM_OPTIONS)
+    foreign = require_spelt("stream_options.", options, _STREAM_OPTIONS)
     flags = []
     for name in ("include_usage", "continuous_usage_stats"):
         value = options.get(name)
         flags.append(value is not None and boolean(f"stream_options.{name}", value))
-    return StreamOptions(stream, include_usage=flags[0], continuous_usage=flags[1])
+    return StreamOptions(stream, include_usage=flags[0], continuous_usage=flags[1], foreign=foreign)

@@ -264,7 +264,9 @@ COMPLETION_ANSWER = record(
             record({"index": COUNT, "text": TEXT, "logprobs": nullable(_COLUMNS), "finish_reason": _FINISH})
         ),
         "usage": _USAGE,
-    }
+        "warnings": WARNINGS,
+    },
+    "warnings",
 )
 EMBEDDING_ANSWER = record(
     {
@@ -280,10 +282,14 @@ EMBEDDING_ANSWER = record(
         ),
         "model": TEXT,
         "usage": record({"prompt_tokens": COUNT, "total_tokens": COUNT}),
-    }
+        "warnings": WARNINGS,
+    },
+    "warnings",
 )
-TOKENIZE_ANSWER = record({"count": COUNT, "max_model_len": COUNT, "tokens": list_of(TOKEN_ID)})
-DETOKENIZE_ANSWER = record({"prompt": TEXT})
+TOKENIZE_ANSWER = record(
+    {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(TOKEN_ID), "warnings": WARNINGS}, "warnings"
+)
+DETOKENIZE_ANSWER = record({"prompt": TEXT, "warnings": WARNINGS}, "warnings")
 TOKENIZER_INFO = record(
     {
         "tokenizer_class": TEXT,
