@@ -13,7 +13,7 @@ from typing import Any
 
 from kestrel.server.http import create_app
 from kestrel.server.json_body import FORM
-from kestrel.server.schemas import type_text
+from kestrel.server.schemas import TAKEN, type_text
 from kestrel.settings import ROUTING, SETTINGS, SamplingParams, Setting
 
 Schema = Mapping[str, Any]
@@ -102,11 +102,14 @@ def _body(operation: Schema) -> Iterator[str]:
         properties = media["schema"].get("properties", {})
         inner = properties.get("settings", {}).get("properties", {})
         settings = [name for name in properties if name in inner or _is_declared(name, properties[name])]
-        own = {name: field for name, field in properties.items() if name not in settings}
+        taken = [name for name, field in properties.items() if field.get("description") == TAKEN["description"]]
+        own = {name: field for name, field in properties.items() if name not in (*settings, *taken)}
         yield f"Body, {kind}:\n"
         yield from _table(own, media["schema"].get("required", []))
         if settings:
             yield f"[Settings](#settings): {_names(settings)}.\n"
+        if taken:
+            yield f"Taken and not used: {_names(taken)}.\n"
 
 
 def _is_declared(name: str, field: Schema) -> bool:

@@ -93,10 +93,14 @@ def type_text(schema: Mapping[str, Any]) -> str:
     """A schema in a few words."""
     if "enum" in schema:
         return ", ".join(f"`{_json(value)}`" for value in schema["enum"] if value is not None)
+    if "const" in schema:
+        return f"`{_json(schema['const'])}`"
     for key in ("anyOf", "oneOf"):
         if key in schema:
             return " or ".join(dict.fromkeys(type_text(kind) for kind in schema[key] if kind.get("type") != "null"))
     kinds = schema.get("type", "any")
+    if kinds == "null":
+        return "null"
     kind = " or ".join(k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null")
     if kind == "array":
         return f"list of {type_text(schema.get('items', {}))}{_range(schema, 'minItems', 'maxItems', ' entries')}"
@@ -264,6 +268,8 @@ OF_ONE_OUTLINE = ("path", "bbox", "pixels", "label", "score")
 """Where several may be outlined, only the entries of `segments` have them."""
 
 
+TAKEN = {"description": "Taken and not used."}
+"""A field of other servers that changes no answer."""
 WARNINGS = described(
     "Of the embedded model: it is not for photographs. Fields of the request that are not known and had no effect.",
     list_of({"type": "string"}),

@@ -12,6 +12,7 @@ from kestrel.server.records import MESSAGES_PATH
 from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
     REFUSALS,
+    TAKEN,
     WARNINGS,
     Schema,
     body,
@@ -88,7 +89,6 @@ _CONVERSATION = {
     "output_config": described("What the answer must look like.", _OUTPUT_CONFIG),
     "thinking": described("Whether to think first. The budget has no effect.", _THINKING),
 }
-_UNUSED = {"description": "Taken and not used."}
 MESSAGE_REQUEST = closed(
     body(
         {"messages": _MESSAGES, "max_tokens": exemplified(SETTINGS["max_tokens"].schema, 100)},
@@ -97,11 +97,11 @@ MESSAGE_REQUEST = closed(
             **{name: SETTINGS[name].schema for name in ("temperature", "top_p", "top_k")},
             "stop_sequences": described(SETTINGS["stop"].meaning, SETTINGS["stop"].schema["anyOf"][1]),
             "stream": described("Answer as Server-Sent Events.", BOOLEAN),
-            **dict.fromkeys(UNUSED, _UNUSED),
+            **dict.fromkeys(UNUSED, TAKEN),
         },
     )
 )
-COUNT_REQUEST = closed(body({"messages": _MESSAGES}, {**_CONVERSATION, "cache_control": _UNUSED}))
+COUNT_REQUEST = closed(body({"messages": _MESSAGES}, {**_CONVERSATION, "cache_control": TAKEN}))
 MESSAGE = record(
     {
         "id": TEXT,

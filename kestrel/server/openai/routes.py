@@ -23,6 +23,7 @@ from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
     NULL,
     REFUSALS,
+    TAKEN,
     WARNINGS,
     Schema,
     body,
@@ -93,14 +94,14 @@ _TOOL_CHOICE: Schema = {
     ]
 }
 _STREAM_OPTIONS = body({}, {"include_usage": BOOLEAN, "continuous_usage_stats": BOOLEAN})
-_UNUSED: Mapping[str, Schema] = {name: {"description": "Taken and not used."} for name in UNUSED}
+_UNUSED: Mapping[str, Schema] = dict.fromkeys(UNUSED, TAKEN)
 _COMMON: Mapping[str, Schema] = {
     "model": {"type": "string", "description": "The model's name, or name/adapter. Default: the one served."},
-    "n": CHOICES.schema,
+    "n": described("How many answers. Default: 1.", CHOICES.schema),
     "best_of": described("Must equal `n`.", CHOICES.schema),
     **FORMATS,
-    "stream": BOOLEAN,
-    "stream_options": _STREAM_OPTIONS,
+    "stream": COMMON_FIELDS["stream"],
+    "stream_options": described("Whether a stream tells the usage: at its end, or in every event.", _STREAM_OPTIONS),
     **_UNUSED,
 }
 _TEMPLATE_FIELDS: Mapping[str, Schema] = {
@@ -108,16 +109,20 @@ _TEMPLATE_FIELDS: Mapping[str, Schema] = {
     "add_generation_prompt": described("Whether the template opens an answer. Default: true.", BOOLEAN),
     "continue_final_message": described("Go on with the last message instead of opening an answer.", BOOLEAN),
 }
+_EFFORT: Schema = {"enum": list(chat.EFFORTS)}
 CHAT_REQUEST = body(
-    {"messages": _messages(PART)},
+    {"messages": described("The conversation so far.", _messages(PART))},
     {
         **_COMMON,
         **parameter_schemas(),
-        "logprobs": BOOLEAN,
-        "top_logprobs": SETTINGS["logprobs"].schema,
-        "reasoning": {"anyOf": [BOOLEAN, body({}, {"effort": {"enum": list(chat.EFFORTS)}, "enabled": BOOLEAN})]},
-        "reasoning_effort": {"enum": list(chat.EFFORTS)},
-        "include_reasoning": BOOLEAN,
+        "logprobs": described("Add the log-probability of each token.", BOOLEAN),
+        "top_logprobs": described("Likely tokens to show beside each; needs `logprobs`.", SETTINGS["logprobs"].schema),
+        "reasoning": described(
+            "Whether to think first.",
+            {"anyOf": [BOOLEAN, body({}, {"effort": _EFFORT, "enabled": BOOLEAN})]},
+        ),
+        "reasoning_effort": described("`none` is not to think first; all others are alike.", _EFFORT),
+        "include_reasoning": described("Whether the answer shows thoughts.", BOOLEAN),
         **_TEMPLATE_FIELDS,
         "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
         "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
@@ -130,6 +135,7 @@ _VISIBLE_OR_IDS: Schema = {"anyOf": [visible.schema, _IDS]}
 COMPLETION_REQUEST = body(
     {
         "prompt": {
+            "description": "What to continue: a text, token ids, or a list of either.",
             "anyOf": [
                 _SOME_TEXT,
                 _IDS,
@@ -142,7 +148,7 @@ COMPLETION_REQUEST = body(
     {
         **_COMMON,
         **parameter_schemas(tokens_or_none),
-        "echo": BOOLEAN,
+        "echo": described("Put the prompt before the text.", BOOLEAN),
         "logprobs": SETTINGS["logprobs"].schema,
         "add_special_tokens": described(
             "Of a text: whether the beginning of text is put before it. Default: true.", BOOLEAN
@@ -152,6 +158,7 @@ COMPLETION_REQUEST = body(
 EMBEDDING_REQUEST = body(
     {
         "input": {
+            "description": "A text, token ids, or parts with at most one picture; a list of these for several vectors.",
             "anyOf": [
                 _VISIBLE_OR_IDS,
                 list_of(PART, minItems=1),
@@ -162,7 +169,7 @@ EMBEDDING_REQUEST = body(
     },
     {
         "model": _COMMON["model"],
-        "encoding_format": {"enum": list(ENCODINGS)},
+        "encoding_format": described("How to write numbers. Default: float.", {"enum": list(ENCODINGS)}),
         "dimensions": {"type": "integer", "description": "Must be the model's own number."},
         "adapter": SETTINGS["adapter"].schema,
         "max_crops": SETTINGS["max_crops"].schema,
@@ -173,7 +180,7 @@ EMBEDDING_REQUEST = body(
 TOKENIZE_REQUEST = body(
     {},
     {
-        "prompt": TEXT,
+        "prompt": described("The text.", TEXT),
         "messages": described("In place of a prompt. Without pictures.", _messages(_TEXT_PART)),
         "model": _COMMON["model"],
         "add_special_tokens": described("Of a prompt: whether the beginning of text is there. Default: true.", BOOLEAN),
@@ -196,7 +203,9 @@ TOKENIZE_REQUEST = body(
     ],
     "examples": [{"prompt": "a kestrel"}],
 }
-DETOKENIZE_REQUEST = body({"tokens": exemplified(list_of(TOKEN_ID), [5, 6, 7])}, {"model": _COMMON["model"]})
+DETOKENIZE_REQUEST = body(
+    {"tokens": described("The ids.", exemplified(list_of(TOKEN_ID), [5, 6, 7]))}, {"model": _COMMON["model"]}
+)
 
 # ---------------------------------------------------------------------- answers
 

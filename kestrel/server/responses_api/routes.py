@@ -24,6 +24,7 @@ from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
     NULL,
     REFUSALS,
+    TAKEN,
     WARNINGS,
     Schema,
     body,
@@ -83,7 +84,6 @@ _METADATA: Schema = {
     "propertyNames": {"maxLength": MAX_METADATA_CHARACTERS},
     "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_CHARACTERS},
 }
-_UNUSED = {"description": "Taken and not used."}
 _ONLY = {"description": "Anything else is refused."}
 _SETTINGS = parameter_schemas()
 RESPONSE_REQUEST = closed(
@@ -110,7 +110,7 @@ RESPONSE_REQUEST = closed(
             "parallel_tool_calls": described("Whether there may be several calls. Default: true.", BOOLEAN),
             "include": described("Has no effect: thoughts are there as text.", list_of({"enum": list(INCLUDED)})),
             "metadata": described("Repeated in the response.", _METADATA),
-            **dict.fromkeys(UNUSED, _UNUSED),
+            **dict.fromkeys(UNUSED, TAKEN),
             **{name: {**_ONLY, "enum": list(one.harmless)} for name, one in REFUSED.items() if one.harmless},
         },
     )
