@@ -18,6 +18,7 @@ QUANTIZATIONS = ("none", "fp8", "fp8-experts")
 KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa", "flashinfer")
 TOOL_PARSERS = ("hermes", "llama3", "mistral")
+FEW_CORES = 4
 
 
 def setting(default: Any, text: str, *, is_shown: bool = True, **extra: Any) -> Any:
@@ -385,8 +386,9 @@ def environment_names(field: Field[Any]) -> list[str]:
 def spin_briefly() -> None:
     """Before torch is imported. Threads that share a product wait for each other, and torch's OpenMP (libgomp) lets
     them spin 300000 times for that: where another program has the core of one of them, a small product takes
-    milliseconds. 1000 are a few microseconds, and cost nothing where all cores are free."""
-    if "OMP_WAIT_POLICY" not in os.environ:
+    milliseconds. With 1000 times a calm machine of two cores takes 5 to 13 % longer. More cores were not measured, and
+    keep libgomp's own number."""
+    if "OMP_WAIT_POLICY" not in os.environ and (os.cpu_count() or 1) <= FEW_CORES:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 

@@ -1,6 +1,6 @@
 """The settings of a request, each declared once: what it may be, what it means, who offers it under which name.
 
-The checks, the schemas of both HTTP dialects, the flags of the command line and the table in docs/api.md are made from
+The checks, the schemas of both HTTP APIs, the flags of the command line and the table in docs/api.md are made from
 `SETTINGS` and `ROUTING`. The same values are taken everywhere, and mean the same. `SamplingParams` has the checked
 values, as the runtime reads them. No tensors.
 """
@@ -296,7 +296,7 @@ class Setting:
     """What holds when it is not given, where that is not the default of `SamplingParams`."""
     other_names: tuple[str, ...] = ()
     openai: tuple[str, ...] | None = None
-    """Its names in the OpenAI dialect; None: its own. Empty: not offered, or in a form that the routes read."""
+    """Its names in the OpenAI API; None: its own. Empty: not offered, or in a form that the routes read."""
     in_words: bool = False
     """Only for answers in words: points, boxes and outlines have a form of their own that it would break."""
     has_flag: bool = False
@@ -322,7 +322,8 @@ def _by_name(*settings: Setting) -> Mapping[str, Setting]:
 _ITS_OWN = "the model's own"
 _PENALTY = number(-2.0, 2.0)
 SETTINGS = _by_name(
-    Setting("max_tokens", integer(1, MAX_TOKENS), "Longest answer in tokens; thinking has a budget of the same size.",
+    Setting("max_tokens", integer(1, MAX_TOKENS),
+            "Longest answer in tokens. Moondream may think for as many more; thoughts of text models count.",
             _ITS_OWN, ("max_new_tokens",), ("max_tokens", "max_completion_tokens"), has_flag=True),
     Setting("max_objects", integer(1, MAX_OBJECTS),
             "Most objects to find; point and detect take it instead of `max_tokens`.",

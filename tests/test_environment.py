@@ -64,6 +64,8 @@ def test_a_value_that_cannot_work_is_refused() -> None:
 SHOW_SPINS = """
 import os, sys
 import kestrel.main
+num_cores = int(sys.argv[1])
+os.cpu_count = lambda: num_cores
 sys.argv = ["kestrel", "--version"]
 try:
     kestrel.main.main()
@@ -73,13 +75,23 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+    ("given", "cores", "spins"),
+    [
+        ({}, 2, "1000"),
+        ({}, 64, None),
+        ({"GOMP_SPINCOUNT": "7"}, 2, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, 2, None),
+    ],
 )
 def test_the_command_line_lets_threads_spin_briefly_unless_it_is_told_otherwise(
-    given: dict[str, str], spins: str | None
+    given: dict[str, str], cores: int, spins: str | None
 ) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(
-        [sys.executable, "-c", SHOW_SPINS], env={**kept, **given}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SHOW_SPINS, str(cores)],
+        env={**kept, **given},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == f"{spins} False"

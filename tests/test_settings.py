@@ -1,4 +1,4 @@
-"""Every surface takes the same values of every setting: Python, both dialects of HTTP, the command line."""
+"""Every surface takes the same values of every setting: Python, both HTTP APIs, the command line."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def test_a_value_at_a_bound_is_taken_everywhere(
     setting = ALL[name]
     assert asked_in_python(served, name, value) is None
     assert posted(served, *native_body(name, value), name) is None
-    for dialect_name in setting.openai_names:
-        assert posted(served, *chat_body(dialect_name, value), dialect_name) is None
+    for openai_name in setting.openai_names:
+        assert posted(served, *chat_body(openai_name, value), openai_name) is None
     if setting.has_flag:
         assert typed(name, value, capsys) is None
 
@@ -168,9 +168,9 @@ def test_a_value_just_outside_is_refused_everywhere_in_the_same_words(
     assert refusal.startswith(f"{name}: ")
     words = refusal.split(" (got ")[0]  # JSON reads integers of more than 64 bits as floats
     told = [posted(served, *native_body(name, value), name)]
-    for dialect_name in setting.openai_names:
-        in_dialect = posted(served, *chat_body(dialect_name, value), dialect_name)
-        told.append(in_dialect and in_dialect.replace(dialect_name, name, 1))
+    for openai_name in setting.openai_names:
+        in_openai = posted(served, *chat_body(openai_name, value), openai_name)
+        told.append(in_openai and in_openai.replace(openai_name, name, 1))
     if setting.has_flag:
         told.append(typed(name, value, capsys))
     assert [one and one.split(" (got ")[0] for one in told] == [words] * len(told)
@@ -192,15 +192,15 @@ def test_sampling_params_keep_to_the_same_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_descriptions_of_both_dialects_say_the_same(served: Served, name: str) -> None:
+def test_the_descriptions_of_both_apis_say_the_same(served: Served, name: str) -> None:
     paths = served.app.openapi()["paths"]
 
     def schema_of(path: str) -> Schema:
         return paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
 
     bodies: list[Callable[[Any], tuple[str, dict[str, Any]]]] = [lambda value: native_body(name, value)]
-    for dialect_name in ALL[name].openai_names:
-        bodies.append(lambda value, dialect_name=dialect_name: chat_body(dialect_name, value))
+    for openai_name in ALL[name].openai_names:
+        bodies.append(lambda value, openai_name=openai_name: chat_body(openai_name, value))
     inside, outside = edges(ALL[name])
     for body in bodies:
         for value, is_good in [(value, True) for value in inside] + [(value, False) for value in outside]:

@@ -286,7 +286,7 @@ def _closest(fits: Mapping[str, str | None]) -> str:
     """Why nothing fits: in full when only one model was asked for."""
     if len(fits) == 1:
         return f"not {next(iter(fits))}: {next(iter(fits.values()))}"
-    return f"none of {', '.join(fits)}; hold it against one with --model or --model-path to see why"
+    return f"none of {', '.join(fits)}; name one with --model or --model-path to see why it does not fit"
 
 
 def _short_bytes(count: int) -> str:

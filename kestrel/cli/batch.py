@@ -45,7 +45,7 @@ class BatchOptions:
         common=True,
     )
     retry_for: float = flag(
-        "Seconds to try again while nothing but 429, 502, 503 and 504 comes back, or nothing at all.",
+        "Give up after so many seconds in which the server sent only 429, 502, 503 or 504, or nothing.",
         300.0,
         metavar="SECONDS",
     )

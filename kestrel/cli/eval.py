@@ -47,7 +47,12 @@ def eval(
         int, typer.Option("--concurrency", metavar="N", help="Requests asked at the same time.")
     ] = EvalPlan.concurrency,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", help="Longest answer in tokens; right ones need half of it.")
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            help="Longest answer in tokens. Right answers need at most half of the default.",
+        ),
     ] = EvalPlan.max_new_tokens,
     atlas: Annotated[
         Path,
@@ -133,7 +138,7 @@ class AdapterFlags:
     )
     concurrency: int = flag("Pictures asked about at the same time.", LocatePlan.concurrency, metavar="N")
     max_objects: int = flag("Most objects in an answer.", LocatePlan.max_objects, metavar="N")
-    seed: int = flag("Of the negatives, when not all are asked.", LocatePlan.seed)
+    seed: int = flag("Chooses the questions about absent things, if --negatives leaves some out.", LocatePlan.seed)
 
     def plan(self, config: RuntimeConfig) -> LocatePlan:
         """Checked, with everything else that can be refused before a model is loaded."""

@@ -28,7 +28,8 @@ def config_option(*groups: type) -> Any:
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML file with any of the settings below, by their names with underscores. Flags and variables win.",
+        help="YAML file with any of the settings below, by their names with underscores. Flags and environment "
+        "variables override it.",
         envvar="KESTREL_CONFIG",
         show_envvar=False,
         is_eager=True,

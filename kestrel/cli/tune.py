@@ -46,7 +46,7 @@ def tune(
     kestrel tune
 
     It may take half an hour. Results are written while it runs, so a stopped run keeps what it has measured. A later
-    run with other --ops adds to the table. The results of the kernels stay the same.
+    run with other --ops adds to the table. Results stay the same, except for the last bit of a bfloat16 result.
     """
     named = None if ops is None else split_names(ops)
     _check_flags(random, named, output, time_limit)

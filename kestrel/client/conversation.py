@@ -91,6 +91,8 @@ def completion_answer(completion: Fields) -> dict[str, Any]:
         answer["reasoning"] = {"text": message["reasoning_content"]}
     if message.get("tool_calls"):
         answer["tool_calls"] = message["tool_calls"]
+    if completion.get("warnings"):
+        answer["warnings"] = completion["warnings"]
     return answer
 
 

@@ -6,7 +6,8 @@ request goes to another one, which knows it from then on: a picture that many as
 
 A known beginning of text and a loaded adapter make up for some load only: one more engine learns them from a single
 request. What many requests had in common, such as instructions, makes up for less and less, so all engines soon know
-it; a conversation stays where it is.
+it. The turns of a conversation, each of which begins with all of the one before, count as one request: it stays where
+it is.
 
 Several routers never talk to each other. To place a picture that nobody knows alike, they go by a hash of it among
 engines of about equal load.
@@ -24,8 +25,8 @@ from kestrel.routing.prefixes import PrefixKeys
 ADAPTER_WORTH = 8
 """A loaded adapter makes up for so many requests that an engine has more than another one, and a block of text that one
 request had for one."""
-MOST_TEXT_WORTH = 0.25
-"""Of a batch."""
+MOST_WORTH = 0.25
+"""Of a batch: neither makes up for more."""
 LOAD_STEPS = 2
 """For several routers, loads that differ by less than a batch over this are about equal."""
 MAX_KEYS = 65536
@@ -47,14 +48,24 @@ class ReplicaLoad:
         return self.num_running + self.num_waiting
 
 
+@dataclass(slots=True)
+class Beginning:
+    """What a replica has of many requests."""
+
+    num_requests: int = 0
+    """That began so; one that goes on from another one is not counted again."""
+    is_end: bool = False
+    """Some request ended here, and none has gone on from there."""
+
+
 class ContentRouter:
     """Not for several threads at a time. `has_others`: other routers send requests to the same replicas."""
 
     def __init__(self, max_keys: int = MAX_KEYS, *, has_others: bool = False) -> None:
         self._max_keys = max_keys
         self._has_others = has_others
-        self._known: dict[str, OrderedDict[bytes, int]] = {}
-        """By replica: keys, and how many requests had each."""
+        self._known: dict[str, OrderedDict[bytes, Beginning]] = {}
+        """By replica and key."""
         self._num_ranked = 0
 
     def add_replica(self, replica: str) -> None:
@@ -67,8 +78,7 @@ class ContentRouter:
 
     def num_known(self, replica: str, keys: PrefixKeys) -> tuple[int, int]:
         """How many pictures and blocks of text, from the first on, the replica has."""
-        known = self._known.get(replica, {})
-        num_known = next((index for index, key in enumerate(keys) if key not in known), len(list(keys)))
+        num_known = _num_known(self._known.get(replica, {}), [*keys])
         num_pictures = min(num_known, len(keys.pictures))
         return num_pictures, num_known - num_pictures
 
@@ -77,30 +87,43 @@ class ContentRouter:
         self._num_ranked += 1
         seed = next(iter(keys), self._num_ranked.to_bytes(8, "little"))
 
-        def order(replica: str) -> tuple[int, int, float, bytes]:
-            load = loads[replica]
+        def order(replica: str) -> tuple[int, int, float, bool, bytes]:
+            load, has_adapter = loads[replica], adapter in loads[replica].adapters
             num_pictures, num_blocks = self.num_known(replica, keys)
-            level = load.num_requests - self._text_worth(replica, keys.blocks[:num_blocks], load)
-            if adapter in load.adapters:
-                level -= ADAPTER_WORTH
+            level = float(load.num_requests)
             if self._has_others and keys.pictures:
-                level //= load.max_running / LOAD_STEPS
+                level -= level % (load.max_running / LOAD_STEPS)
+            most = MOST_WORTH * load.max_running
+            level -= min(self._text_worth(replica, keys.blocks[:num_blocks]), most)
+            level -= min(ADAPTER_WORTH, most) if has_adapter else 0
             place = blake2b(seed + replica.encode(), digest_size=8).digest()
-            return load.num_requests // load.max_running, -num_pictures, level, place
+            return load.num_requests // load.max_running, -num_pictures, level, not has_adapter, place
 
         return sorted((replica for replica in loads if replica in self._known), key=order)
 
-    def _text_worth(self, replica: str, blocks: Sequence[bytes], load: ReplicaLoad) -> float:
+    def _text_worth(self, replica: str, blocks: Sequence[bytes]) -> float:
         known = self._known[replica]
-        return min(sum(1 / known[block] for block in blocks), MOST_TEXT_WORTH * load.max_running)
+        return sum(1 / known[block].num_requests for block in blocks)
 
     def note(self, replica: str, keys: PrefixKeys) -> None:
         """The replica has these beginnings now. The oldest ones are forgotten when there are too many."""
         known = self._known.get(replica)
         if known is None:
             return
-        for key in reversed([*keys]):  # a beginning outlives what was built on it
-            known[key] = known.get(key, 0) + 1
+        listed = [*keys]
+        num_known = _num_known(known, listed)
+        goes_on = 0 < num_known < len(listed) and known[listed[num_known - 1]].is_end
+        if goes_on:
+            known[listed[num_known - 1]].is_end = False
+        for index, key in reversed([*enumerate(listed)]):  # a beginning outlives what was built on it
+            beginning = known.setdefault(key, Beginning())
+            beginning.num_requests += not (goes_on and index < num_known)
             known.move_to_end(key)
+        if listed:
+            known[listed[-1]].is_end = True
         while len(known) > self._max_keys:
             known.popitem(last=False)
+
+
+def _num_known(known: Mapping[bytes, Beginning], keys: Sequence[bytes]) -> int:
+    return next((index for index, key in enumerate(keys) if key not in known), len(keys))

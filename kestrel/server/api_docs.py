@@ -26,7 +26,7 @@ and always present in an answer. Null means not given.
 """
 SETTINGS_HEAD = """## Settings
 
-Settings have the same values and meaning in Python, in all HTTP dialects, over gRPC and on the command line. In Python
+Settings have the same values and meaning in Python, in all HTTP APIs, over gRPC and on the command line. In Python
 and in the routes of the skills, put a setting inside `settings` or next to it.
 """
 FORM_TOLD = """the same fields, with the picture as the file `image` instead of `image_url`. Write texts as they are and
@@ -49,7 +49,7 @@ def _settings() -> Iterator[str]:
 
 
 def _setting_rows(settings: Iterable[Setting]) -> Iterator[str]:
-    yield "| setting | values | default | meaning | in the OpenAI dialect | flag |\n|---|---|---|---|---|---|"
+    yield "| setting | values | default | meaning | in the OpenAI API | flag |\n|---|---|---|---|---|---|"
     for setting in settings:
         flag = f"`--{setting.name.replace('_', '-')}`" if setting.has_flag else ""
         cells = (
@@ -64,7 +64,7 @@ def _setting_rows(settings: Iterable[Setting]) -> Iterator[str]:
     yield ""
 
 
-_OTHER_FORM = {"logprobs": "[its own form](serving.md#openai-dialect)", "request_id": "`x-request-id`, a header"}
+_OTHER_FORM = {"logprobs": "[its own form](serving.md#openai-api)", "request_id": "`x-request-id`, a header"}
 
 
 def _default(setting: Setting) -> str:

@@ -120,8 +120,8 @@ def _observation(state: ServerState) -> Observation:
 
 
 def routers() -> list[APIRouter]:
-    dialects = [openai_routes(), responses_routes(), anthropic_routes()]
-    return [_operation_routes(), fact_routes(), native_routes(), *dialects, playground_routes(), docs_routes()]
+    others = [openai_routes(), responses_routes(), anthropic_routes()]
+    return [_operation_routes(), fact_routes(), native_routes(), *others, playground_routes(), docs_routes()]
 
 
 def _middleware(state: ServerState, watch: Observation, routes: Sequence[BaseRoute]) -> list[Middleware]:

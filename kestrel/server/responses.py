@@ -106,7 +106,7 @@ class EventStream(Response, Generic[T]):
     when the request's time is over and what was written is still not taken, the connection ends too.
 
     `events` makes the events of what `call` opens, last one included. `events_of_failure` makes what follows a failure
-    in the middle: the error, and a dialect's own end mark.
+    in the middle: the error, and the API's own end mark.
     """
 
     def __init__(

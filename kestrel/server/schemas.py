@@ -270,10 +270,7 @@ OF_ONE_OUTLINE = ("path", "bbox", "pixels", "label", "score")
 
 TAKEN = {"description": "Taken and not used."}
 """A field of other servers that changes no answer."""
-WARNINGS = described(
-    "Of the embedded model: it is not for photographs. Fields of the request that are not known and had no effect.",
-    list_of({"type": "string"}),
-)
+WARNINGS = described("Of the embedded model: it is not for photographs.", list_of({"type": "string"}))
 
 
 def result_schema(skill: str) -> Schema:

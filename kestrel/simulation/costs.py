@@ -62,7 +62,8 @@ class StepCosts:
     prefill_step_ms: float
     prefill_position_us: float
     decode_ms: tuple[tuple[float, float], ...]
-    """(rows, milliseconds without the keys), the fewest rows first; straight lines in between and after."""
+    """(rows, milliseconds without the keys), the fewest rows first; straight lines in between and after, which do
+    not fall there."""
     key_ns: float
     shared_key_ns: float
     """Of a key that another row of the step reads too."""
@@ -97,7 +98,7 @@ class StepCosts:
             return points[0][1]
         after = min(bisect_left(points, (rows, 0.0)), len(points) - 1)
         (x0, y0), (x1, y1) = points[after - 1], points[after]
-        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+        return y1 + (max(y1 - y0, 0.0) if rows > x1 else y1 - y0) * (rows - x1) / (x1 - x0)
 
     def limits(self, max_batch_size: int) -> RuntimeLimits:
         """As an engine with default settings plans them on this GPU."""

@@ -92,15 +92,25 @@ def test_text_counts_behind_its_picture_only():
     assert router.num_known("a", keys) == (0, 0)
 
 
-def test_an_adapter_is_used_where_it_is_loaded_until_that_is_full():
-    router = router_of()
-    assert router.rank(key("p"), "birds", loads(adapters={"d": ["birds"]}, d=3))[0] == "d"
-    assert router.rank(key("p"), "birds", loads(adapters={"d": ["birds"]}, d=4))[0] != "d"
+@pytest.mark.parametrize(("max_running", "worth"), [(4, 1), (16, 4), (64, 8)])
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_loaded_adapter_makes_up_for_some_requests(max_running, worth, has_others):
+    router = router_of(has_others=has_others)
+    where = {"d": ["birds"]}
+    assert router.rank(PrefixKeys(), "birds", loads(max_running, where, d=worth))[0] == "d"
+    assert router.rank(PrefixKeys(), "birds", loads(max_running, where, d=worth + 1))[0] != "d"
 
 
-@pytest.mark.parametrize("clients", [16, 64, 128])
+def test_several_routers_send_new_pictures_where_the_adapter_is_while_loads_are_about_equal():
+    router, where = router_of(has_others=True), {"a": ["birds"]}
+    for name in map(str, range(50)):
+        assert router.rank(key(name), "birds", loads(64, where, a=20, b=12, c=12, d=12))[0] == "a"
+        assert router.rank(key(name), "birds", loads(64, where, a=33, b=12, c=12, d=12))[0] != "a"
+
+
+@pytest.mark.parametrize(("clients", "rows"), [(16, 8), (16, 64), (64, 64), (128, 64)])
 @pytest.mark.parametrize("shared", ["instructions", "long instructions", "adapter", "instructions and adapter"])
-def test_what_all_requests_share_does_not_send_them_all_to_one_replica(shared, clients):
+def test_what_all_requests_share_does_not_send_them_all_to_one_replica(shared, clients, rows):
     """Every client asks something else behind the same instructions, or with the same adapter, as soon as it is
     answered; answers come in any order."""
     router, dice, adapters = router_of(), random.Random(0), {name: set() for name in REPLICAS}
@@ -112,13 +122,14 @@ def test_what_all_requests_share_does_not_send_them_all_to_one_replica(shared, c
             running.pop(dice.randrange(clients))
         prompt = {"prompt": "x" * words + f"question {turn} " * 40}
         keys = prefix_keys(prompt, [], adapter=adapter, tenant=None)
-        chosen = router.rank(keys, adapter, loads(64, adapters, **Counter(running)))[0]
+        chosen = router.rank(keys, adapter, loads(rows, adapters, **Counter(running)))[0]
         router.note(chosen, keys)
         adapters[chosen] |= {adapter} - {None}
         running.append(chosen)
         total[chosen] += 1
     spread = Counter(running)
-    assert max(spread.values()) - min(spread[name] for name in REPLICAS) <= (ADAPTER_WORTH if adapter else 1)
+    worth = min(ADAPTER_WORTH, rows // 4)
+    assert max(spread.values()) - min(spread[name] for name in REPLICAS) <= (worth if adapter else 1)
     assert adapter or max(total.values()) <= 1.25 * total.total() / len(REPLICAS)
 
 
@@ -130,6 +141,15 @@ def test_a_conversation_goes_on_where_it_is_known_while_that_has_little_more_to_
     assert known == len(words) // 256
     assert router.rank(keys, None, loads(64, a=4, b=3 + known, c=4, d=4))[0] == "b"
     assert router.rank(keys, None, loads(64, a=4, b=5 + known, c=4, d=4))[0] != "b"
+
+
+def test_many_turns_of_a_conversation_count_as_one_request():
+    router, words = router_of(), "word " * 100
+    for turn in range(1, 40):
+        router.note("b", prefix_keys({"prompt": words * turn}, [], adapter=None, tenant=None))
+    keys = prefix_keys({"prompt": words * 40}, [], adapter=None, tenant=None)
+    assert router.rank(keys, None, loads(64, b=15))[0] == "b"
+    assert router.rank(keys, None, loads(64, b=17))[0] != "b"
 
 
 def test_known_text_makes_up_for_a_quarter_of_a_batch_at_most():

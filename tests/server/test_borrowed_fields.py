@@ -170,6 +170,10 @@ FOREIGN: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "sent_at": 5}]}, "messages[0].sent_at"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "hue": 1}]}]},
      "messages[0].content[0].hue"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "context": 5}]}, "messages[0].context"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "_id": 5}]}, "messages[0]._id"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x" * 60: 1}]}]},
+     "messages[0].content[0]." + "x" * 39 + "…"),
     ("/v1/chat/completions", {"reasoning": {"enabled": False, "style": "x"}}, "reasoning.style"),
     ("/v1/chat/completions", {"stream": True, "stream_options": {"colours": 3}}, "stream_options.colours"),
     ("/v1/completions", {"stream": True, "provider": "x"}, "provider"),
@@ -193,12 +197,36 @@ def test_an_answer_names_what_had_no_effect(client: httpx.Client, path: str, bod
     ("message", "param"),
     [
         ({"contents": "a"}, "messages[0].contents"),
-        ({"content": [{"type": "text", "text": "a", "texts": "b"}]}, "messages[0].content[0].texts"),
+        ({"content": None, "contents": "a"}, "messages[0].contents"),
+        ({"content": [{"type": "text", "txt": "b"}]}, "messages[0].content[0].txt"),
     ],
 )
 def test_a_misspelt_field_of_a_message_is_refused(client: httpx.Client, message: dict[str, Any], param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "a", **message}]}
+    body = {"messages": [{"role": "user", **message}]}
     assert refusal(client.post("/v1/chat/completions", json=body), 400)["param"] == param
+
+
+def test_a_name_in_every_message_counts_once(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "a", "sent_at": number} for number in range(2 * MAX_FOREIGN)]
+    answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.json()["warnings"] == ["Not known here and without effect: messages[0].sent_at."]
+
+
+def test_null_is_not_given_in_parts_and_options(client: httpx.Client) -> None:
+    part = {"type": "text", "text": "a", "image_url": None, "texts": None}
+    body = {"messages": [{"role": "user", "content": [part], "contents": None}], "max_tokens": 1}
+    assert "warnings" not in client.post("/v1/chat/completions", json=body).json()
+
+
+def test_thoughts_are_hidden_where_the_request_excludes_them(client: httpx.Client) -> None:
+    def message(**reasoning: Any) -> dict[str, Any]:
+        body = {**CHAT, "reasoning": {"enabled": True, **reasoning}}
+        return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+
+    assert "reasoning_content" in message()
+    assert "reasoning_content" not in message(exclude=True)
+    budget = {**CHAT, "reasoning": {"enabled": True, "max_tokens": 5}}
+    assert refusal(client.post("/v1/chat/completions", json=budget), 400)["param"] == "reasoning.max_tokens"
 
 
 def test_names_that_nobody_knows_are_counted_over_all_messages(client: httpx.Client) -> None:
@@ -212,7 +240,7 @@ def test_many_names_that_nobody_knows_are_refused(client: httpx.Client) -> None:
     many = {f"zz{number}": 1 for number in range(MAX_FOREIGN + 1)}
     path = "/v1/chat/completions"
     error = refusal(client.post(path, json={**PATHS[path], **many}), 400)
-    assert (error["param"], str(MAX_FOREIGN) in error["message"]) == ("zz0", True)
+    assert (error["param"], str(MAX_FOREIGN) in error["message"]) == (f"zz{MAX_FOREIGN}", True)
     del many["zz0"]
     assert client.post(path, json={**PATHS[path], "max_tokens": 1, **many}).status_code == 200
 

@@ -105,7 +105,7 @@ def test_a_million_characters_of_picture_cost_little_more_than_a_plain_parser() 
     assert least_cpu_s(lambda: parse_json(body), 5) < 10 * least_cpu_s(lambda: json.loads(body), 5)
 
 
-def test_both_dialects_refuse_it_with_400(client: httpx.Client) -> None:
+def test_both_apis_refuse_it_with_400(client: httpx.Client) -> None:
     picture = json.dumps(SCENE_URL)
     native = f'{{"question": "Who?", "image_url": {picture}, "image_url": {picture}}}'.encode()
     for path, body, key in (("/v1/query", native, "image_url"), ("/v1/chat/completions", CHAT, "role")):

@@ -1,4 +1,4 @@
-"""The Messages API: the same answers as over the OpenAI dialect, and the anthropic package, unmodified."""
+"""The Messages API: the same answers as over the OpenAI API, and the anthropic package, unmodified."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def without_identity(message: dict[str, Any]) -> dict[str, Any]:
          {"messages": WHO, "response_format": {"type": "json_schema", "json_schema": {"schema": FORMAT}}}),
     ],
 )  # fmt: skip
-def test_an_answer_equals_the_one_of_the_other_dialect(
+def test_an_answer_equals_the_one_of_the_openai_api(
     client: httpx.Client, here: dict[str, Any], there: dict[str, Any]
 ) -> None:
     answer, other = ask(client, **here), ask_there(client, **there)
@@ -401,7 +401,7 @@ def test_a_stop_sequence_before_a_call_is_told(text_client: httpx.Client) -> Non
         ({"type": "tool", "name": "greet"}, {"tool_choice": {"type": "function", "function": {"name": "greet"}}}),
     ],
 )  # fmt: skip
-def test_choices_of_tools_are_those_of_the_other_dialect(
+def test_choices_of_tools_are_those_of_the_openai_api(
     text_client: httpx.Client, choice: dict[str, Any], other: dict[str, Any]
 ) -> None:
     answer = ask(text_client, WHO, tools=[GREET], tool_choice=choice)
@@ -427,7 +427,7 @@ def test_a_model_without_tools_goes_on_after_a_forced_call(client: httpx.Client)
     assert client.post(f"{PATH}/count_tokens", json={"messages": turns}).status_code == 200
 
 
-def test_results_of_tools_are_written_as_in_the_other_dialect(text_client: httpx.Client) -> None:
+def test_results_of_tools_are_written_as_in_the_openai_api(text_client: httpx.Client) -> None:
     called = {"type": "tool_use", "id": "call-1", "name": "greet", "input": {"name": "Ann"}}
     result = {"type": "tool_result", "tool_use_id": "call-1", "content": [{"type": "text", "text": "done"}]}
     here = [

@@ -1,4 +1,4 @@
-"""What the dialect refuses, always by the name that the client used, and its description of itself."""
+"""What OpenAI's routes refuse, always by the name that the client used, and their description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of the dialect: framing, one id, role, reason, usage, and failures in the middle."""
+"""Streams of OpenAI's routes: framing, one id, role, reason, usage, and failures in the middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages over the OpenAI dialect, unmodified: instructor, outlines, pydantic-ai, LlamaIndex and the AI SDK for Node;
+"""Packages over the OpenAI API, unmodified: instructor, outlines, pydantic-ai, LlamaIndex and the AI SDK for Node;
 and scripts for the chat of the hosted Moondream.
 
 Each runs as a script in a process of its own, with the packages that scripts/install-clients has put into its folder.

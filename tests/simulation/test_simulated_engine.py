@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,14 @@ def test_rows_beyond_the_measured_ones_go_on_in_a_straight_line() -> None:
         return ROUND.gpu_s(Work(0, 0, 0, 0, rows, 0, 0)) * 1e3
 
     assert [decode_ms(rows) for rows in (1, 2, 3, 5)] == pytest.approx([1.0, 1.5, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("model", json.loads(H200.read_text(encoding="utf-8"))["models"])
+def test_a_step_of_more_rows_than_were_measured_never_takes_less_time(model: str) -> None:
+    costs = load_costs(H200, model)
+    took_s = [costs.gpu_s(Work(0, 0, 0, 0, rows, 0, 0)) for rows in (64, 128, 256, 512, 4096)]
+    assert took_s == sorted(took_s)
+    assert replace(costs, decode_ms=((1, 2.0), (2, 1.0))).gpu_s(Work(0, 0, 0, 0, 9, 0, 0)) * 1e3 == 1.0
 
 
 def test_clients_have_one_request_at_a_time() -> None:

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from kestrel.server.anthropic.messages import CHOICES, EFFORT, UNUSED, count_tokens, create_message
 from kestrel.server.errors import ANTHROPIC_STATUSES
 from kestrel.server.openai.chat import MAX_MESSAGES
-from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, dialect_routes
+from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, ApiRoute, api_routes
 from kestrel.server.records import MESSAGES_PATH
 from kestrel.server.schemas import (
     FUNCTION_ARGUMENTS,
@@ -125,8 +125,8 @@ MESSAGE = record(
 )
 _ERROR = record({"type": {"const": "error"}, "error": record({"type": TEXT, "message": TEXT})})
 ROUTES = (
-    DialectRoute(MESSAGES_PATH, create_message, MESSAGE, MESSAGE_REQUEST, streams=True),
-    DialectRoute(f"{MESSAGES_PATH}/count_tokens", count_tokens, record({"input_tokens": COUNT}), COUNT_REQUEST),
+    ApiRoute(MESSAGES_PATH, create_message, MESSAGE, MESSAGE_REQUEST, streams=True),
+    ApiRoute(f"{MESSAGES_PATH}/count_tokens", count_tokens, record({"input_tokens": COUNT}), COUNT_REQUEST),
 )
 
 
@@ -134,6 +134,6 @@ def anthropic_routes() -> APIRouter:
     told = {status: meaning for status, meaning in REFUSALS.items() if status not in ANTHROPIC_STATUSES}
     told |= {own: f"As {status} elsewhere. {REFUSALS[status]}" for status, own in ANTHROPIC_STATUSES.items()}
     content = {"application/json": {"schema": _ERROR}}
-    return dialect_routes(
+    return api_routes(
         "anthropic", ROUTES, {status: {"description": meaning, "content": content} for status, meaning in told.items()}
     )

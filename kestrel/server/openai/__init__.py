@@ -1,1 +1,1 @@
-"""The OpenAI dialect: chat, completions, embeddings, models and tokens, over the same engine as the native skills."""
+"""The OpenAI API: chat, completions, embeddings, models and tokens, over the same engine as the native skills."""

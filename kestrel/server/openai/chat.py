@@ -28,9 +28,9 @@ from kestrel.server.openai.parameters import (
     REFUSED_IN_CHAT,
     Body,
     EngineFields,
+    ForeignFields,
     given,
     refuse,
-    require_spelt,
     take_choices,
     take_stream,
 )
@@ -48,19 +48,17 @@ TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_fi
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 OLD_FIELDS = {"function_call": "send tool_calls", "audio": "send texts"}
 """Of a message, and what to do instead."""
-MESSAGE_FIELDS = frozenset(
-    (
-        *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *OLD_FIELDS),
-        *("refusal", "annotations", "parsed", "reasoning", "reasoning_details", "cache_control", "id"),
-    )
+MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *OLD_FIELDS))
+UNUSED_IN_MESSAGES = frozenset(
+    ("refusal", "annotations", "parsed", "reasoning", "reasoning_details", "cache_control", "id")
 )
-"""Those of the second line have no effect: answers have them, and clients send those back."""
-PART_FIELDS = {
-    "text": frozenset(("type", "text", "cache_control")),
-    "image_url": frozenset(("type", "image_url", "cache_control")),
-}
-URL_FIELDS = frozenset(("url", "detail"))
+"""Answers have them, and clients send those back."""
+PART_FIELDS = {"text": frozenset(("type", "text")), "image_url": frozenset(("type", "image_url"))}
+UNUSED_IN_PARTS = frozenset(("cache_control",))
+URL_FIELDS = frozenset(("url",))
+UNUSED_IN_URLS = frozenset(("detail",))
 """All pictures are seen in the same detail."""
+_REASONING = frozenset(("effort", "enabled", "exclude", "max_tokens"))
 REASONING_FIELDS = ("reasoning", "reasoning_effort", "include_reasoning")
 FIELDS = frozenset(
     (
@@ -88,8 +86,9 @@ async def chat_completion(request: Request) -> Response:
 async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
     state, engine = accepted.state, accepted.engine
     refuse(body, REFUSED_IN_CHAT)
-    foreign = require_spelt("", body, FIELDS)
-    options, num_choices = take_stream(body), take_choices(body)
+    foreign = ForeignFields()
+    foreign.note("", body, FIELDS)
+    options, num_choices = take_stream(body, foreign), take_choices(body)
     fields = sampling_fields(state, body, None)
     num_top = _take_logprobs(body, fields)
     num_logprobs = require_few_logprobs(state, "top_logprobs", fields.values, [()], num_choices)
@@ -106,13 +105,14 @@ async def _chat_generation(accepted: AcceptedRequest, body: Body) -> Generation:
         options,
         PromptShare(num_choices, len(places) * engine.num_image_positions),
         num_logprobs > LARGE_LOGPROBS,
-        [*parts.foreign, *fields.foreign],
+        foreign,
     )
 
 
 async def add_conversation(body: Body, fields: EngineFields, parts: PartReader, chat: ChatFormat | None) -> bool:
     """Adds everything that the prompt is made of; whether thinking is shown."""
-    shows_thinking = take_reasoning(body, fields, by_default=None if chat is not None and chat.template else False)
+    by_default = None if chat is not None and chat.template else False
+    shows_thinking = take_reasoning(body, fields, parts.foreign, by_default)
     for name in TEMPLATE_FIELDS:
         if name in body:
             fields.add(name, name, body[name])
@@ -132,17 +132,18 @@ def _take_logprobs(body: Body, fields: EngineFields) -> int | None:
     return num_top
 
 
-def take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) -> bool:
+def take_reasoning(body: Body, fields: EngineFields, foreign: ForeignFields, by_default: bool | None) -> bool:
     """Whether thinking is shown. It happens when any of three parameters asks for it, else `by_default`.
 
     None means that the model's template decides; then to include thoughts is not to ask for them.
     """
-    reasoning, effort = body.get("reasoning", False), body.get("reasoning_effort", "none")
+    reasoning, effort, is_shown = body.get("reasoning", False), body.get("reasoning_effort", "none"), True
     if isinstance(reasoning, Mapping):
         reasoning = given(reasoning)
-        fields.foreign += require_spelt(
-            "reasoning.", reasoning, frozenset(("effort", "enabled", "exclude", "max_tokens", "summary"))
-        )
+        foreign.note("reasoning.", reasoning, _REASONING)
+        if "max_tokens" in reasoning:
+            raise RequestError("reasoning.max_tokens", "is not supported: leave it out, and set max_tokens")
+        is_shown = not boolean("reasoning.exclude", reasoning.get("exclude", False))
         effort = reasoning.get("effort", effort)
         reasoning = reasoning.get("enabled", effort != "none")
     if not isinstance(reasoning, bool):
@@ -159,7 +160,7 @@ def take_reasoning(body: Body, fields: EngineFields, by_default: bool | None) ->
     fields.values["reasoning"] = bool(asked) if said else by_default
     if said:
         fields.names["reasoning"] = said[0]
-    return body.get("include_reasoning", True)
+    return is_shown and body.get("include_reasoning", True)
 
 
 class _ChatShape:
@@ -232,7 +233,7 @@ async def _skill_messages(value: Any, parts: PartReader, chat: ChatFormat | None
 async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | None) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise RequestError(name, f'must be {{"role": …, "content": …}} (got {shown(raw)})')
-    parts.note_foreign(f"{name}.", given(raw), MESSAGE_FIELDS)
+    parts.foreign.note(f"{name}.", raw, MESSAGE_FIELDS, UNUSED_IN_MESSAGES)
     role, content = raw.get("role"), raw.get("content")
     roles = () if chat is None else chat.roles
     fields = dict.fromkeys((*(() if chat is None else chat.message_fields), "tool_calls"))
@@ -261,8 +262,9 @@ async def _message(name: str, raw: Any, parts: PartReader, chat: ChatFormat | No
 class PartReader:
     """Reads the parts of one request, and counts them and its pictures."""
 
-    def __init__(self, accepted: AcceptedRequest, foreign: Sequence[str] = (), *, takes_images: bool = True) -> None:
-        """`foreign`: fields of the body that have no effect."""
+    def __init__(
+        self, accepted: AcceptedRequest, foreign: ForeignFields | None = None, *, takes_images: bool = True
+    ) -> None:
         self._profile = accepted.engine.profile
         self._takes_images = takes_images
         self._fetch = accepted.fetch
@@ -273,7 +275,7 @@ class PartReader:
         self._num_parts = 0
         self._num_argument_characters = 0
         self.image_places: list[str] = []
-        self.foreign = list(foreign)
+        self.foreign = foreign or ForeignFields()
 
     async def read_all(self, name: str, parts: Sequence[Any]) -> list[dict[str, Any]]:
         self.count(name, len(parts))
@@ -283,9 +285,6 @@ class PartReader:
         self._num_parts += number
         if self._num_parts > self._max_parts:
             raise RequestError(name, f"brings the request to {self._num_parts} parts; give at most {self._max_parts}")
-
-    def note_foreign(self, place: str, value: Mapping[str, Any], known: frozenset[str]) -> None:
-        self.foreign += require_spelt(place, value, known, len(self.foreign))
 
     async def read_calls(self, name: str, calls: Sequence[Any]) -> list[Any]:
         self.count(name, len(calls))
@@ -309,14 +308,14 @@ class PartReader:
         """A part as the chat skill takes it: {"type": "text", "text"} or {"type": "image", "image": bytes}."""
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in PART_FIELDS:
-            self.note_foreign(f"{name}.", part, PART_FIELDS[kind])
+            self.foreign.note(f"{name}.", part, PART_FIELDS[kind], UNUSED_IN_PARTS)
         if kind == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
         if kind != "image_url":
             raise RequestError(name, f"must be {_SHAPES} (got {shown(part)})")
         place, url = f"{name}.image_url", part.get("image_url")
         if isinstance(url, Mapping):
-            self.note_foreign(f"{place}.", url, URL_FIELDS)
+            self.foreign.note(f"{place}.", url, URL_FIELDS, UNUSED_IN_URLS)
             return await self.read_image(place, f"{place}.url", url.get("url"))
         return await self.read_image(place, place, url)
 

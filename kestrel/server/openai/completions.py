@@ -27,9 +27,9 @@ from kestrel.server.openai.parameters import (
     REFUSED_IN_COMPLETIONS,
     Body,
     EngineFields,
+    ForeignFields,
     given,
     refuse,
-    require_spelt,
     take_choices,
     take_stream,
 )
@@ -57,8 +57,10 @@ async def completion(request: Request) -> Response:
 
 def _completion_generation(state: ServerState, body: Body) -> Generation:
     refuse(body, REFUSED_IN_COMPLETIONS)
-    foreign = require_spelt("", body, FIELDS)
-    options, num_choices, echoes = take_stream(body), take_choices(body), boolean("echo", body.get("echo", False))
+    foreign = ForeignFields()
+    foreign.note("", body, FIELDS)
+    options, num_choices = take_stream(body, foreign), take_choices(body)
+    echoes = boolean("echo", body.get("echo", False))
     prompts = _take_prompts(body)
     _require_few(len(prompts), num_choices, options.stream)
     fields = sampling_fields(state, body, DEFAULT_MAX_TOKENS)

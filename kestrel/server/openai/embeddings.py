@@ -22,10 +22,9 @@ from kestrel.server.openai.parameters import (
     REFUSED_IN_EMBEDDINGS,
     UNUSED,
     Body,
-    foreign_warnings,
+    ForeignFields,
     given,
     refuse,
-    require_spelt,
 )
 from kestrel.server.responses import listed_response
 from kestrel.server.state import state_of
@@ -51,14 +50,14 @@ async def embeddings(request: Request) -> Response:
     body = given(await read_object(request))
     accepted = accept(request)
     refuse(body, REFUSED_IN_EMBEDDINGS)
-    foreign = require_spelt("", body, FIELDS)
+    foreign = ForeignFields()
+    foreign.note("", body, FIELDS)
     encoding = body.get("encoding_format", "float")
     if encoding not in ENCODINGS:
         raise RequestError("encoding_format", f"must be one of: {', '.join(ENCODINGS)} (got {shown(encoding)})")
     common = {name: body[name] for name in ("model", "adapter", *ROUTED) if name in body}
     take_model(state, common)
-    parts = PartReader(accepted, foreign)
-    fields = [{**common, **one} for one in await _inputs(body, parts)]
+    fields = [{**common, **one} for one in await _inputs(body, PartReader(accepted, foreign))]
     if "max_crops" in body:  # of those with a picture; where there is none, it is refused
         for one in [one for one in fields if one.get("image") is not None] or fields:
             one["max_crops"] = body["max_crops"]
@@ -75,7 +74,8 @@ async def embeddings(request: Request) -> Response:
         finished = await until_gone(request.receive, all_results(request, work, written, is_large=is_large))
     num_tokens = sum(result.metrics.input_tokens for result, _ in finished)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    after = {"model": answering_model(request, work), "usage": usage, **warned(foreign_warnings(parts.foreign))}
+    of_model = next((result.warnings for result, _ in finished if result.warnings), ())
+    after = {"model": answering_model(request, work), "usage": usage, **warned([*of_model, *foreign.warnings])}
     vectors = (vector for _, vector in finished)
     return listed_response({"object": "list"}, "data", vectors, after, state.config.send_timeout_s)
 

@@ -30,9 +30,9 @@ from kestrel.server.openai.parameters import (
     UNUSED,
     Body,
     EngineFields,
+    ForeignFields,
     StreamOptions,
     derived_seed,
-    foreign_warnings,
     take_settings,
 )
 from kestrel.server.records import client_of, request_id_of
@@ -78,11 +78,10 @@ class Generation:
     share: PromptShare
     is_large: bool
     """Whether making the choices takes too long for the event loop."""
-    foreign: Sequence[str] = ()
-    """Fields of the body that have no effect."""
+    foreign: ForeignFields
 
     def warnings(self, of_model: Sequence[str]) -> dict[str, Any]:
-        return warned([*of_model, *foreign_warnings([*self.foreign, *self.options.foreign])])
+        return warned([*of_model, *self.foreign.warnings])
 
 
 async def generation_response(request: Request, asked: Generation) -> Response:
@@ -110,7 +109,7 @@ async def generation_response(request: Request, asked: Generation) -> Response:
 
 
 def warned(warnings: Sequence[str]) -> dict[str, Any]:
-    """What an answer has beside the fields of its dialect, if anything."""
+    """What an answer has beside the fields of its API, if anything."""
     return {"warnings": list(warnings)} if warnings else {}
 
 
@@ -220,7 +219,7 @@ def _counted(request: Request, work: EngineWork) -> AbstractContextManager[None]
 
 @contextmanager
 def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Refusals of the engine in the words of this dialect: the client's names of fields, adapters as models."""
+    """Refusals of the engine in the words of this API: the client's names of fields, adapters as models."""
     try:
         yield
     except RequestError as error:

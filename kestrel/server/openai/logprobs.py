@@ -1,4 +1,4 @@
-"""Log-probabilities: how many may be asked for, and the dialect's two shapes of them, a list of tokens (chat) and
+"""Log-probabilities: how many may be asked for, and the API's two shapes of them, a list of tokens (chat) and
 columns (completions)."""
 
 from __future__ import annotations

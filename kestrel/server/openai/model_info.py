@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -22,10 +22,9 @@ from kestrel.server.openai.parameters import (
     REFUSED_IN_TOKENIZE,
     Body,
     EngineFields,
-    foreign_warnings,
+    ForeignFields,
     given,
     refuse,
-    require_spelt,
 )
 from kestrel.server.responses import json_response
 from kestrel.server.state import ServerState, state_of
@@ -88,13 +87,14 @@ async def tokenize(request: Request) -> Response:
     body = given(await read_object(request))
     take_model(state_of(request), body)
     refuse(body, REFUSED_IN_TOKENIZE)
-    foreign = require_spelt("", body, TOKEN_FIELDS)
+    foreign = ForeignFields()
+    foreign.note("", body, TOKEN_FIELDS)
     if "messages" in body:
         return await _chat_tokens(request, body, foreign)
     return await _text_tokens(engine, body, foreign)
 
 
-async def _text_tokens(engine: ServedEngine, body: Body, foreign: Sequence[str]) -> Response:
+async def _text_tokens(engine: ServedEngine, body: Body, foreign: ForeignFields) -> Response:
     if "prompt" not in body:
         raise RequestError("prompt", "is required: give some text, or messages in its place")
     for name in TEMPLATE_FIELDS:
@@ -107,7 +107,7 @@ async def _text_tokens(engine: ServedEngine, body: Body, foreign: Sequence[str])
     return await _tokens(engine, lambda: [*opening, *_prompt_ids(engine.profile, text)], foreign)
 
 
-async def _chat_tokens(request: Request, body: Body, foreign: Sequence[str]) -> Response:
+async def _chat_tokens(request: Request, body: Body, foreign: ForeignFields) -> Response:
     if "prompt" in body:
         raise RequestError("prompt", "cannot be used together with messages; give one of them")
     if boolean("add_special_tokens", body.get("add_special_tokens", False)):
@@ -123,17 +123,16 @@ async def _chat_tokens(request: Request, body: Body, foreign: Sequence[str]) -> 
     with client_names({**fields.names, "prompt": "messages"}):
         size = size_of(fields.values, engine.vocab_size, engine.max_model_length)
         require_readable(size.num_characters, engine.max_model_length)
-        foreign = [*parts.foreign, *fields.foreign]
         return await _tokens(engine, lambda: _written_ids(engine, fields.values), foreign)
 
 
-async def _tokens(engine: ServedEngine, make_ids: Callable[[], list[int]], foreign: Sequence[str]) -> Response:
+async def _tokens(engine: ServedEngine, make_ids: Callable[[], list[int]], foreign: ForeignFields) -> Response:
     """Of long texts there are many: they are made and written off the event loop."""
 
     def answer() -> Response:
         ids = make_ids()
         counted = {"count": len(ids), "max_model_len": engine.max_model_length, "tokens": ids}
-        return json_response({**counted, **warned(foreign_warnings(foreign))})
+        return json_response({**counted, **warned(foreign.warnings)})
 
     return await engine.text_threads.run(answer)
 
@@ -157,14 +156,15 @@ async def detokenize(request: Request) -> Response:
     engine = state_of(request).require_serving()
     body = given(await read_object(request))
     take_model(state_of(request), body)
-    foreign = require_spelt("", body, TOKEN_FIELDS)
+    foreign = ForeignFields()
+    foreign.note("", body, TOKEN_FIELDS)
     if "tokens" not in body:
         raise RequestError("tokens", "is required: give a list of token ids")
     most = engine.max_model_length * MAX_CHARACTERS_PER_POSITION
     if isinstance(body["tokens"], list) and len(body["tokens"]) > most:
         raise RequestError("tokens", f"has {len(body['tokens'])} ids; give at most {most}")
     prompt = await engine.text_threads.run(_text_of, engine, body["tokens"])
-    return json_response({"prompt": prompt, **warned(foreign_warnings(foreign))})
+    return json_response({"prompt": prompt, **warned(foreign.warnings)})
 
 
 def _text_of(engine: ServedEngine, tokens: object) -> str:

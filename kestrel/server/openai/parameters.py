@@ -24,19 +24,19 @@ FEW_LETTERS = 3
 MAX_NAME = 40
 """Characters of a name that is compared with the known ones; those have fewer."""
 MAX_FOREIGN = 32
-"""Names in one request that are not known: comparing each takes time."""
+"""Different names in one request that are not known: comparing each takes time."""
 MAX_FOREIGN_SHOWN = 8
 """In the warning of one answer."""
 
 PARAMETERS: Mapping[str, Setting] = {
     name: setting for setting in (*SETTINGS.values(), *ROUTING.values()) for name in setting.openai_names
 }
-"""The settings that the dialect offers, by its own names for them."""
+"""The settings that OpenAI's routes offer, by its own names for them."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A parameter of the dialect that has no meaning here; the harmless values of it may be sent."""
+    """A parameter of OpenAI's API that has no meaning here; the harmless values of it may be sent."""
 
     remedy: str
     harmless: tuple[Any, ...] = ()
@@ -48,8 +48,6 @@ class EngineFields:
 
     values: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    foreign: list[str] = field(default_factory=list)
-    """Fields of the body that had no effect."""
 
     def add(self, setting: str, name: str, value: Any) -> None:
         if setting in self.values and self.values[setting] != value:
@@ -218,30 +216,38 @@ def require_known(
             raise RequestError(f"{place}{name}", f"is not supported here; known fields: {', '.join(known)}{close}")
 
 
-def require_spelt(place: str, value: Mapping[str, Any], known: frozenset[str], num_before: int = 0) -> list[str]:
-    """Refuses a name that is not known but close to one that is. Other foreign names have no effect: returns them.
+class ForeignFields:
+    """Names in one request that are not known here and have no effect. Null means not given."""
 
-    `num_before`: foreign names in other parts of the same request."""
-    foreign = [name for name in value if name not in known]
-    if num_before + len(foreign) > MAX_FOREIGN:
-        problem = f"is one of more than {MAX_FOREIGN} fields that are not known here; leave them out"
-        raise RequestError(f"{place}{foreign[0]}", problem)
-    for name in foreign:
-        close = _meant(name, known)
-        if close is None and name.startswith("guided_"):
-            close = "guided_json, guided_regex or guided_choice"
-        if close is not None:
-            raise RequestError(f"{place}{name}", f"is not known here; did you mean {close}?")
-    return [f"{place}{name}" for name in foreign]
+    def __init__(self) -> None:
+        self._places: dict[tuple[frozenset[str], str], str] = {}
+        """Of each name among the fields of one kind of object, where it stood first."""
 
+    def note(
+        self, place: str, value: Mapping[str, Any], known: frozenset[str], unused: frozenset[str] = frozenset()
+    ) -> None:
+        """Refuses a name that was meant for a known one. `unused` are known too, and have no effect."""
+        for name in value:
+            if name in known or name in unused or value[name] is None or (known, name) in self._places:
+                continue
+            if len(self._places) == MAX_FOREIGN:
+                problem = f"is one of more than {MAX_FOREIGN} fields that are not known here; leave them out"
+                raise RequestError(f"{place}{name}", problem)
+            meant = _meant(name, known)
+            if meant is None and name.startswith("guided_"):
+                meant = "guided_json, guided_regex or guided_choice"
+            if meant is not None and value.get(meant) is None:
+                raise RequestError(f"{place}{name}", f"is not known here; did you mean {meant}?")
+            self._places[known, name] = f"{place}{cut(name, MAX_NAME)}"
 
-def foreign_warnings(names: Sequence[str]) -> list[str]:
-    """What an answer says of fields that are not known."""
-    if not names:
-        return []
-    told = ", ".join(cut(name, MAX_NAME) for name in names[:MAX_FOREIGN_SHOWN])
-    more = f" and {len(names) - MAX_FOREIGN_SHOWN} more" if len(names) > MAX_FOREIGN_SHOWN else ""
-    return [f"Not known here and without effect: {told}{more}."]
+    @property
+    def warnings(self) -> list[str]:
+        """For the answer."""
+        names = list(self._places.values())
+        if not names:
+            return []
+        more = f" and {len(names) - MAX_FOREIGN_SHOWN} more" if len(names) > MAX_FOREIGN_SHOWN else ""
+        return [f"Not known here and without effect: {', '.join(names[:MAX_FOREIGN_SHOWN])}{more}."]
 
 
 def _meant(name: str, known: frozenset[str]) -> str | None:
@@ -299,13 +305,13 @@ class StreamOptions:
     stream: bool
     include_usage: bool = False
     continuous_usage: bool = False
-    foreign: Sequence[str] = ()
 
 
-_STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include_obfuscation"))
+_STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats"))
+_UNUSED_STREAM_OPTIONS = frozenset(("include_obfuscation",))
 
 
-def take_stream(body: Body) -> StreamOptions:
+def take_stream(body: Body, foreign: ForeignFields) -> StreamOptions:
     stream = boolean("stream", body.get("stream", False))
     options = body.get("stream_options")
     if options is None:
@@ -316,9 +322,9 @@ def take_stream(body: Body) -> StreamOptions:
         raise RequestError(
             "stream_options", f'must be an object such as {{"include_usage": true}} (got {shown(options)})'
         )
-    foreign = require_spelt("stream_options.", options, _STREAM_OPTIONS)
+    foreign.note("stream_options.", options, _STREAM_OPTIONS, _UNUSED_STREAM_OPTIONS)
     flags = []
     for name in ("include_usage", "continuous_usage_stats"):
         value = options.get(name)
         flags.append(value is not None and boolean(f"stream_options.{name}", value))
-    return StreamOptions(stream, include_usage=flags[0], continuous_usage=flags[1], foreign=foreign)
+    return StreamOptions(stream, include_usage=flags[0], continuous_usage=flags[1])

@@ -1,4 +1,4 @@
-"""The dialect's routes, and their bodies as JSON Schema. What a parameter may be is said beside it."""
+"""OpenAI's routes, and their bodies as JSON Schema. What a parameter may be is said beside it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ CHAT_REQUEST = body(
             {"anyOf": [BOOLEAN, body({}, {"effort": _EFFORT, "enabled": BOOLEAN})]},
         ),
         "reasoning_effort": described("`none` is not to think first; all others are alike.", _EFFORT),
-        "include_reasoning": described("Whether the answer shows thoughts.", BOOLEAN),
+        "include_reasoning": described(
+            "false hides thoughts; true also asks for them, of a model without a chat template.", BOOLEAN
+        ),
         **_TEMPLATE_FIELDS,
         "tools": described("Functions that the answer may call.", list_of(_TOOL, maxItems=MAX_TOOLS)),
         "tool_choice": described("Whether to call one, and which. Default: auto.", _TOOL_CHOICE),
@@ -236,6 +238,8 @@ _COLUMNS = record(
 )
 _FINISH: Schema = {"enum": ["stop", "length"]}
 _ENVELOPE: Mapping[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
+_FOREIGN = described("Fields of the request that are not known and had no effect.", list_of(TEXT))
+_WARNINGS = described(f"{_FOREIGN['description']} {WARNINGS['description']}", list_of(TEXT))
 CHAT_ANSWER = record(
     {
         **_ENVELOPE,
@@ -261,7 +265,7 @@ CHAT_ANSWER = record(
             )
         ),
         "usage": _USAGE,
-        "warnings": WARNINGS,
+        "warnings": _WARNINGS,
     },
     "warnings",
 )
@@ -273,7 +277,7 @@ COMPLETION_ANSWER = record(
             record({"index": COUNT, "text": TEXT, "logprobs": nullable(_COLUMNS), "finish_reason": _FINISH})
         ),
         "usage": _USAGE,
-        "warnings": WARNINGS,
+        "warnings": _WARNINGS,
     },
     "warnings",
 )
@@ -291,14 +295,14 @@ EMBEDDING_ANSWER = record(
         ),
         "model": TEXT,
         "usage": record({"prompt_tokens": COUNT, "total_tokens": COUNT}),
-        "warnings": WARNINGS,
+        "warnings": _WARNINGS,
     },
     "warnings",
 )
 TOKENIZE_ANSWER = record(
-    {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(TOKEN_ID), "warnings": WARNINGS}, "warnings"
+    {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(TOKEN_ID), "warnings": _FOREIGN}, "warnings"
 )
-DETOKENIZE_ANSWER = record({"prompt": TEXT, "warnings": WARNINGS}, "warnings")
+DETOKENIZE_ANSWER = record({"prompt": TEXT, "warnings": _FOREIGN}, "warnings")
 TOKENIZER_INFO = record(
     {
         "tokenizer_class": TEXT,
@@ -330,7 +334,7 @@ MODELS = record({"object": {"const": "list"}, "data": list_of(MODEL)})
 
 
 @dataclass(frozen=True)
-class DialectRoute:
+class ApiRoute:
     path: str
     endpoint: Callable[[Request], Awaitable[Response]]
     answer: Schema
@@ -343,22 +347,22 @@ class DialectRoute:
 
 
 ROUTES = (
-    DialectRoute("/v1/models", list_models, MODELS),
-    DialectRoute("/v1/models/{model:path}", retrieve_model, MODEL, path_parameters=("model",)),
-    DialectRoute("/v1/chat/completions", chat_completion, CHAT_ANSWER, CHAT_REQUEST, streams=True),
-    DialectRoute("/v1/completions", completion, COMPLETION_ANSWER, COMPLETION_REQUEST, streams=True),
-    DialectRoute("/v1/embeddings", embeddings, EMBEDDING_ANSWER, EMBEDDING_REQUEST),
-    DialectRoute("/tokenize", tokenize, TOKENIZE_ANSWER, TOKENIZE_REQUEST),
-    DialectRoute("/detokenize", detokenize, DETOKENIZE_ANSWER, DETOKENIZE_REQUEST),
-    DialectRoute("/tokenizer_info", tokenizer_info, TOKENIZER_INFO),
+    ApiRoute("/v1/models", list_models, MODELS),
+    ApiRoute("/v1/models/{model:path}", retrieve_model, MODEL, path_parameters=("model",)),
+    ApiRoute("/v1/chat/completions", chat_completion, CHAT_ANSWER, CHAT_REQUEST, streams=True),
+    ApiRoute("/v1/completions", completion, COMPLETION_ANSWER, COMPLETION_REQUEST, streams=True),
+    ApiRoute("/v1/embeddings", embeddings, EMBEDDING_ANSWER, EMBEDDING_REQUEST),
+    ApiRoute("/tokenize", tokenize, TOKENIZE_ANSWER, TOKENIZE_REQUEST),
+    ApiRoute("/detokenize", detokenize, DETOKENIZE_ANSWER, DETOKENIZE_REQUEST),
+    ApiRoute("/tokenizer_info", tokenizer_info, TOKENIZER_INFO),
 )
 
 
 def openai_routes() -> APIRouter:
-    return dialect_routes("openai", ROUTES, refusals(*REFUSALS))
+    return api_routes("openai", ROUTES, refusals(*REFUSALS))
 
 
-def dialect_routes(tag: str, routes: Sequence[DialectRoute], refused: Responses) -> APIRouter:
+def api_routes(tag: str, routes: Sequence[ApiRoute], refused: Responses) -> APIRouter:
     router = APIRouter(tags=[tag], route_class=DirectRoute)
     for route in routes:
         method = route.method or ("GET" if route.body is None else "POST")
@@ -377,14 +381,14 @@ def dialect_routes(tag: str, routes: Sequence[DialectRoute], refused: Responses)
     return router
 
 
-def _answer(route: DialectRoute) -> Responses:
+def _answer(route: ApiRoute) -> Responses:
     content: dict[str, Any] = {"application/json": {"schema": route.answer}}
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {200: {"description": "The answer.", "content": content}}
 
 
-def _extra(route: DialectRoute) -> dict[str, Any]:
+def _extra(route: ApiRoute) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if route.body is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}

@@ -22,6 +22,7 @@ from kestrel.server.openai.parameters import (
     THINKING,
     Body,
     EngineFields,
+    ForeignFields,
     Refusal,
     given,
     refuse,
@@ -39,7 +40,7 @@ from kestrel.settings import SETTINGS, any_text, boolean
 from kestrel.skills.base import ModelProfile
 
 SAMPLING = tuple(name for name in PARAMETERS if name not in SETTINGS["max_tokens"].openai_names)
-"""Settings by the names that the rest of the dialect has for them."""
+"""Settings by the names that the other routes of OpenAI have for them."""
 UNUSED = (
     "user",
     "safety_identifier",
@@ -170,7 +171,7 @@ async def _asked(request: Request, accepted: AcceptedRequest, body: Body, names:
 
 
 def _settings(state: ServerState, body: Body) -> EngineFields:
-    """As the chat dialect has them."""
+    """As chat completions have them."""
     there = {name: body[name] for name in ("model", *SAMPLING) if name in body}
     if "max_output_tokens" in body:
         there["max_tokens"] = body["max_output_tokens"]
@@ -212,7 +213,7 @@ def _take_reasoning(body: Body, fields: EngineFields, profile: ModelProfile) -> 
     there = {} if effort is None else {"reasoning_effort": effort}
     has_template = profile.chat is not None and bool(profile.chat.template)
     fields.names["reasoning_effort"] = "reasoning.effort"
-    take_reasoning(there, fields, by_default=None if has_template else False)
+    take_reasoning(there, fields, ForeignFields(), by_default=None if has_template else False)
     fields.names["reasoning"] = "reasoning"
     return {"effort": effort, "summary": asked.get("summary")}
 

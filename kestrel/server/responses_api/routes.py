@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from kestrel.server.openai.chat import EFFORTS, MAX_MESSAGES
 from kestrel.server.openai.parameters import parameter_schemas
-from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, DialectRoute, dialect_routes
+from kestrel.server.openai.routes import BOOLEAN, COUNT, TEXT, ApiRoute, api_routes
 from kestrel.server.responses_api.create import (
     CHOICES,
     INCLUDED,
@@ -165,11 +165,11 @@ RESPONSE = record(
 _BY_ID = f"{PATH}/{{response_id}}"
 _DELETED = record({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}})
 ROUTES = (
-    DialectRoute(PATH, create_response, RESPONSE, RESPONSE_REQUEST, streams=True),
-    DialectRoute(_BY_ID, get_response, RESPONSE, path_parameters=("response_id",)),
-    DialectRoute(_BY_ID, delete_response, _DELETED, path_parameters=("response_id",), method="DELETE"),
+    ApiRoute(PATH, create_response, RESPONSE, RESPONSE_REQUEST, streams=True),
+    ApiRoute(_BY_ID, get_response, RESPONSE, path_parameters=("response_id",)),
+    ApiRoute(_BY_ID, delete_response, _DELETED, path_parameters=("response_id",), method="DELETE"),
 )
 
 
 def responses_routes() -> APIRouter:
-    return dialect_routes("responses", ROUTES, refusals(*REFUSALS))
+    return api_routes("responses", ROUTES, refusals(*REFUSALS))

@@ -61,7 +61,9 @@ class AdapterRun:
     )
     steps: int | None = setting(None, "Batches to train on, instead of passes over the data.", common=True)
     batch_size: int = setting(4, "Pictures in a batch, each with its tasks.", common=True)
-    length: int = setting(256, "Positions for tasks after a picture; further tasks go into more rows.")
+    length: int = setting(
+        256, "Tokens of tasks that are learnt together with one picture; further tasks go into more rows."
+    )
     lr: float | None = setting(
         None,
         "Learning rate after the warm-up; it falls along a half cosine. Default: 0.5 / the model's width, "
