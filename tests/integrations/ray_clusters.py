@@ -118,11 +118,19 @@ def ray_address() -> str:
 
 def engine_pids() -> list[int]:
     """Of the replicas that this process has started."""
+    return _pids(b"ray::ServeReplica:kestrel:engines")
+
+
+def ingress_pids() -> list[int]:
+    return _pids(b"ray::ServeReplica:kestrel:ingress")
+
+
+def _pids(title: bytes) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             try:
-                if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica:kestrel:engines"):
+                if (folder / "cmdline").read_bytes().startswith(title):
                     found.append(int(folder.name))
             except OSError:
                 continue

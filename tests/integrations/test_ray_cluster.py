@@ -43,6 +43,7 @@ from tests.integrations.ray_clusters import (
     engines_are_up,
     engines_handle,
     flood,
+    ingress_pids,
     load_sleeping,
     picture,
     places_ask,
@@ -190,6 +191,23 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_go_on(cluster: Cluste
     assert cluster.metric("kestrel_retries_total") > num_retries
     assert eventually(lambda: engines_are_up(2))
     assert len({*before} & {*engine_pids()}) == 1
+
+
+def test_two_ingresses_give_the_answers_of_one_engine_also_when_a_replica_is_killed(
+    cluster: Cluster, expected: list[object]
+) -> None:
+    cluster.deploy(replicas=2, ingress_replicas=2, trusted_proxies=["192.0.2.1"])
+    assert eventually(lambda: len(ingress_pids()) == 2 and engines_are_up(2))
+    cluster.require_answers(expected)
+
+    def kill() -> None:
+        time.sleep(0.3)
+        os.kill(random.choice(engine_pids()), signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    cluster.require_answers(expected)
+    killing.join()
 
 
 def test_an_update_and_a_smaller_cluster_fail_nobody(cluster: Cluster, expected: list[object]) -> None:
