@@ -236,12 +236,20 @@ def _start_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _provenance(rows: Iterable[Row]) -> str:
-    runs = (
-        f"{row['date']}, commit {row['commit']}, torch {row['torch']}, Python {row['python']}, load average "
-        f"{row['load_before']} on {row['cores']} cores before it"
-        for row in rows
+    listed = list(rows)
+    dates, loads = ([row[name] for row in listed] for name in ("date", "load_before"))
+    commits, torches, pythons, cores = (
+        ", ".join(dict.fromkeys(row[name] for row in listed)) for name in ("commit", "torch", "python", "cores")
     )
-    return f"Measured {'; '.join(dict.fromkeys(runs))}."
+    word = "commits" if "," in commits else "commit"
+    return (
+        f"Measured {_span(sorted(dates))}; {word} {commits}; torch {torches}; Python {pythons}; load average "
+        f"{_span(sorted(loads, key=float))} on {cores} cores before each."
+    )
+
+
+def _span(ordered: Sequence[str]) -> str:
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
 
 
 def _has_peer(machine: str) -> bool:

@@ -25,6 +25,7 @@ MAX_PARTS = 256
 MAX_PART_HEAD_BYTES = 4096
 _PLAIN_ENCODINGS = ("", "7bit", "8bit", "binary")
 _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;\s]*)')
+_SCALARS = {"number": "a number", "integer": "an integer", "boolean": "true or false"}
 _BOUNDARY = re.compile(r"[ -~]{1,70}")
 
 
@@ -98,7 +99,16 @@ async def _value(request: Request, name: str, values: list[bytes], field: Schema
         return await parse_chunks(request, values)
     except RequestError as error:
         problem = str(error).removeprefix(f"{error.field}: ")
+        expected = _SCALARS.get(_type_in(field["contentSchema"]))
+        if expected is not None:
+            raise RequestError(name, f"must be {expected} (got {shown(_decoded(name, values[0]))})") from None
         raise RequestError(name, f"{problem}; {remedy}") from None
+
+
+def _type_in(schema: Schema) -> str:
+    """Null is not given."""
+    kinds = schema.get("type", "any")
+    return kinds if isinstance(kinds, str) else next(kind for kind in kinds if kind != "null")
 
 
 def _decoded(name: str, value: bytes) -> str:

@@ -241,7 +241,10 @@ def adapter_in(state: ServerState, name: str) -> str | None:
             if name.startswith(f"{spelled}/"):
                 return name.removeprefix(f"{spelled}/")
     close = did_you_mean(name, known)
-    raise ModelNotFound(f"model {shown(name)} is not served here; use {state.model_name!r} or leave it out{close}")
+    config = state.require_serving().config
+    has_adapters = config.adapter_dir is not None or config.adapter_url_template is not None
+    use = f"use {state.model_name!r}{f' ({state.model_name}/NAME for an adapter)' if has_adapters else ''}"
+    raise ModelNotFound(f"model {shown(name)} is not served here; {use} or leave it out{close}")
 
 
 def with_default_budget(fields: dict[str, Any], config: ServerConfig) -> dict[str, Any]:

@@ -203,6 +203,8 @@ async def test_sources_are_asked_in_order_and_the_list_shows_what_would_be_serve
     assert [listing.name for listing in await library.list()] == ["both", "second"]
     with pytest.raises(AdapterNotFound, match="not found in the adapter folder and the adapter folder"):
         await library.get("third")
+    with pytest.raises(AdapterNotFound, match="check the id; did you mean 'second'"):
+        await library.get("secnd")
 
 
 async def test_without_sources_the_message_says_how_to_have_one() -> None:

@@ -118,8 +118,17 @@ def test_figures_of_the_peer_stand_only_where_they_were_measured(results: Path) 
 
 
 def test_every_section_says_what_was_run(results: Path) -> None:
-    run = "2026-01-02, commit abc1234, torch 2.11.0, Python 3.12.3, load average 0.25 on 16 cores before it"
+    run = "2026-01-02; commit abc1234; torch 2.11.0; Python 3.12.3; load average 0.25 on 16 cores before each"
     assert report(results).count(f"Measured {run}.") == 4
+
+
+def test_a_section_of_several_commits_names_each_once(results: Path) -> None:
+    name = results / "decode_scaling.csv"
+    first = name.read_text(encoding="utf-8").splitlines()[1]
+    later = first.replace("2026-01-02", "2026-02-03").replace("abc1234", "def5678").replace(",749,", ",750,")
+    assert later != first
+    name.write_text(name.read_text(encoding="utf-8") + later + "\n", encoding="utf-8")
+    assert "Measured 2026-01-02 to 2026-02-03; commits abc1234, def5678; torch 2.11.0;" in report(results)
 
 
 def test_without_rows_only_the_introduction_is_left(tmp_path: Path) -> None:

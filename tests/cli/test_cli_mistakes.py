@@ -86,6 +86,7 @@ from .conftest import GOLDENS, MD3, SMALL, Kestrel
         ),
         (("query", "hi", *MD3, "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),
         (("adapters", "list", "--adapter-dir", "/no/such"), 2, "--adapter-dir: /no/such is not a folder"),
+        (("adapters", "list", "--adapter-dir", __file__), 2, "is a file; give the folder that it is in"),
         (("query", "hi", "--adapter-dir", str(GOLDENS), "--adapter", "mine"), 2, "--adapter: 'mine' is not in "),
         (("query", "hi", "--tokenizer-path", "/no/such"), 3, "/no/such does not exist; check --tokenizer-path"),
         (("detect", SMALL, "cat,"), 2, "OBJECT: 'cat,' has a comma without a name beside it; leave it out"),

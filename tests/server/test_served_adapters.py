@@ -84,6 +84,8 @@ def test_adapters_are_listed_as_models(http: httpx.Client) -> None:
     missing = http.get(f"/v1/models/{NAME}/nobody")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
+    alone = http.post("/v1/chat/completions", json={"model": "cats@12", "messages": [{"role": "user", "content": "?"}]})
+    assert f"use '{NAME}' ({NAME}/NAME for an adapter)" in alone.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

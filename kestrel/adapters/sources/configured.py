@@ -11,7 +11,7 @@ from kestrel.adapters.sources.disk_cache import CacheFolder, default_cache_folde
 from kestrel.adapters.sources.folder import FolderSource
 from kestrel.adapters.sources.source import AdapterCopy, AdapterListing, AdapterSource
 from kestrel.config import RuntimeConfig
-from kestrel.errors import AdapterGone, AdapterNotFound
+from kestrel.errors import AdapterGone, AdapterNotFound, did_you_mean
 
 API_KEY_VARIABLE = "MOONDREAM_API_KEY"
 
@@ -57,10 +57,12 @@ class SourceChain:
             raise gone
         if not self._sources:
             raise AdapterNotFound(
-                f"adapter '{adapter_id}': this engine has no source of adapters; start it with adapter_dir, "
-                f"adapter_url_template or {API_KEY_VARIABLE}, or leave the adapter out"
+                f"adapter '{adapter_id}': this engine has no source of adapters; start it with "
+                f"--adapter-dir (adapter_dir), --adapter-url-template or {API_KEY_VARIABLE}, or leave the adapter out"
             )
-        raise AdapterNotFound(f"adapter '{adapter_id}' was not found in {self.title}; check the id")
+        names = [listing.name for source in self._sources if not source.downloads for listing in await source.list()]
+        close = did_you_mean(adapter_id, names)
+        raise AdapterNotFound(f"adapter '{adapter_id}' was not found in {self.title}; check the id{close}")
 
     async def list(self) -> Sequence[AdapterListing]:
         """Each name once: what a later source has under the same name is never served."""

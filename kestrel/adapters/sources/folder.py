@@ -50,6 +50,8 @@ class _Hashed:
 
 
 def require_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise ConfigError("adapter_dir", f"{folder} is a file; give the folder that it is in")
     if not folder.is_dir():
         raise ConfigError("adapter_dir", f"{folder} is not a folder; create it, or leave adapter_dir out")
 
