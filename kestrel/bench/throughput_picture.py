@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 880, 380
+WIDTH, HEIGHT = 880, 400
 LEFT, TOP, PANEL_WIDTH, PANEL_HEIGHT, GAP = 56, 64, 370, 240, 64
 FONT = 'font-family="system-ui, sans-serif"'
 INK, FAINT = "#1f2328", "#d8dee4"
@@ -58,6 +58,8 @@ def _panel(panel: Panel, left: float, sizes: list[int], top: float) -> Iterator[
         yield f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#57606a">{value}</text>'
     for size in sizes:
         yield f'<text x="{x_of(size):.1f}" y="{TOP + PANEL_HEIGHT + 20}" text-anchor="middle">{size}</text>'
+    middle, below = left + PANEL_WIDTH / 2, TOP + PANEL_HEIGHT + 42
+    yield f'<text x="{middle:.1f}" y="{below}" text-anchor="middle" fill="#57606a">max batch size</text>'
     for line in panel.lines:
         places = [(x_of(size), y_of(value), value) for size, value in sorted(line.points.items())]
         path = " L".join(f"{x:.1f} {y:.1f}" for x, y, _ in places)
@@ -67,14 +69,16 @@ def _panel(panel: Panel, left: float, sizes: list[int], top: float) -> Iterator[
             for x, y, value in places:
                 yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{line.colour}"/>'
                 label = f'x="{x:.1f}" y="{y - 10:.1f}" text-anchor="middle" font-size="12" fill="{line.colour}"'
-                yield f"<text {label}>{value:.3g}</text>"
+                yield f"<text {label}>{value:.1f}</text>"
 
 
 def _legend(lines: tuple[Line, ...]) -> Iterator[str]:
     x, y = LEFT, HEIGHT - 22
-    yield f'<text x="{WIDTH - 20}" y="{y}" text-anchor="end" fill="#57606a">max batch size</text>'
     for line in lines:
         dashes = ' stroke-dasharray="5 5"' if line.is_dashed else ""
-        yield f'<path d="M{x} {y - 4}h26" stroke="{line.colour}" stroke-width="2.5"{dashes}/>'
+        if len(line.points) > 1:
+            yield f'<path d="M{x} {y - 4}h26" stroke="{line.colour}" stroke-width="2.5"{dashes}/>'
+        if not line.is_dashed:
+            yield f'<circle cx="{x + 13}" cy="{y - 4}" r="4" fill="{line.colour}"/>'
         yield f'<text x="{x + 34}" y="{y}">{line.name}</text>'
         x += 60 + 8 * len(line.name)
