@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kestrel.train.adapter.loop import StepLine
-    from kestrel.train.adapter.run import Beginning
+    from kestrel.train.adapter.run import Beginning, Trained
     from kestrel.train.loop import StepReport
 
 
@@ -103,15 +103,18 @@ def adapter(*, options: AdapterRun) -> None:
         note(default_model.COMMAND_NOTICE)
     with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run_adapter(options, report, should_stop, held_out_examiner)
-    figures = _figures({"validation loss": done.val_loss, "F1": done.val_f1, "AP50": done.val_ap50}, ", ")
-    written = (
-        f"step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{figures}" if done.step else "not written yet"
-    )
-    note(f"{done.output}: {written}; {done.ending}")
+    note(summary(done))
     if done.ending in ("interrupted", "the time is up"):
         note("the same command with --resume continues from here")
     if done.ending == "interrupted":
         raise Interrupted
+
+
+def summary(done: Trained) -> str:
+    figures = _figures({"validation loss": done.val_loss, "F1": done.val_f1, "AP50": done.val_ap50}, ", ")
+    written = f"step {done.step} of {done.steps} in {done.seconds:,.0f} s{figures}" if done.step else "not written yet"
+    last = "" if done.steps_done in (done.step, done.steps) else f" after step {done.steps_done}"
+    return f"{done.output}: {written}; {done.ending}{last}"
 
 
 def parse_shares(texts: list[str]) -> dict[str, float]:

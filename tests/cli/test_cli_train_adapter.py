@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kestrel.cli.train import AdapterReport
+from kestrel.cli.train import AdapterReport, summary
 from kestrel.train.adapter.loop import StepLine
-from kestrel.train.adapter.run import Beginning
+from kestrel.train.adapter.run import Beginning, Trained
 from tests.llama.tiny_folders import write_folder
 from tests.moondream.coarse import coarse_folder
 from tests.server.programs import instead
@@ -64,6 +64,21 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
     assert (again.code, again.out) == (2, "")
     assert "give --resume to continue, --overwrite to start again, or another name" in again.err
     assert kestrel("train", "adapter", *flags, "--resume").code == 0
+
+
+def test_a_run_that_ended_early_says_how_many_steps_there_were_to_be(
+    kestrel: Kestrel, data: Path, tmp_path: Path
+) -> None:
+    flags = ("--output", tmp_path / "x.safetensors", "--steps", "1000", "--max-seconds", "0.01")
+    outcome = kestrel("train", "adapter", "--data", data, *flags, *base())
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"step \d+ of 1000 in .*; the time is up$", outcome.err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("step", "told"), [(6, "the time is up after step 11"), (11, "the time is up")])
+def test_the_last_step_is_told_where_an_earlier_one_was_best(step: int, told: str) -> None:
+    done = Trained(Path("a.safetensors"), step, 1.5, None, None, 11, 12, 3.0, "the time is up")
+    assert summary(done) == f"a.safetensors: step {step} of 12 in 3 s, validation loss 1.5000; {told}"
 
 
 @pytest.mark.exhaustive

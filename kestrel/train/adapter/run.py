@@ -71,6 +71,8 @@ class Trained:
     val_f1: float | None
     val_ap50: float | None
     steps_done: int
+    steps: int
+    """That were to be done."""
     seconds: float
     ending: Ending
 
@@ -241,7 +243,7 @@ class _Keeper:
         if self._curves_path.exists():
             draw_curves(self._curves_path, self._options.folder / PICTURE, "pictures", CURVE_COLOURS)
         figures = best.best_loss, best.best_f1, best.best_ap50
-        return Trained(self._options.output, step, *figures, state.step, state.seconds, ending)
+        return Trained(self._options.output, step, *figures, state.step, plan.steps, state.seconds, ending)
 
     def _write_adapter(self, step: int, best: TrainingState) -> None:
         options, dataset = self._options, self._dataset
