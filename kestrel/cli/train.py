@@ -14,7 +14,7 @@ import typer
 
 from kestrel import default_model
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
-from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
+from kestrel.cli.console import INTERRUPTED, Interrupted, counted, note, stdout_console, write
 from kestrel.cli.loading import check_model
 from kestrel.cli.options import open_sprites, parse_size, split_names
 from kestrel.errors import ConfigError
@@ -226,7 +226,7 @@ class AdapterReport(_Report):
         self._steps = beginning.steps
         left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
         write(
-            f"{_counted(beginning.num_pictures, 'picture')}, {_counted(beginning.num_train_tasks, 'task')} to learn "
+            f"{counted(beginning.num_pictures, 'picture')}, {counted(beginning.num_train_tasks, 'task')} to learn "
             f"from, {beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
             f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
         )
@@ -235,7 +235,7 @@ class AdapterReport(_Report):
             more = f", {len(objects) - len(shown)} more names" if len(objects) > len(shown) else ""
             write(f"{sum(objects.values())} places to learn: {', '.join(shown)}{more}\n")
         write(
-            f"saved every {_counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
+            f"saved every {counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
             "--resume continues from there, also after a crash\n"
         )
 
@@ -243,7 +243,7 @@ class AdapterReport(_Report):
         if self._is_terminal:
             self._bar.update(self._task, total=total, completed=done, stage=f"looking at pictures {done}/{total}")
         elif done == total:
-            write(f"looked at {total} pictures\n")
+            write(f"looked at {counted(total, 'picture')}\n")
 
     def line(self, line: StepLine) -> None:
         if line.val_loss is not None:
@@ -272,10 +272,6 @@ def _adapter_line(line: StepLine) -> str:
         f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
         f"tokens right {line.token_accuracy:.4f}{val}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _figures(figures: Mapping[str, float | None], separator: str) -> str:
