@@ -226,9 +226,10 @@ class AdapterReport(_Report):
         self._steps = beginning.steps
         left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
         write(
-            f"{counted(beginning.num_pictures, 'picture')}, {counted(beginning.num_train_tasks, 'task')} to learn "
-            f"from, {beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
-            f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
+            f"{counted(beginning.num_pictures, 'picture')}{_not_counted(beginning)}, "
+            f"{counted(beginning.num_train_tasks, 'task')} to learn from, {beginning.num_val_tasks} to judge by"
+            f"{left_out}; {beginning.num_parameters:,} weights beside {beginning.base_model}, "
+            f"steps {beginning.first_step} to {beginning.steps}\n"
         )
         if objects := beginning.num_objects:
             shown = [f"{name} {count}" for name, count in list(objects.items())[:MAX_NAMES_SHOWN]]
@@ -263,6 +264,12 @@ class AdapterReport(_Report):
 
     def stopping(self) -> None:
         note("stopping after this step, then saving; --resume continues. Ctrl-C again leaves immediately")
+
+
+def _not_counted(beginning: Beginning) -> str:
+    why = {"equal to one of them": beginning.num_equal, "without a task": beginning.num_without_task}
+    told = ", ".join(f"{count} {reason}" for reason, count in why.items() if count)
+    return f" (not counted: {told})" if told else ""
 
 
 def _adapter_line(line: StepLine) -> str:

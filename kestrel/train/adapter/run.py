@@ -51,6 +51,9 @@ class Beginning:
 
     base_model: str
     num_pictures: int
+    num_equal: int
+    """Files that show the same as one of these pictures."""
+    num_without_task: int
     num_train_tasks: int
     num_val_tasks: int
     num_left_out: int
@@ -114,8 +117,8 @@ def run_adapter(
     plan = _loop_plan(options, len(train), decoder.shape.hidden_dim)
     report.beginning(
         Beginning(
-            loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
-            dataset.num_objects, factors.num_parameters, plan.steps, state.step,
+            loaded.name, len(dataset.pictures), dataset.num_equal, dataset.num_without_task, len(dataset.train),
+            len(dataset.val), dataset.num_left_out, dataset.num_objects, factors.num_parameters, plan.steps, state.step,
             plan.steps_between_looks,
         )
     )  # fmt: skip
