@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,18 @@ def test_tables_page_and_json_show_no_share_of_nothing() -> None:
     assert '<th scope="row">nut</th><td>0</td><td>0</td><td>0</td>' + "<td>–</td>" * 5 in page
     told = as_json([judged], LocatePlan(), SCENE, {})["judged"][0]["labels"]["nut"]
     assert [told[name] for name in ("precision", "recall", "f1")] == [None] * 3
+
+
+def test_every_mark_of_the_page_has_a_dark_edge_and_there_is_no_legend_without_pictures() -> None:
+    pictures = PictureFolder(SCENE.parent, LIMITS)
+    page = render([answered("bolt", "nut")], LocatePlan(), pictures)
+    assert page.count('<rect class="missed"') == 2, "in the picture and in the legend"
+    marks = re.findall(r'(<[^>]*>)<(?:rect|circle) class="(?:truth|missed|right|wrong)" ([^>]*)>', page)
+    assert len(marks) == 5
+    assert all(edge == f'<rect class="under" {place}/>' for edge, place in marks)
+    nothing_wrong = render([answered("nut")], LocatePlan(), pictures)
+    assert "Nothing is missed and nothing wrong." in nothing_wrong
+    assert '<ul class="legend">' not in nothing_wrong
 
 
 @pytest.mark.exhaustive
