@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from kestrel.config import RuntimeConfig
@@ -41,6 +42,7 @@ from kestrel.train.adapter.run import load_base
 from kestrel.train.adapter.samples import DataError, MistakeList, Picture, PictureFolder
 from tests.moondream.seen_crops import engines_encode_once
 from tests.scene import SCENE
+from tests.server.playground.browser import Page, find_browser, open_browser
 
 from .annotated import LABELS, TRUE, annotated_folder, coco
 
@@ -174,6 +176,31 @@ def test_every_mark_of_the_page_has_a_dark_edge_and_there_is_no_legend_without_p
     nothing_wrong = render([answered("nut")], LocatePlan(), pictures)
     assert "Nothing is missed and nothing wrong." in nothing_wrong
     assert '<ul class="legend">' not in nothing_wrong
+
+
+async def test_on_a_small_screen_a_table_scrolls_in_its_box_and_shows_where_it_is_cut(tmp_path: Path) -> None:
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium is installed; run scripts/install-browser")
+    path = tmp_path / "page.html"
+    path.write_text(render([answered("nut")], LocatePlan(), PictureFolder(SCENE.parent, LIMITS)), encoding="utf-8")
+
+    async def grey(page: Page) -> int:
+        """Of the box's right end, in a row without text."""
+        await page.screenshot(tmp_path / "page.png", whole=False)
+        left, top, width, _ = await page.frame(".scroll")
+        with Image.open(tmp_path / "page.png") as shot:
+            return shot.convert("L").getpixel((int(left + width) - 4, int(top) + 4))
+
+    async with open_browser(executable, tmp_path / "profile") as connection:
+        page = await connection.new_page()
+        await page.resize(390, 844, touch=True)
+        await page.open(path.as_uri())
+        assert await page.evaluate("document.documentElement.scrollWidth") == 390
+        cut = await grey(page)
+        await page.evaluate("document.querySelector('.scroll').scrollLeft = 1000")
+        assert await page.evaluate("document.querySelector('.scroll').scrollLeft") > 100
+        assert cut < 230 < await grey(page)
 
 
 @pytest.mark.exhaustive
