@@ -60,6 +60,10 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def note(text: str) -> None:
     """A remark beside the result."""
     stderr_console().print(text, style="dim", markup=False, soft_wrap=True)

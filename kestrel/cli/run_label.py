@@ -19,7 +19,7 @@ from rich.progress import Progress as Bars
 
 from kestrel import default_model
 from kestrel.cli.batch import KEY_VARIABLE
-from kestrel.cli.console import note, run_to_end, stderr_console, write
+from kestrel.cli.console import counted, note, run_to_end, stderr_console, write
 from kestrel.cli.label import RunFlags
 from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.config import RuntimeConfig
@@ -115,12 +115,12 @@ def run_label(work: Work, decisions: Decisions | None, address: str | None) -> N
         try:
             if decisions is not None:
                 num_changed, refused = apply_decisions(journal, decisions)
-                note(f"decisions changed {num_changed} pictures")
+                note(f"decisions changed {counted(num_changed, 'picture')}")
                 for reason in refused:
                     note(f"not applied: {reason}")
             written = write_outputs(journal, work.task, work.sources, work.options, work.plan)
             if written.num_missing:
-                note(f"left out, because they are gone or have changed: {written.num_missing} pictures")
+                note(f"left out, because they are gone or have changed: {counted(written.num_missing, 'picture')}")
             if address is not None:
                 upload(work.output, address)
             for path in written.paths:
@@ -139,7 +139,7 @@ async def _label(work: Work, journal: Journal) -> None:
                 async for _ in rows:
                     view.show()
     except (asyncio.CancelledError, KestrelError):
-        note(f"{len(journal)} pictures are done; {GO_ON}")
+        note(f"done so far: {counted(len(journal), 'picture')}; {GO_ON}")
         raise
     finally:
         counting.cancel()
@@ -148,8 +148,8 @@ async def _label(work: Work, journal: Journal) -> None:
     if not len(journal):
         raise ConfigError("SOURCE", "there are no pictures to label; name a folder, archive, list or video with some")
     note(view.summary())
-    if job.progress.num_errors:
-        note(f"{work.output / 'errors.csv'} says what is wrong with {job.progress.num_errors} of them")
+    if num_errors := job.progress.num_errors + job.num_done_errors:
+        note(f"{work.output / 'errors.csv'} says what is wrong with {counted(num_errors, 'picture')}")
 
 
 async def _estimate(work: Work) -> str:
@@ -167,7 +167,7 @@ async def _estimate(work: Work) -> str:
         return "there are no pictures to label\n"
     each_s, asked = done.seconds / done.num_rows, max(1, done.num_asked)
     lines = [
-        f"sample: {done.num_rows} pictures in {done.seconds:.1f} s, {figures(done)}",
+        f"sample: {counted(done.num_rows, 'picture')} in {done.seconds:.1f} s, {figures(done)}",
         f"tokens: {done.input_tokens / asked:.0f} in, {done.output_tokens / asked:.1f} out a picture",
     ]
     if total is None:
@@ -176,9 +176,8 @@ async def _estimate(work: Work) -> str:
         tokens_in, tokens_out = (
             round(total * sum_ / done.num_rows) for sum_ in (done.input_tokens, done.output_tokens)
         )
-        lines.append(
-            f"all: {total} pictures, about {duration(total * each_s)}, {tokens_in} tokens in, {tokens_out} out"
-        )
+        about = f"{duration(total * each_s)}, {tokens_in} tokens in, {tokens_out} out"
+        lines.append(f"all: {counted(total, 'picture')}, about {about}")
     return "\n".join(lines) + "\n"
 
 
@@ -223,14 +222,18 @@ class View:
 
     def summary(self) -> str:
         progress = self._job.progress
-        before = f", {self._job.num_done} were done before" if self._job.num_done else ""
         copied = f", {progress.num_copied} of them equal to others" if progress.num_copied else ""
-        return f"labelled {progress.num_rows} pictures{copied}{before}: {figures(progress)}"
+        before = ""
+        if num_done := self._job.num_done:
+            num_errors = self._job.num_done_errors
+            among = f" ({counted(num_errors, 'error')} among them)" if num_errors else ""
+            before = f", {num_done} {'was' if num_done == 1 else 'were'} done before{among}"
+        return f"labelled {counted(progress.num_labelled, 'picture')}{copied}{before}: {figures(progress)}"
 
 
 def figures(progress: Progress) -> str:
-    rate = progress.num_rows / progress.seconds if progress.seconds else 0.0
-    return f"{rate:.1f} pictures/s, {progress.num_objects} objects, {progress.num_errors} errors"
+    rate = progress.num_labelled / progress.seconds if progress.seconds else 0.0
+    return f"{rate:.1f} pictures/s, {counted(progress.num_objects, 'object')}, {counted(progress.num_errors, 'error')}"
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from kestrel import default_model
 from kestrel.cli.config_flags import add_verb, verb_group, with_flags
-from kestrel.cli.console import INTERRUPTED, Interrupted, note, stdout_console, write
+from kestrel.cli.console import INTERRUPTED, Interrupted, counted, note, stdout_console, write
 from kestrel.cli.loading import check_model
 from kestrel.cli.options import open_sprites, parse_size, split_names
 from kestrel.errors import ConfigError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kestrel.train.adapter.loop import StepLine
-    from kestrel.train.adapter.run import Beginning
+    from kestrel.train.adapter.run import Beginning, Trained
     from kestrel.train.loop import StepReport
 
 
@@ -103,15 +103,18 @@ def adapter(*, options: AdapterRun) -> None:
         note(default_model.COMMAND_NOTICE)
     with AdapterReport(stdout_console()) as report, _interruptions(report.stopping) as should_stop:
         done = run_adapter(options, report, should_stop, held_out_examiner)
-    figures = _figures({"validation loss": done.val_loss, "F1": done.val_f1, "AP50": done.val_ap50}, ", ")
-    written = (
-        f"step {done.step} of {done.steps_done} in {done.seconds:,.0f} s{figures}" if done.step else "not written yet"
-    )
-    note(f"{done.output}: {written}; {done.ending}")
+    note(summary(done))
     if done.ending in ("interrupted", "the time is up"):
         note("the same command with --resume continues from here")
     if done.ending == "interrupted":
         raise Interrupted
+
+
+def summary(done: Trained) -> str:
+    figures = _figures({"validation loss": done.val_loss, "F1": done.val_f1, "AP50": done.val_ap50}, ", ")
+    written = f"step {done.step} of {done.steps} in {done.seconds:,.0f} s{figures}" if done.step else "not written yet"
+    last = "" if done.steps_done in (done.step, done.steps) else f" after step {done.steps_done}"
+    return f"{done.output}: {written}; {done.ending}{last}"
 
 
 def parse_shares(texts: list[str]) -> dict[str, float]:
@@ -223,16 +226,17 @@ class AdapterReport(_Report):
         self._steps = beginning.steps
         left_out = f", {beginning.num_left_out} of other skills left out" if beginning.num_left_out else ""
         write(
-            f"{_counted(beginning.num_pictures, 'picture')}, {_counted(beginning.num_train_tasks, 'task')} to learn "
-            f"from, {beginning.num_val_tasks} to judge by{left_out}; {beginning.num_parameters:,} weights beside "
-            f"{beginning.base_model}, steps {beginning.first_step} to {beginning.steps}\n"
+            f"{counted(beginning.num_pictures, 'picture')}{_not_counted(beginning)}, "
+            f"{counted(beginning.num_train_tasks, 'task')} to learn from, {beginning.num_val_tasks} to judge by"
+            f"{left_out}; {beginning.num_parameters:,} weights beside {beginning.base_model}, "
+            f"steps {beginning.first_step} to {beginning.steps}\n"
         )
         if objects := beginning.num_objects:
             shown = [f"{name} {count}" for name, count in list(objects.items())[:MAX_NAMES_SHOWN]]
             more = f", {len(objects) - len(shown)} more names" if len(objects) > len(shown) else ""
             write(f"{sum(objects.values())} places to learn: {', '.join(shown)}{more}\n")
         write(
-            f"saved every {_counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
+            f"saved every {counted(beginning.steps_between_saves, 'step')} and at Ctrl-C: the same command with "
             "--resume continues from there, also after a crash\n"
         )
 
@@ -240,7 +244,7 @@ class AdapterReport(_Report):
         if self._is_terminal:
             self._bar.update(self._task, total=total, completed=done, stage=f"looking at pictures {done}/{total}")
         elif done == total:
-            write(f"looked at {total} pictures\n")
+            write(f"looked at {counted(total, 'picture')}\n")
 
     def line(self, line: StepLine) -> None:
         if line.val_loss is not None:
@@ -262,6 +266,12 @@ class AdapterReport(_Report):
         note("stopping after this step, then saving; --resume continues. Ctrl-C again leaves immediately")
 
 
+def _not_counted(beginning: Beginning) -> str:
+    why = {"equal to one of them": beginning.num_equal, "without a task": beginning.num_without_task}
+    told = ", ".join(f"{count} {reason}" for reason, count in why.items() if count)
+    return f" (not counted: {told})" if told else ""
+
+
 def _adapter_line(line: StepLine) -> str:
     val = _figures({"val loss": line.val_loss, "F1": line.val_f1, "AP50": line.val_ap50}, "  ")
     return (
@@ -269,10 +279,6 @@ def _adapter_line(line: StepLine) -> str:
         f"loss {line.loss:.4f}  coord {line.coord:.3f}  size {line.size:.3f}  "
         f"tokens right {line.token_accuracy:.4f}{val}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _figures(figures: Mapping[str, float | None], separator: str) -> str:

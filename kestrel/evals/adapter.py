@@ -58,7 +58,7 @@ def read_questions(path: Path, pictures: PictureFolder, plan: LocatePlan) -> lis
     mistakes.check("nothing was judged")
     questions = questions_about(samples, plan.skill)
     if not questions:
-        found = dict(Counter(sample.example.skill for sample in samples)) or f"{pictures.num_pictures} pictures alone"
+        found = dict(Counter(sample.example.skill for sample in samples)) or f"{len(pictures.pictures)} pictures alone"
         raise ConfigError("data", f"{path} holds no boxes to ask {plan.skill} for (it has {found}); add some")
     if not any(question.true for question in questions):
         raise ConfigError(

@@ -33,6 +33,8 @@ LONGEST_NAME = 15
 MOST_PICTURES = 24
 LONGEST_SIDE = 720
 """Of a picture in the page, in pixels."""
+KINDS = {"truth": "truth, found", "missed": "truth, missed", "right": "found, right", "wrong": "found, wrong"}
+"""Of marks, by their class in the page."""
 
 
 def as_tables(sides: Sequence[Judged], plan: LocatePlan) -> Group:
@@ -95,6 +97,7 @@ def render(sides: Sequence[Judged], plan: LocatePlan, pictures: PictureFolder) -
         asked=escape(summary(sides[0], plan)),
         tables="".join(_section(side) for side in sides),
         worst=escape(f"{told}." if wrong else "Nothing is missed and nothing wrong."),
+        legend=_legend() if wrong else "",
         pictures="".join(_figure(each, pictures) for each in wrong[:MOST_PICTURES]),
     )
 
@@ -109,8 +112,24 @@ def _section(side: Judged) -> str:
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
         for first, *cells in _rows(side)
     )
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    label = escape(f"Figures of {side.name}")
+    table = f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+    table += f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     return f'<section><h2>{escape(side.name)}</h2><p class="note">{escape(threshold_text(side))}</p>{table}</section>'
+
+
+def _legend() -> str:
+    place = 'x="2" y="2" width="24" height="8"'
+    lines = (
+        f'<li><svg viewBox="0 0 28 12" aria-hidden="true">{_edged("rect", kind, place)}</svg>{told}</li>'
+        for kind, told in KINDS.items()
+    )
+    return f'<ul class="legend">{"".join(lines)}</ul>'
+
+
+def _edged(shape: str, kind: str, place: str, title: str = "") -> str:
+    """Over a dark edge, so that it can be seen on every colour."""
+    return f'<{shape} class="under" {place}/><{shape} class="{kind}" {place}>{title}</{shape}>'
 
 
 def _figure(errors: PictureErrors, pictures: PictureFolder) -> str:
@@ -143,16 +162,16 @@ def _mark(marked: MarkedPlace, width: int, height: int) -> str:
     kind = ("truth" if marked.is_right else "missed") if marked.is_truth else ("right" if marked.is_right else "wrong")
     x, y = marked.place[0] * width, marked.place[1] * height
     if len(marked.place) == 2:
-        shape = f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{width / 90:.1f}">'
+        shape, at = "circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{width / 90:.1f}"'
     else:
         sides = (marked.place[2] - marked.place[0]) * width, (marked.place[3] - marked.place[1]) * height
-        shape = f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{sides[0]:.1f}" height="{sides[1]:.1f}">'
+        shape, at = "rect", f'x="{x:.1f}" y="{y:.1f}" width="{sides[0]:.1f}" height="{sides[1]:.1f}"'
     told = escape(marked.label if marked.score is None else f"{marked.label} {marked.score:.2f}")
-    shape += f"<title>{kind}: {told}</title></{'circle' if len(marked.place) == 2 else 'rect'}>"
+    drawn = _edged(shape, kind, at, f"<title>{kind}: {told}</title>")
     if marked.is_right:
-        return shape
+        return drawn
     size, anchor = max(width, height) / 30, "end" if x > 0.75 * width else "start"
     place = f'x="{min(max(x, 2), width - 2):.1f}" y="{max(y - size / 3, size):.1f}" text-anchor="{anchor}"'
     return (
-        f'{shape}<text class="{kind}-name" {place} font-size="{size:.1f}" stroke-width="{size / 5:.1f}">{told}</text>'
+        f'{drawn}<text class="{kind}-name" {place} font-size="{size:.1f}" stroke-width="{size / 5:.1f}">{told}</text>'
     )

@@ -106,9 +106,9 @@ class Figures:
     num_predicted: int
     """At the threshold, as what follows up to `f1`."""
     num_matched: int
-    precision: float
-    recall: float
-    f1: float
+    precision: float | None
+    recall: float | None
+    f1: float | None
     ap: float | None
     """Mean over overlaps from 0.5 to 0.95; of all labels, the mean of theirs."""
     ap50: float | None
@@ -160,4 +160,7 @@ def best_threshold(findings: Sequence[Finding], owners: Sequence[NDArray[np.int6
 def _figures(counts: PrecisionRecall, precisions: Sequence[NDArray[np.float64]]) -> Figures:
     ap = float(np.mean(precisions)) if precisions else None
     ap50 = float(np.mean([each[0] for each in precisions])) if precisions else None
-    return Figures(counts.true, counts.predicted, counts.matched, counts.precision, counts.recall, counts.f1, ap, ap50)
+    precision = counts.precision if counts.predicted else None
+    recall = counts.recall if counts.true else None
+    f1 = counts.f1 if counts.predicted or counts.true else None
+    return Figures(counts.true, counts.predicted, counts.matched, precision, recall, f1, ap, ap50)

@@ -60,6 +60,7 @@ class HeldOutExaminer:
         with TemporaryDirectory() as folder:
             save_adapter(adapter, Path(folder) / f"{self.NAME}.safetensors")
             figures = asyncio.run(self._judge(folder)).figures.overall
+        assert figures.f1 is not None, "something is there to be found"
         return HeldOut(figures.f1, figures.ap50)
 
     async def _judge(self, folder: str) -> Judged:

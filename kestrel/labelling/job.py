@@ -20,7 +20,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Container, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Container, Iterable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -181,10 +181,11 @@ class Progress:
     """What a run has done so far, duplicates included."""
 
     num_rows: int = 0
+    """Those with errors too."""
     num_objects: int = 0
     num_errors: int = 0
     num_copied: int = 0
-    """Rows of pictures that were labelled under another key."""
+    """Pictures that were labelled under another key."""
     num_asked: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
@@ -192,6 +193,10 @@ class Progress:
     """When the first picture could be asked about, by the monotonic clock."""
     last_s: float = 0.0
     """When the last row came."""
+
+    @property
+    def num_labelled(self) -> int:
+        return self.num_rows - self.num_errors
 
     @property
     def seconds(self) -> float:
@@ -227,15 +232,20 @@ class LabelJob:
         self._labelled: dict[bytes, str] = {}
         self._waiting: dict[bytes, list[Item]] = {}
         for row in rows_of(journal):
+            if row.error is not None:
+                (self._done.but if retry_errors else self._done.errors).add(row.key)
             if row.error is None or not retry_errors:
                 self._remember(row)
-            else:
-                self._done.but.add(row.key)
 
     @property
     def num_done(self) -> int:
         """Pictures met so far that the journal had before."""
         return self._done.num_met
+
+    @property
+    def num_done_errors(self) -> int:
+        """Those of them that could not be labelled."""
+        return self._done.num_errors_met
 
     def __aiter__(self) -> AsyncGenerator[Row, None]:
         return self.rows()
@@ -306,7 +316,7 @@ class LabelJob:
 
     def _copied(self, row: Row, item: Item) -> Row:
         """A reviewer's decisions stay with the picture that was looked at."""
-        self.progress.num_copied += 1
+        self.progress.num_copied += row.error is None
         found = tuple(replace(one, decision=None) for one in row.found)
         return self._finish(replace(row, **_about(item), found=found, decision=None))
 
@@ -342,16 +352,19 @@ class LabelJob:
 
 
 class Done:
-    """The keys of a journal, `but` some; counts those it was asked about."""
+    """The keys of a journal, `but` some; counts those it was asked about, and the `errors` among them."""
 
-    def __init__(self, keys: Container[str]) -> None:
+    def __init__(self, keys: Container[str], errors: Iterable[str] = ()) -> None:
         self._keys = keys
+        self.errors = set(errors)
         self.but: set[str] = set()
         self.num_met = 0
+        self.num_errors_met = 0
 
     def __contains__(self, key: object) -> bool:
         is_done = isinstance(key, str) and key in self._keys and key not in self.but
         self.num_met += is_done
+        self.num_errors_met += is_done and key in self.errors
         return is_done
 
 

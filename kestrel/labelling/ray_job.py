@@ -131,6 +131,7 @@ class Chunk:
     """A picture where only who listed it could read it."""
     num_met: int = 0
     """Pictures that were done before, as far as the sources are listed."""
+    num_errors_met: int = 0
     notes: Notes | None = None
     """In the last one."""
     answers: list[tuple[Row, Answer | None]] = field(default_factory=list)
@@ -152,9 +153,9 @@ def chunks(wanted: Wanted, done: Done, size: int, dumps: Callable[[Any], bytes])
         parts.append(part)
         num_bytes += len(data)
         if len(parts) == size or num_bytes > CHUNK_BYTES:
-            yield dumps(Chunk(parts, done.num_met))
+            yield dumps(Chunk(parts, done.num_met, done.num_errors_met))
             parts, num_bytes = [], 0
-    yield dumps(Chunk(parts, done.num_met, notes))
+    yield dumps(Chunk(parts, done.num_met, done.num_errors_met, notes))
 
 
 class LabelPredictor:
@@ -230,6 +231,7 @@ class RayJob(LabelJob):
                 if isinstance(chunk, Exception):
                     raise _cause(chunk) from chunk
                 self._done.num_met = max(self._done.num_met, chunk.num_met)
+                self._done.num_errors_met = max(self._done.num_errors_met, chunk.num_errors_met)
                 self.notes = chunk.notes or self.notes
                 if not self.progress.num_rows:
                     self.progress.began_s = self.progress.last_s = time.monotonic() - chunk.took_s
@@ -262,7 +264,7 @@ class RayJob(LabelJob):
         # A row of this dataset is a chunk: with blocks of one row each is a task, and is here as soon as it is done.
         context.target_max_block_size, context.enable_progress_bars = 1, False
         try:
-            done = Done(frozenset(self.journal.keys) - self._done.but)
+            done = Done(frozenset(self.journal.keys) - self._done.but, self._done.errors)
             here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
             num_calls, size = calls_and_size(self._num_requests)
             listed = ray.data.read_datasource(

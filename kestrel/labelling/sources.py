@@ -119,8 +119,10 @@ def _source(name: str) -> tuple[str, Reader]:
     if not os.path.lexists(path):
         return _glob(path)
     kind = "folder" if os.path.isdir(path) else _kind(path)
-    if kind != "picture" and not os.access(path, os.R_OK | (os.X_OK if kind == "folder" else 0)):
+    is_opened_now = kind != "picture" or not is_picture_name(path)
+    if is_opened_now and not os.access(path, os.R_OK | (os.X_OK if kind == "folder" else 0)):
         raise ConfigError("SOURCE", f"{text(name)!r} cannot be opened; give yourself the right to read it")
+    _require_kind(path, kind)
     if kind in REQUIREMENTS:
         REQUIREMENTS[kind](path)
     return (os.path.realpath if kind == "folder" else absolute)(path), READERS[kind]
@@ -140,9 +142,21 @@ def _stored(name: str) -> tuple[str, Reader]:
         return folder.rstrip("/"), partial(_store_parts, pattern=[piece for piece in pattern.split("/") if piece])
     if _kind(name) == "video":
         raise ConfigError("SOURCE", f"{name} is a video, which is read from a file; download it, and name the file")
+    _require_kind(name, _kind(name))
     if _kind(name) in REQUIREMENTS:
         REQUIREMENTS[_kind(name)](name)
     return name, READERS[_kind(name)]
+
+
+def _require_kind(path: str, kind: str) -> None:
+    """Refuse a file that neither its name nor its beginning makes a picture."""
+    if kind != "picture" or is_picture_name(path) or _begins_like_a_picture(path):
+        return
+    raise ConfigError(
+        "SOURCE",
+        f"{text(path)!r} is no picture (.jpg, .png, …), video (.mp4, …), archive ({', '.join((*ZIPS, *TARS))}), table "
+        f"({', '.join((*JSON_LINES, *PARQUETS))}) or list (.txt); name one of these, or a folder",
+    )
 
 
 def _kind(path: str) -> str:
@@ -197,9 +211,11 @@ def _store_parts(folder: str, gathering: Gathering, label: str, pattern: Sequenc
 
 
 def _begins_like_a_picture(path: str) -> bool:
-    """For names without a suffix, as collections that go by digests have them."""
+    """For names without a suffix, as collections that go by digests have them. What is no file is not waited for."""
     try:
-        with open(path, "rb") as file:
+        if not is_stored(path) and not os.path.isfile(path):
+            return False
+        with open_file(path) as file:
             beginning = file.read(32)
     except OSError:
         return False

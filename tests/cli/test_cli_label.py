@@ -93,8 +93,8 @@ def test_a_folder_becomes_files_and_the_same_command_needs_no_model(
         "labels.csv",
         "labels.jsonl",
     ]
-    assert "labelled 5 pictures, 1 of them equal to others: " in first.err
-    assert "1 errors" in first.err
+    assert "labelled 4 pictures, 1 of them equal to others: " in first.err
+    assert re.search(r"objects?, 1 error\n", first.err)
     coco = json.loads((output / "coco" / "annotations.json").read_bytes())
     assert [image["file_name"] for image in coco["images"]] == ["0000.png", "0002.png", "copy.png", "left/0001.png"]
     assert [category["name"] for category in coco["categories"]] == ["bee"]
@@ -104,7 +104,10 @@ def test_a_folder_becomes_files_and_the_same_command_needs_no_model(
     before = {name: (output / name).read_bytes() for name in files_below(output)}
     again = kestrel(*command)
     assert (again.code, again.out) == (0, first.out)
-    assert "labelled 0 pictures, 5 were done before" in again.err
+    assert (
+        "labelled 0 pictures, 5 were done before (1 error among them): 0.0 pictures/s, 0 objects, 0 errors" in again.err
+    )
+    assert again.err.endswith("errors.csv says what is wrong with 1 picture\n")
     assert {name: (output / name).read_bytes() for name in files_below(output)} == before
     refused = kestrel(*command, "--max-crops", "2")
     assert refused.code == 2
@@ -202,7 +205,8 @@ def test_a_row_without_a_question_is_one_error(kestrel: Kestrel, tmp_path: Path)
     output = tmp_path / "out"
     told = kestrel("label", tmp_path / "rows.jsonl", "--task", "query", "--output", output, "--max-tokens", "2", *MD3)
     assert told.code == 0, told.err
-    assert f"{output / 'errors.csv'} says what is wrong with 1 of them" in told.err
+    assert re.search(r"^labelled 1 picture: [\d.]+ pictures/s, 0 objects, 1 error$", told.err, re.MULTILINE)
+    assert f"{output / 'errors.csv'} says what is wrong with 1 picture\n" in told.err
     assert sorted("error" in row for row in rows_in(output)) == [False, True]
 
 
@@ -277,6 +281,10 @@ def test_wrong_sources_and_folders_leave_nothing_behind(kestrel: Kestrel, tmp_pa
     missing = kestrel("label", tmp_path / "none", *ASK, "--output", tmp_path / "out")
     assert missing.code == 2
     assert "SOURCE: there is no" in missing.err
+    (tmp_path / "README.md").write_text("# Words")
+    wrong = kestrel("label", tmp_path / "README.md", *ASK, "--output", tmp_path / "out")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "README.md' is no picture" in wrong.err
     assert not (tmp_path / "out").exists()
     (tmp_path / "a.png").touch()
     itself = kestrel("label", tmp_path, *ASK, "--output", tmp_path / "." / "")

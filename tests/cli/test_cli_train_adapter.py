@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kestrel.cli.train import AdapterReport
+from kestrel.cli.train import AdapterReport, summary
 from kestrel.train.adapter.loop import StepLine
-from kestrel.train.adapter.run import Beginning
+from kestrel.train.adapter.run import Beginning, Trained
 from tests.llama.tiny_folders import write_folder
 from tests.moondream.coarse import coarse_folder
 from tests.server.programs import instead
-from tests.train.adapter.data_folder import small_folder
+from tests.train.adapter.data_folder import small_folder, write_lines
 
 from .conftest import Kestrel
 
@@ -64,6 +64,36 @@ def test_a_folder_becomes_an_adapter_with_curves(kestrel: Kestrel, data: Path, t
     assert (again.code, again.out) == (2, "")
     assert "give --resume to continue, --overwrite to start again, or another name" in again.err
     assert kestrel("train", "adapter", *flags, "--resume").code == 0
+
+
+def test_pictures_that_are_not_counted_are_told_with_the_reason(kestrel: Kestrel, tmp_path: Path) -> None:
+    folder = small_folder(tmp_path / "data", 5)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["image"] != "p4.png" or "caption" in row]
+    for name in ("copy.png", "again.png"):
+        (folder / name).write_bytes((folder / "p0.png").read_bytes())
+        rows.append({**rows[1], "image": name})
+    rows.append({**rows[1], "image": "./p0.png"})
+    write_lines(folder / "train.jsonl", rows)
+    flags = ("--data", folder, "--output", tmp_path / "x.safetensors", "--steps", "1", "--skill", "point", *base())
+    outcome = kestrel("train", "adapter", *flags)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("4 pictures (not counted: 2 equal to one of them, 1 without a task), ")
+
+
+def test_a_run_that_ended_early_says_how_many_steps_there_were_to_be(
+    kestrel: Kestrel, data: Path, tmp_path: Path
+) -> None:
+    flags = ("--output", tmp_path / "x.safetensors", "--steps", "1000", "--max-seconds", "0.01")
+    outcome = kestrel("train", "adapter", "--data", data, *flags, *base())
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"step \d+ of 1000 in .*; the time is up$", outcome.err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("step", "told"), [(6, "the time is up after step 11"), (11, "the time is up")])
+def test_the_last_step_is_told_where_an_earlier_one_was_best(step: int, told: str) -> None:
+    done = Trained(Path("a.safetensors"), step, 1.5, None, None, 11, 12, 3.0, "the time is up")
+    assert summary(done) == f"a.safetensors: step {step} of 12 in 3 s, validation loss 1.5000; {told}"
 
 
 @pytest.mark.exhaustive
@@ -169,7 +199,7 @@ def test_a_terminal_gets_a_bar_with_the_figures() -> None:
         report.picture(3, 4)
     assert "looking at pictures 3/4" in pictures.getvalue()
     with AdapterReport(Console(file=shown, force_terminal=True, width=150)) as report:
-        report.beginning(Beginning("md3", 4, 12, 4, 0, {}, 1000, 50, 0, 10))
+        report.beginning(Beginning("md3", 4, 0, 0, 12, 4, 0, {}, 1000, 50, 0, 10))
         report.line(StepLine(10, 20, 2.5, 8.0, 1e-3, 1.25, 0.5, 2.0, 3.0, 0.9, 0.75, 0.5, 0.25))
     for figure in ("step 10/50", "loss 1.2500", "best val 0.7500", "F1 0.5000", "AP50 0.2500", "2.5 pictures/s", "8 s"):
         assert figure in shown.getvalue()

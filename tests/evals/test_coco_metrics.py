@@ -121,3 +121,17 @@ def test_nothing_asked_and_nothing_found_have_figures_too() -> None:
     assert located_figures([]).overall.num_true == 0
     missed = located_figures([Finding.of("bolt", [], [], [WHOLE])]).overall
     assert (missed.ap, missed.ap50, missed.recall, missed.f1) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_shares_of_nothing_are_none() -> None:
+    findings = [
+        Finding.of("absent", [], [], []),
+        Finding.of("missed", [], [], [WHOLE]),
+        Finding.of("wrong", [WHOLE], [0.9], []),
+    ]
+    labels = located_figures(findings).labels
+    assert {name: (each.precision, each.recall, each.f1) for name, each in labels.items()} == {
+        "absent": (None, None, None),
+        "missed": (None, 0.0, 0.0),
+        "wrong": (0.0, None, 0.0),
+    }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from rich.console import Console
 
 from kestrel.config import RuntimeConfig
 from kestrel.engine import InferenceEngine
@@ -18,12 +22,14 @@ from kestrel.evals.adapter import (
     Judged,
     LocateAnswer,
     LocateQuestion,
+    as_json,
     judge,
     only_listed,
     open_pictures,
     picture_errors,
     read_questions,
 )
+from kestrel.evals.adapter_page import as_tables, render
 from kestrel.evals.coco_metrics import located_figures
 from kestrel.evals.held_out import held_out_examiner
 from kestrel.evals.plans import LocatePlan, annotations_in
@@ -33,8 +39,10 @@ from kestrel.train.adapter.dataset import DataChoice, Dataset, read_samples
 from kestrel.train.adapter.loop import Factors, HeldOut
 from kestrel.train.adapter.options import AdapterRun
 from kestrel.train.adapter.run import load_base
-from kestrel.train.adapter.samples import DataError, MistakeList, Picture
+from kestrel.train.adapter.samples import DataError, MistakeList, Picture, PictureFolder
 from tests.moondream.seen_crops import engines_encode_once
+from tests.scene import SCENE
+from tests.server.playground.browser import Page, find_browser, open_browser
 
 from .annotated import LABELS, TRUE, annotated_folder, coco
 
@@ -137,6 +145,64 @@ def test_the_worst_picture_comes_first_and_its_places_say_what_is_wrong() -> Non
     ]
 
 
+def answered(*labels: str) -> Judged:
+    """A model that finds nothing of these in one picture that has a bolt."""
+    picture = Picture(SCENE, "scene", 10, 10)
+    boxes = {"bolt": ((0.1, 0.1, 0.3, 0.3),)}
+    answers = [LocateAnswer(LocateQuestion(picture, label, boxes.get(label, ()))) for label in labels]
+    return Judged("m", answers, located_figures([answer.finding for answer in answers]))
+
+
+def test_tables_page_and_json_show_no_share_of_nothing() -> None:
+    judged, console = answered("bolt", "nut"), Console(file=io.StringIO(), width=80)
+    console.print(as_tables([judged], LocatePlan()))
+    assert isinstance(console.file, io.StringIO)
+    rows = {line.split()[0]: line.split()[1:] for line in console.file.getvalue().splitlines() if line.strip()}
+    assert rows["bolt"] == ["1", "0", "0", "0.000", "0.000", "–", "0.000", "0.000"]
+    assert rows["nut"] == ["0", "0", "0", "–", "–", "–", "–", "–"]
+    page = render([judged], LocatePlan(), PictureFolder(SCENE.parent, LIMITS))
+    assert '<th scope="row">nut</th><td>0</td><td>0</td><td>0</td>' + "<td>–</td>" * 5 in page
+    told = as_json([judged], LocatePlan(), SCENE, {})["judged"][0]["labels"]["nut"]
+    assert [told[name] for name in ("precision", "recall", "f1")] == [None] * 3
+
+
+def test_every_mark_of_the_page_has_a_dark_edge_and_there_is_no_legend_without_pictures() -> None:
+    pictures = PictureFolder(SCENE.parent, LIMITS)
+    page = render([answered("bolt", "nut")], LocatePlan(), pictures)
+    assert page.count('<rect class="missed"') == 2, "in the picture and in the legend"
+    marks = re.findall(r'(<[^>]*>)<(?:rect|circle) class="(?:truth|missed|right|wrong)" ([^>]*)>', page)
+    assert len(marks) == 5
+    assert all(edge == f'<rect class="under" {place}/>' for edge, place in marks)
+    nothing_wrong = render([answered("nut")], LocatePlan(), pictures)
+    assert "Nothing is missed and nothing wrong." in nothing_wrong
+    assert '<ul class="legend">' not in nothing_wrong
+
+
+async def test_on_a_small_screen_a_table_scrolls_in_its_box_and_shows_where_it_is_cut(tmp_path: Path) -> None:
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no Chromium is installed; run scripts/install-browser")
+    path = tmp_path / "page.html"
+    path.write_text(render([answered("nut")], LocatePlan(), PictureFolder(SCENE.parent, LIMITS)), encoding="utf-8")
+
+    async def grey(page: Page) -> int:
+        """Of the box's right end, in a row without text."""
+        await page.screenshot(tmp_path / "page.png", whole=False)
+        left, top, width, _ = await page.frame(".scroll")
+        with Image.open(tmp_path / "page.png") as shot:
+            return shot.convert("L").getpixel((int(left + width) - 4, int(top) + 4))
+
+    async with open_browser(executable, tmp_path / "profile") as connection:
+        page = await connection.new_page()
+        await page.resize(390, 844, touch=True)
+        await page.open(path.as_uri())
+        assert await page.evaluate("document.documentElement.scrollWidth") == 390
+        cut = await grey(page)
+        await page.evaluate("document.querySelector('.scroll').scrollLeft = 1000")
+        assert await page.evaluate("document.querySelector('.scroll').scrollLeft") > 100
+        assert cut < 230 < await grey(page)
+
+
 @pytest.mark.exhaustive
 async def test_training_is_judged_as_the_adapter_will_be_served_and_changes_nothing(data: Path, tmp_path: Path) -> None:
     run = AdapterRun(data=data, output=tmp_path / "a.safetensors", rank=2, targets="qkv", device="cpu")
@@ -158,7 +224,7 @@ async def test_training_is_judged_as_the_adapter_will_be_served_and_changes_noth
                 factor.add_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(1)))
         spoilt = await asyncio.to_thread(examine, factors.adapter())
     assert (served.figures.overall.num_true, served.figures.overall.f1) == (3, 1.0)
-    assert figures == HeldOut(served.figures.overall.f1, served.figures.overall.ap50)
+    assert figures == HeldOut(1.0, served.figures.overall.ap50)
     assert spoilt.f1 < 0.5
     for name, value in loaded.model.state_dict().items():
         assert torch.equal(value, before[name]), name

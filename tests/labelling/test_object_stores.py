@@ -76,9 +76,11 @@ def test_a_journal_keeps_addresses_as_they_are(folder: Path, tmp_path: Path) -> 
 
 def test_an_address_without_a_picture_is_refused_by_name(folder: Path) -> None:
     (folder / "clip.mp4").write_bytes(b"")
+    (folder / "README.md").write_bytes(b"# Words")
     for name, said in {
         f"{folder.as_uri()}/nothing": "there is no",
         f"{folder.as_uri()}/clip.mp4": "download it",
+        f"{folder.as_uri()}/README.md": "is no picture",
         "https://example.com/a.png": "download it",
     }.items():
         with pytest.raises(ConfigError, match=f"SOURCE.*{said}"):

@@ -83,9 +83,9 @@ async def test_a_cluster_makes_the_rows_of_one_machine(tmp_path: Path, monkeypat
 async def test_what_is_done_is_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder_of(tmp_path / "in", {**many(9), "notes.md": b""})
     keys = [f"{source}/{name}" for name in sorted(many(9))]
-    got = await made([source], monkeypatch, Done(frozenset(keys[:7])))
+    got = await made([source], monkeypatch, Done(frozenset(keys[:7]), keys[5:9]))
     assert [row.key for row in rows_in(got)] == keys[7:]
-    assert got[-1].num_met == 7
+    assert (got[-1].num_met, got[-1].num_errors_met) == (7, 2)
     assert got[-1].notes is not None
     assert sum(got[-1].notes.counts.values()) == 1
     got = await made([source], monkeypatch, Done(frozenset(keys)))

@@ -183,10 +183,22 @@ def test_comments_of_a_list_are_no_pictures(tmp_path: Path) -> None:
     assert [Path(item.key).name for item in items(tmp_path / "list.txt")] == ["a.png", "#1.png"]
 
 
-def test_a_named_file_that_is_no_picture_is_handed_on_and_a_huge_one_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a.doc").write_bytes(b"words")
-    (item,) = items(tmp_path / "a.doc")
-    assert item.read() == b"words"
+def test_a_named_file_is_taken_by_its_name_or_by_what_it_begins_with(tmp_path: Path) -> None:
+    folder(tmp_path, "0f3a", "a.doc")
+    (tmp_path / "damaged.png").write_bytes(b"words")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    for name in ("0f3a", "a.doc", "damaged.png", "gone.png"):
+        assert len(keys(tmp_path / name)) == 1, name
+    (tmp_path / "README.md").write_bytes(b"# Words")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "README.md")
+    for name in ("README.md", "pipe", "link"):
+        said = rf"SOURCE: '{tmp_path}/{name}' is no picture .*, video .*, archive .*\.zip.*, table .*\.jsonl.* or list"
+        with pytest.raises(ConfigError, match=said):
+            items([str(tmp_path / "0f3a"), str(tmp_path / name)])
+
+
+def test_a_huge_picture_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "b.png").open("wb") as file:
         file.truncate(2**40)
     (item,) = items(tmp_path / "b.png")

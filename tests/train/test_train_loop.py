@@ -7,11 +7,13 @@ import math
 from itertools import repeat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from kestrel.layers.mlp import Moe
-from kestrel.train.curves import CurveWriter, draw_curves
+from kestrel.train.curves import GAP, MARGIN, PANEL, WIDTH, CurveWriter, draw_curves, tick_values
 from kestrel.train.loop import AveragedWeights, StepReport, TrainingPlan, block_matrices, train
 from kestrel.train.objective import AllExpertsMlp, all_experts, losses
 from tests.train.small_model import small_batch, small_model
@@ -47,6 +49,26 @@ def test_losses_fall_on_one_batch(tmp_path: Path, orthogonal: bool) -> None:
     assert [int(row["step"]) for row in rows] == [5, 10, 15, 20, 25, 30]
     draw_curves(tmp_path / "c.csv", tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+def test_curves_have_losses_above_on_a_log_scale_and_shares_below_from_0_to_1(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("pictures,loss,val_f1\n10,0.1,0.25\n20,0.1,0.25\n")
+    colours = {"loss": "#0000ff", "val_f1": "#ff0000"}
+    draw_curves(tmp_path / "c.csv", tmp_path / "c.png", "pictures", colours)
+    with Image.open(tmp_path / "c.png") as picture:
+        pixels = np.asarray(picture.convert("RGB")).astype(int)
+    inside = pixels[:, WIDTH - 2 * MARGIN]  # right of what is written above the panels
+    blue, red = (np.flatnonzero(abs(inside - colour).sum(1) == 0).mean() for colour in ((0, 0, 255), (255, 0, 0)))
+    assert blue == pytest.approx(GAP + PANEL * 2 / 3, abs=2)
+    assert red == pytest.approx(2 * GAP + PANEL + PANEL * 3 / 4, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("last", "ticks"),
+    [(1, [0, 1]), (7.5, list(range(8))), (20, [0, 5, 10, 15, 20]), (1_590_000, [*range(0, 1_400_001, 200_000)])],
+)
+def test_ticks_are_round_numbers_up_to_the_end(last: float, ticks: list[int]) -> None:
+    assert tick_values(last) == ticks
 
 
 def test_gradients_reach_every_parameter() -> None:

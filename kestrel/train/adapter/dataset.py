@@ -280,6 +280,10 @@ class Dataset:
     val: tuple[Sample, ...]
     num_left_out: int
     """Samples of skills that were not asked for."""
+    num_equal: int = 0
+    """Files that show the same as one of `pictures`."""
+    num_without_task: int = 0
+    """Files that nothing is asked about."""
 
     @property
     def pictures(self) -> list[Picture]:
@@ -323,7 +327,7 @@ def read_dataset(folder: Path, pictures: PictureFolder, choice: DataChoice) -> D
     if not kept_train:
         asked = f" for {', '.join(choice.skills)}" if choice.skills else ""
         found = Counter(sample.example.skill for sample in train)
-        num_pictures = pictures.num_pictures
+        num_pictures = len(pictures.pictures)
         has = dict(found) or (f"{num_pictures} pictures without annotations" if num_pictures else "no pictures")
         raise ConfigError("data", f"{train_path} holds no tasks{asked} (it has {has}); add some, or label it first")
     left_out = len(train) + len(val) - len(kept_train) - len(kept_val)
@@ -338,7 +342,10 @@ def read_dataset(folder: Path, pictures: PictureFolder, choice: DataChoice) -> D
             f"all {len(kept_train)} tasks of {train_path} to learn from say that nothing is there{side}; add pictures "
             "with boxes or points",
         )
-    return Dataset(tuple(kept_train), tuple(kept_val), left_out)
+    used = {sample.picture.digest for sample in (*kept_train, *kept_val)}
+    num_used = sum(picture.digest in used for picture in pictures.pictures)
+    num_unused = len(pictures.pictures) - num_used
+    return Dataset(tuple(kept_train), tuple(kept_val), left_out, num_used - len(used), num_unused)
 
 
 def split_by_picture(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:

@@ -51,6 +51,9 @@ class Beginning:
 
     base_model: str
     num_pictures: int
+    num_equal: int
+    """Files that show the same as one of these pictures."""
+    num_without_task: int
     num_train_tasks: int
     num_val_tasks: int
     num_left_out: int
@@ -71,6 +74,8 @@ class Trained:
     val_f1: float | None
     val_ap50: float | None
     steps_done: int
+    steps: int
+    """That were to be done."""
     seconds: float
     ending: Ending
 
@@ -112,8 +117,8 @@ def run_adapter(
     plan = _loop_plan(options, len(train), decoder.shape.hidden_dim)
     report.beginning(
         Beginning(
-            loaded.name, len(dataset.pictures), len(dataset.train), len(dataset.val), dataset.num_left_out,
-            dataset.num_objects, factors.num_parameters, plan.steps, state.step,
+            loaded.name, len(dataset.pictures), dataset.num_equal, dataset.num_without_task, len(dataset.train),
+            len(dataset.val), dataset.num_left_out, dataset.num_objects, factors.num_parameters, plan.steps, state.step,
             plan.steps_between_looks,
         )
     )  # fmt: skip
@@ -241,7 +246,7 @@ class _Keeper:
         if self._curves_path.exists():
             draw_curves(self._curves_path, self._options.folder / PICTURE, "pictures", CURVE_COLOURS)
         figures = best.best_loss, best.best_f1, best.best_ap50
-        return Trained(self._options.output, step, *figures, state.step, state.seconds, ending)
+        return Trained(self._options.output, step, *figures, state.step, plan.steps, state.seconds, ending)
 
     def _write_adapter(self, step: int, best: TrainingState) -> None:
         options, dataset = self._options, self._dataset

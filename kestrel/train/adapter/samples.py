@@ -229,9 +229,10 @@ class PictureFolder:
         return found
 
     @property
-    def num_pictures(self) -> int:
-        """Found so far, by name."""
-        return sum(isinstance(found, Picture) for found in self._seen.values())
+    def pictures(self) -> list[Picture]:
+        """Found so far; each file once."""
+        found = (each for each in self._seen.values() if isinstance(each, Picture))
+        return list({picture.path: picture for picture in found}.values())
 
     def name_of(self, picture: Picture) -> str:
         """Its path below the folder."""
