@@ -26,8 +26,9 @@ OF_ALL_ROUTES = {
 BASE = "{{base}}"
 """Where commands name the server."""
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --accent: light-dark(#b34a11, #f08a4b); }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 64rem; padding: 1rem; }
+a { color: var(--accent); }
 h2 { border-bottom: 1px solid var(--line); margin-top: 3rem; }
 article { margin: 1.5rem 0 2.5rem; }
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
@@ -95,7 +96,7 @@ def docs_page(schema: Mapping[str, Any]) -> str:
     lines = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style></head><body>',
-        f"<h1>{title}</h1>",
+        f'<p><a href=".">Playground</a></p><h1>{title}</h1>',
         '<p>Made of <a href="openapi.json">openapi.json</a>. Fields in <strong>bold</strong> are required,',
         "or always there; null means not given.</p><nav><ul>",
         *(f'<li><a href="#{one.anchor}">{one.name}</a></li>' for group in groups.values() for one in group),

@@ -80,7 +80,7 @@ def test_the_page_loads_nothing_and_needs_no_key(locked: RunningServer) -> None:
     assert not any(key in response.text for key in KEYS)
     assert "Authorization: Bearer $KESTREL_API_KEY" in response.text
     links = set(re.findall(r'(?:src|href|action)="([^"#]*)', response.text))
-    assert links == {"", "openapi.json"}
+    assert links == {"", ".", "openapi.json"}
     assert "<script" not in response.text
     (style,) = re.findall(r"<style>(.*?)</style>", response.text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

@@ -21,6 +21,7 @@ from kestrel.server.playground.routes import FOLDER
 from tests.server.conftest import RunningServer
 from tests.server.playground.browser import Page
 from tests.server.playground.conftest import (
+    HAS_SAMPLES,
     KEY,
     MAX_BODY_BYTES,
     OVERFLOW,
@@ -274,6 +275,72 @@ async def test_nothing_sticks_out_at_any_size(
         await page.resize(320, 640, touch)
         assert await page.evaluate(OVERFLOW) <= 0
         assert await page.evaluate("getComputedStyle(document.querySelector('#camera')).display") != "none"
+
+
+ROW_LENGTHS = """(() => {
+  const tops = [...document.querySelectorAll('#timings div')].map(one => one.getBoundingClientRect().top);
+  return [...new Set(tops)].map(top => tops.filter(other => other === top).length);
+})()"""
+
+
+async def test_no_figure_stands_alone_in_a_row(open_page: OpenPage) -> None:
+    page = await open_page(1280, 800)
+    await choose_sample(page, "foxes.webp")
+    for skill in ("query", "chat"):
+        await choose_skill(page, skill)
+        await fill(page, "#prompt", "How many foxes are there?")
+        await run(page)
+        for width in (1100, 1280, 1440):
+            await page.resize(width, 800)
+            assert (await page.evaluate(ROW_LENGTHS))[-1] > 1, (skill, width)
+            assert (
+                await page.evaluate("(list => list.scrollWidth - list.clientWidth)(document.querySelector('#timings'))")
+                <= 0
+            )
+        await page.resize(1280, 800)
+        await both_themes(page, f"figures-{skill}")
+
+
+async def test_send_stays_at_the_right_where_adapters_take_the_row(open_page: OpenPage) -> None:
+    page = await open_page(1280, 800)
+    await choose_sample(page, "foxes.webp")
+    await choose_skill(page, "chat")
+    await page.evaluate("document.querySelector('#adapter-row').hidden = false")
+    await page.evaluate("document.querySelector('#new-chat').hidden = false")
+    await page.evaluate("document.querySelector('#adapter option').textContent = 'a-name-of-some-length-of-an-adapter'")
+    for width in (1440, 1280, 1100, 1000):
+        await page.resize(width, 800)
+        (left, _, across, _), (form_left, _, form_across, _) = await page.frame("#run"), await page.frame("#composer")
+        assert left + across == pytest.approx(form_left + form_across, abs=1), width
+        await both_themes(page, f"adapters-{width}")
+
+
+async def test_keys_are_told_only_where_there_may_be_a_keyboard(open_page: OpenPage) -> None:
+    keys = "[...document.querySelectorAll('kbd, .keys')].filter(one => one.offsetWidth).length"
+    page = await open_page(1280, 800)
+    assert await page.evaluate(keys) > 5
+    for width, touch in ((390, False), (390, True), (820, True)):
+        await page.resize(width, 844, touch)
+        assert await page.evaluate(keys) == 0, (width, touch)
+
+
+async def test_the_page_about_the_api_has_the_colours_of_the_playground_and_leads_back(
+    tab: Page, locked_server: RunningServer
+) -> None:
+    await tab.resize(1280, 800)
+    for scheme in ("light", "dark"):
+        await tab.prefer(prefers_color_scheme=scheme)
+        await tab.open(f"{locked_server.url}/")
+        await tab.wait_for(HAS_SAMPLES)
+        accent = await tab.evaluate("getComputedStyle(document.querySelector('button.primary')).backgroundColor")
+        await tab.click("#api-description")
+        await tab.wait_for("location.pathname === '/docs' && document.querySelector('nav a')")
+        colours = "[...new Set([...document.querySelectorAll('a')].map(one => getComputedStyle(one).color))]"
+        assert await tab.evaluate(colours) == [accent]
+        await both_themes(tab, "docs")
+        await tab.click("a")
+        await tab.wait_for("location.pathname === '/' && document.querySelector('#prompt')")
+    await tab.forget()
 
 
 async def test_the_page_about_the_api_fits_a_phone(tab: Page, locked_server: RunningServer) -> None:

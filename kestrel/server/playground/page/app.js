@@ -22,7 +22,7 @@ import { Results } from "./results.js";
 import { connect } from "./server.js";
 import { showSamples } from "./samples.js";
 import { Settings } from "./settings.js";
-import { callOf } from "./skills.js";
+import { callOf, namesOf } from "./skills.js";
 import { setUpTheme } from "./theme.js";
 import { setUpWebcam } from "./webcam.js";
 
@@ -344,6 +344,14 @@ function whatIsMissing(asked) {
       title: "There is nothing to ask yet",
       message: `The field for “${composer.skill.label.toLowerCase()}” is empty.`,
       remedy: "Type some words first.",
+    });
+  }
+  if (composer.skill.field === "object" && namesOf(asked.text).includes("")) {
+    byId("prompt").focus();
+    return new CallError({
+      title: "A comma has no name beside it",
+      message: `“${asked.text}” names nothing before or after a comma.`,
+      remedy: "Leave the comma out, or type a name.",
     });
   }
   return null;

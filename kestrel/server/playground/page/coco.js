@@ -1,4 +1,4 @@
-/** What was found as COCO, the way `kestrel label` writes it: one picture, one category, everything in its pixels. */
+/** What was found as COCO, the way `kestrel label` writes it: one picture, a category for each name, all in pixels. */
 
 import { drawn } from "./dom.js";
 
@@ -9,15 +9,16 @@ const ROUND_PX = 0.1;
 const PATH_PIECES = /[a-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?/gi;
 
 /** Pixels are those of the visitor's file, also where a smaller copy was sent. */
-export function cocoOf({ form, response, label }) {
+export function cocoOf({ form, call, response }) {
   const { width, height } = form.picture.shrunkFrom ?? form.picture;
   const size = { width, height };
   const found = response.points ?? response.objects ?? response.segments ?? [];
+  const names = [...new Set([call.body.object, found.map(({ label }) => label ?? [])].flat(2))];
   const shapes = found.map((one) => ({ one, shape: shapeOf(one, size) })).filter(({ shape }) => shape !== null);
   const annotations = shapes.map(({ one, shape }, index) => ({
     id: index + 1,
     image_id: 1,
-    category_id: 1,
+    category_id: 1 + Math.max(0, names.indexOf(one.label)),
     ...shape,
     iscrowd: 0,
     ...(one.score !== undefined && { score: one.score }),
@@ -28,20 +29,21 @@ export function cocoOf({ form, response, label }) {
     licenses: [],
     images: [{ id: 1, file_name: form.picture.name, ...size }],
     annotations,
-    categories: [{ id: 1, name: label, ...keypoints }],
+    categories: names.map((name, index) => ({ id: index + 1, name, ...keypoints })),
   };
 }
 
 const rounded = (value) => Math.round(value * DECIMALS) / DECIMALS;
 const within = (share, length) => rounded(Math.min(Math.max(share, 0), 1) * length);
 
-/** Null for a box without area. */
+/** Null for a box without area, and where there is no box. */
 function shapeOf(one, { width, height }) {
   if (one.x !== undefined) {
     const [x, y] = [within(one.x, width), within(one.y, height)];
     return { bbox: [x, y, 0, 0], area: 0, segmentation: [], keypoints: [x, y, 2], num_keypoints: 1 };
   }
-  const box = one.bbox ?? one;
+  const box = one.bbox === undefined ? one : one.bbox;
+  if (box === null) return null;
   const [left, top] = [within(box.x_min, width), within(box.y_min, height)];
   const [across, down] = [rounded(within(box.x_max, width) - left), rounded(within(box.y_max, height) - top)];
   if (across <= 0 || down <= 0) return null;

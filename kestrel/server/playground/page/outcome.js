@@ -1,7 +1,6 @@
 /** What an answer says, in one shape for all skills, while it streams in and when it is whole. */
 
 const COLOURS = ["#ff4d54", "#2694f0", "#ffbe20", "#24be78", "#a85cec", "#ff7e30", "#18bcc8", "#f05caa"];
-const MASK_COLOUR = COLOURS[1];
 const colourAt = (index) => COLOURS[index % COLOURS.length];
 
 export const emptyOutcome = () => ({
@@ -32,14 +31,19 @@ export function take(outcome, event) {
       outcome.objects = [...(outcome.objects ?? []), event.object];
       break;
     case "bbox":
-      outcome.masks = [{ bbox: event.bbox, path: "" }];
+      outcome.masks = [...(outcome.masks ?? []), outlineBegun(event)];
       break;
     case "path_delta":
-      outcome.masks = [{ bbox: outcome.masks[0].bbox, path: outcome.masks[0].path + event.chunk }];
+      outcome.masks = outcome.masks.map((mask) =>
+        mask.index === event.index ? { ...mask, path: mask.path + event.chunk } : mask,
+      );
       break;
   }
   return outcome;
 }
+
+/** Where there may be several, events tell which one they are of. */
+const outlineBegun = ({ bbox, label, index }) => ({ bbox, path: "", label, index });
 
 /** A piece of thinking, and the point that came with it: points of one beginning belong together. */
 function withThought(reasoning, { reasoning: piece, grounding: ground }) {
@@ -78,7 +82,9 @@ export function outcomeOf(body) {
   outcome.points = body.points ?? null;
   outcome.objects = body.objects ?? null;
   if (body.segments)
-    outcome.masks = body.segments.filter((s) => s.bbox).map((s) => ({ bbox: s.bbox, path: s.svg_path }));
+    outcome.masks = body.segments
+      .filter(({ bbox }) => bbox)
+      .map(({ bbox, svg_path: path, label, score }) => ({ bbox, path, label, score }));
   outcome.metrics = { ...body.metrics, tokens_per_s: body.decode_tokens_per_s };
   outcome.finishReason = body.finish_reason;
   return outcome;
@@ -101,19 +107,21 @@ const chatMetrics = (usage) => ({
   cached_tokens: usage.prompt_tokens_details?.cached_tokens,
 });
 
-/** What is drawn for it: shapes with an id, a kind, a colour, a number and the name they go by. */
+/** What is drawn for it: shapes with an id, a kind, a colour, a number, a name (`label` where the answer has none) and
+ * a score, null where there is none. */
 export function shapesOf(outcome, label) {
   const numbered = (items, kind, geometry) =>
     (items ?? []).map((item, index) => ({
       id: `${kind}-${index}`,
       kind,
       number: index + 1,
-      label,
+      label: item.label ?? label,
+      score: item.score ?? null,
       colour: colourAt(index),
-      ...geometry(item),
+      ...geometry(item, index),
     }));
   return [
-    ...numbered(outcome.masks, "mask", (mask) => ({ box: mask.bbox, path: mask.path, colour: MASK_COLOUR })),
+    ...numbered(outcome.masks, "mask", ({ bbox, path }, index) => ({ box: bbox, path, colour: colourAt(index + 1) })),
     ...numbered(outcome.objects, "box", (box) => ({ box })),
     ...numbered(outcome.points, "point", (point) => ({ point })),
   ];

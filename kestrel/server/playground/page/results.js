@@ -99,6 +99,7 @@ export class Results {
       number,
       element("span", { className: "found-name" }, shape.label),
       element("span", { className: "found-place" }, this.placeOf(shape)),
+      ...(shape.score === null ? [] : [scoreOf(shape)]),
     );
     row.dataset.id = shape.id;
     this.lightsUp(row, shape.id);
@@ -156,3 +157,11 @@ export class Results {
       row.classList.toggle("is-lit", row.dataset.id === id);
   }
 }
+
+const scoreOf = ({ score }) =>
+  element(
+    "span",
+    { className: "found-score", title: "Score" },
+    element("span", { className: "sr-only" }, "score "),
+    score.toFixed(2),
+  );

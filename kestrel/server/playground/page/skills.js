@@ -6,6 +6,8 @@ const standIn = (index) => `\0picture ${index}\0`;
 /** Which picture of the call a value stands for; undefined for other values. */
 export const pictureAt = (value) => (typeof value === "string" ? STAND_IN.exec(value)?.[1] : undefined);
 
+const SEVERAL = "Commas separate several names; \\, is a comma in a name.";
+
 export const SKILLS = [
   {
     name: "query",
@@ -40,8 +42,8 @@ export const SKILLS = [
     path: "v1/point",
     field: "object",
     label: "What to point at",
-    hint: "Put a point on every one of something. Marked places say which you mean.",
-    placeholder: "person",
+    hint: `Put a point on every one of something. Marked places say which you mean. ${SEVERAL}`,
+    placeholder: "person, dog",
     action: "Point",
     takesMarks: true,
     bound: "max_objects",
@@ -53,8 +55,8 @@ export const SKILLS = [
     path: "v1/detect",
     field: "object",
     label: "What to box",
-    hint: "Draw a box around every one of something.",
-    placeholder: "car",
+    hint: `Draw a box around every one of something. ${SEVERAL}`,
+    placeholder: "car, bicycle",
     action: "Detect",
     bound: "max_objects",
     needsPicture: true,
@@ -65,8 +67,8 @@ export const SKILLS = [
     path: "v1/segment",
     field: "object",
     label: "What to outline",
-    hint: "Outline one object. Marked places say which one you mean.",
-    placeholder: "dog",
+    hint: `Outline one object of each name. Marked places say which one you mean. ${SEVERAL}`,
+    placeholder: "dog, ball",
     action: "Segment",
     takesMarks: true,
     bound: "max_tokens",
@@ -117,6 +119,9 @@ export const skillsFor = (readsPictures) =>
 
 export const skillNamed = (name) => SKILLS.find((skill) => skill.name === name);
 
+/** What stands between commas; a backslash before a comma makes it part of a name. The command line splits alike. */
+export const namesOf = (text) => text.split(/(?<!\\),/).map((part) => part.replaceAll("\\,", ",").trim());
+
 /** Settings that a skill takes: it is bounded by tokens or by objects. */
 export const settingsOf = (skill) =>
   SETTINGS.filter((name) => !["max_tokens", "max_objects"].includes(name) || name === skill.bound);
@@ -138,7 +143,7 @@ export function callOf(form) {
 function nativeBody(form, settings, { skill, use }) {
   const body = {};
   if (form.picture) body.image_url = use(form.picture);
-  if (skill.field) body[skill.field] = form.text;
+  if (skill.field) body[skill.field] = skill.field === "object" ? objectOf(form.text) : form.text;
   if (skill.takesLength) body.length = form.length;
   if (skill.takesReasoning) body.reasoning = form.reasoning ?? false;
   if (skill.takesMarks && form.marks.length > 0) body.spatial_refs = form.marks;
@@ -146,6 +151,11 @@ function nativeBody(form, settings, { skill, use }) {
   if (Object.keys(all).length > 0) body.settings = all;
   if (form.streaming) body.stream = true;
   return body;
+}
+
+function objectOf(text) {
+  const names = namesOf(text);
+  return names.length > 1 ? names : names[0];
 }
 
 /** The picture belongs to the first turn, so that every turn of the conversation shares it. */

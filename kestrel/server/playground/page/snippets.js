@@ -54,7 +54,7 @@ export function pythonCode(call, { usesKey }) {
   if (usesKey) parts.push(`headers = {"Authorization": f"Bearer {os.environ['${KEY_VARIABLE}']}"}\n`);
   const address = literal(String(new URL(call.path, ROOT)));
   const options = `json=body,${usesKey ? " headers=headers," : ""} timeout=600`;
-  parts.push(body.stream ? streamingLines(address, options, call.skill) : plainLines(address, options, call.skill));
+  parts.push(body.stream ? streamingLines(address, options, call.skill) : plainLines(address, options, call));
   return parts.join("\n");
 }
 
@@ -68,8 +68,10 @@ const RESULT_FIELDS = {
   complete: '["choices"][0]["text"]',
 };
 
-const plainLines = (address, options, skill) =>
-  `response = httpx.post(${address}, ${options})\nresponse.raise_for_status()\nprint(response.json()${RESULT_FIELDS[skill]})\n`;
+function plainLines(address, options, { skill, body }) {
+  const field = skill === "segment" && Array.isArray(body.object) ? '["segments"]' : RESULT_FIELDS[skill];
+  return `response = httpx.post(${address}, ${options})\nresponse.raise_for_status()\nprint(response.json()${field})\n`;
+}
 
 const streamingLines = (address, options, skill) =>
   [

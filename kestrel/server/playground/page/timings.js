@@ -2,10 +2,13 @@
 
 import { byId, element } from "./dom.js";
 
+const MOST_IN_A_ROW = 4; // more stand in two rows of about one length
+
 /** `seen` holds what the browser measured: until the first piece arrived, and in all. */
 export function showTimings(metrics, seen) {
   const rows = metrics === null ? [] : rowsOf(metrics, seen);
   byId("timings").hidden = rows.length === 0;
+  byId("timings").style.setProperty("--columns", Math.ceil(rows.length / (rows.length > MOST_IN_A_ROW ? 2 : 1)));
   byId("timings").replaceChildren(
     ...rows.map(([name, value, title]) => element("div", { title }, element("dt", {}, name), element("dd", {}, value))),
   );
