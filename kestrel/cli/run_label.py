@@ -19,7 +19,7 @@ from rich.progress import Progress as Bars
 
 from kestrel import default_model
 from kestrel.cli.batch import KEY_VARIABLE
-from kestrel.cli.console import counted, note, run_to_end, stderr_console, write
+from kestrel.cli.console import Interrupted, counted, note, run_to_end, stderr_console, write
 from kestrel.cli.label import RunFlags
 from kestrel.cli.loading import note_default_model, open_engine, require_skill
 from kestrel.config import RuntimeConfig
@@ -111,8 +111,8 @@ def run_label(work: Work, decisions: Decisions | None, address: str | None) -> N
         named_faults(work.output),
         open_journal(work.output, work.task, model, work.sources, work.options) as journal,
     ):
-        run_to_end(_label(work, journal))
         try:
+            run_to_end(_label(work, journal))
             if decisions is not None:
                 num_changed, refused = apply_decisions(journal, decisions)
                 note(f"decisions changed {counted(num_changed, 'picture')}")
@@ -125,9 +125,13 @@ def run_label(work: Work, decisions: Decisions | None, address: str | None) -> N
                 upload(work.output, address)
             for path in written.paths:
                 write(f"{path}\n")
-        except KeyboardInterrupt:
-            note(f"{GO_ON} and write the files")
+        except (KeyboardInterrupt, Interrupted):
+            note(_so_far(journal))
             raise
+
+
+def _so_far(journal: Journal) -> str:
+    return f"done so far: {counted(len(journal), 'picture')}; {GO_ON}"
 
 
 async def _label(work: Work, journal: Journal) -> None:
@@ -138,8 +142,8 @@ async def _label(work: Work, journal: Journal) -> None:
             async with aclosing(job.rows()) as rows:
                 async for _ in rows:
                     view.show()
-    except (asyncio.CancelledError, KestrelError):
-        note(f"done so far: {counted(len(journal), 'picture')}; {GO_ON}")
+    except KestrelError:
+        note(_so_far(journal))
         raise
     finally:
         counting.cancel()
