@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(is_so: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(is_so: Callable[[], bool], seconds: float = 60.0, nap_s: float = 0.02) -> bool:
     deadline = time.monotonic() + seconds
     while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(nap_s)
     return is_so()
 
 

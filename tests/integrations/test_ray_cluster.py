@@ -87,6 +87,11 @@ class Cluster:
         assert [said(body) for body in asyncio.run(crowd(self.url, ASKS, at_once))] == expected
 
 
+def come_up(number: int) -> bool:
+    """Ray's controller, which also starts them, is asked now and then only."""
+    return eventually(lambda: engines_are_up(number), 240, nap_s=0.5)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("adapters")
@@ -170,7 +175,7 @@ def test_a_killed_replica_costs_no_request_and_changes_no_text(cluster: Cluster,
     while not cluster.metric("kestrel_retries_total"):
         assert num_kills < 10
         num_kills += 1
-        assert eventually(lambda: engines_are_up(2))
+        assert come_up(2)
 
         def kill() -> None:
             time.sleep(random.uniform(0.1, 0.5))
@@ -183,13 +188,13 @@ def test_a_killed_replica_costs_no_request_and_changes_no_text(cluster: Cluster,
 
 
 def test_a_replica_that_hangs_is_replaced_and_its_requests_go_on(cluster: Cluster, expected: list[object]) -> None:
-    assert eventually(lambda: engines_are_up(2))
+    assert come_up(2)
     before, num_retries = engine_pids(), cluster.metric("kestrel_retries_total")
     cluster.hang.touch()
     cluster.require_answers(expected)
     assert not cluster.hang.exists()
     assert cluster.metric("kestrel_retries_total") > num_retries
-    assert eventually(lambda: engines_are_up(2))
+    assert come_up(2)
     assert len({*before} & {*engine_pids()}) == 1
 
 
@@ -197,7 +202,8 @@ def test_two_ingresses_give_the_answers_of_one_engine_also_when_a_replica_is_kil
     cluster: Cluster, expected: list[object]
 ) -> None:
     cluster.deploy(replicas=2, ingress_replicas=2, trusted_proxies=["192.0.2.1"])
-    assert eventually(lambda: len(ingress_pids()) == 2 and engines_are_up(2))
+    assert come_up(2)
+    assert eventually(lambda: len(ingress_pids()) == 2)
     cluster.require_answers(expected)
 
     def kill() -> None:
@@ -220,7 +226,7 @@ def test_an_update_and_a_smaller_cluster_fail_nobody(cluster: Cluster, expected:
         cluster.require_answers(expected, at_once=8)
         num_rounds += 1
     updating.join()
-    assert eventually(lambda: engines_are_up(1))
+    assert come_up(1)
 
 
 def test_clients_of_a_trusted_proxy_are_told_apart_and_refused_only_when_all_queues_are_full(cluster: Cluster) -> None:
@@ -233,7 +239,7 @@ def test_clients_of_a_trusted_proxy_are_told_apart_and_refused_only_when_all_que
 def test_a_crowd_brings_an_engine_that_ends_when_the_crowd_has_gone(cluster: Cluster, expected: list[object]) -> None:
     while not engines_are_up(2):
         cluster.require_answers(expected, at_once=32)
-    assert eventually(lambda: engines_are_up(1))
+    assert come_up(1)
     cluster.require_answers(expected, at_once=8)
 
 
