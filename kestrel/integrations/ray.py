@@ -3,7 +3,7 @@
     serve run kestrel.integrations.ray:app model=moondream2 replicas=4
 
 The ingress is the server's own application over a `ClusterEngine`. Its calls go to the deployment of engines, one actor
-for each; who gets a call is decided in the process of the ingress, by `ContentRequestRouter`.
+for each; who gets a call is decided in the process of the ingress (`ray_calls.py`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.context import _get_global_client
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as StarletteMessage
@@ -39,15 +36,13 @@ from kestrel.config import RuntimeConfig
 from kestrel.engine.api import InferenceEngine, warm_up
 from kestrel.engine.compute_process import ModelDescription
 from kestrel.engine.ranks import prepared_model
-from kestrel.engine.snapshot import EngineSnapshot
-from kestrel.errors import ClusterFull, ConfigError, EngineStopped
-from kestrel.integrations.cluster import reports
+from kestrel.errors import ConfigError, EngineStopped
 from kestrel.integrations.cluster.app_settings import app_settings
 from kestrel.integrations.cluster.config import HAPROXY_VARIABLE, ClusterConfig, gpus_of_engine, require_room
-from kestrel.integrations.cluster.engine import NOTHING, ClusterEngine, ReplicaLost
+from kestrel.integrations.cluster.engine import ClusterEngine
 from kestrel.integrations.cluster.replica import Message, Replica, ReplicaCall
+from kestrel.integrations.ray_calls import RayReplicas
 from kestrel.ready_model import ReadyModel
-from kestrel.routing import ContentRouter, ReplicaLoad
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.records import REQUEST_ID_HEADER, configure_logs, header_of
@@ -75,8 +70,6 @@ HAProxy passes on whatever clients say. `trusted_proxies` are believed instead."
 REPORT_PERIOD_S = 1.0
 LOOK_BACK_S = 5.0
 """Over which loads are averaged."""
-MAX_SENT_ADAPTERS = 64
-"""Names that a replica may never report: there is no such adapter."""
 
 
 def app(args: Mapping[str, Any]) -> Application:
@@ -140,6 +133,8 @@ def check_cluster(
         announce("Ray Serve runs in this cluster already, with an address of its own: host and port have no effect")
     elif os.environ.get(HAPROXY_VARIABLE) == "1" and server.is_loopback and len(ray.nodes()) > 1:
         raise ConfigError("host", f"{server.host} is not reached from other nodes by HAProxy; use 0.0.0.0")
+    if cluster.ingress_replicas == 1 and sum(node["Alive"] for node in ray.nodes()) > 1:
+        announce("warning: nobody is answered while the machine of the only ingress is lost; use --ingress-replicas 2")
 
 
 def _serve(
@@ -202,7 +197,7 @@ def cluster_app(
         graceful_shutdown_timeout_s=server.drain_timeout_s,
         ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": gpus_of_engine(cluster, config)},
         request_router_config=RequestRouterConfig(
-            request_router_class="kestrel.integrations.ray:ContentRequestRouter",
+            request_router_class="kestrel.integrations.ray_calls:ContentRequestRouter",
             request_router_kwargs={
                 "max_running": config.max_batch_size,
                 "has_others": cluster.ingress_replicas > 1,
@@ -215,7 +210,8 @@ def cluster_app(
         num_replicas=cluster.ingress_replicas,
         # Its requests cannot continue elsewhere.
         graceful_shutdown_timeout_s=max(server.drain_timeout_s, server.request_timeout_s),
-        ray_actor_options={"num_cpus": 0},
+        # Ray spreads over the nodes only what takes something there.
+        ray_actor_options={"num_cpus": 0, "memory": 2**20},
         **shared,
     )
     return ingress.bind(engines.bind(config, server.step_timeout_s, load), config, server)
@@ -357,109 +353,3 @@ class OneRequestId:
             await send(message)
 
         await self._app(scope, receive, send_without)
-
-
-class RayReplicas:
-    """`Replicas` behind the handle of their deployment."""
-
-    def __init__(self, engines: DeploymentHandle) -> None:
-        self._answering = engines.answer.options(stream=True)
-        self._listing = engines.list_adapters
-
-    async def ask(self, call: ReplicaCall) -> AsyncGenerator[Sequence[Message], None]:
-        response = self._answering.remote(call)
-        try:
-            async for messages in response:
-                yield messages
-        except BackPressureError as error:
-            raise ClusterFull("the queues of all engines are full (max_queue_size); retry later") from error
-        except RayTaskError:
-            raise
-        except DeploymentUnavailableError as error:
-            raise _no_engines() from error
-        except (RayError, RayServeException) as error:
-            raise ReplicaLost(type(error).__name__) from error
-        finally:
-            # A call that got no replica raises its error again.
-            with suppress(RayError, RayServeException):
-                response.cancel()
-
-    async def list_adapters(self) -> Sequence[AdapterListing]:
-        try:
-            return await self._listing.remote()
-        except RayTaskError:
-            raise
-        except (RayError, RayServeException) as error:
-            raise _no_engines() from error
-
-    def snapshots(self) -> Mapping[str, EngineSnapshot]:
-        latest = list(reports.latest.items())
-        return {name: EngineSnapshot(**report) if report else NOTHING for name, report in latest}
-
-
-def _no_engines() -> EngineStopped:
-    return EngineStopped("Ray has no engine that could answer; send the request again later")
-
-
-class ContentRequestRouter(RequestRouter):
-    """Each call to the replica that knows the most of it, while that has room."""
-
-    def initialize_state(self, max_running: int = 1, has_others: bool = False) -> None:
-        self._max_running = max_running
-        self._content = ContentRouter(has_others=has_others)
-        self._sent_adapters: dict[str, set[str]] = defaultdict(set)
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        given = {replica.replica_id.unique_id: replica.routing_stats for replica in replicas}
-        for name in reports.latest.keys() - given.keys():
-            self._forget(name)
-        for name, report in given.items():
-            self._content.add_replica(name)
-            self._sent_adapters[name] -= {*(report or {}).get("kept_adapters", ())}
-        reports.latest.update(given)
-        super().update_replicas(replicas)
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        call = _call_of(pending_request)
-        if call is None:
-            return [candidate_replicas]
-        named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        loads = {name: self._load(replica) for name, replica in named.items()}
-        ranked = self._content.rank(call.keys, call.adapter, loads)
-        return [[named[name]] for name in sorted(ranked, key=call.avoid.__contains__)]
-
-    def _load(self, replica: RunningReplica) -> ReplicaLoad:
-        """Ray counts what was sent and not answered, and forgets it after a while; the rest is from the last report."""
-        report = replica.routing_stats or {}
-        num_requests = self.replica_queue_len_cache.get(replica.replica_id)
-        if num_requests is None:
-            num_requests = report.get("num_running", 0) + report.get("num_waiting", 0)
-        max_running = report.get("max_batch_size", self._max_running)
-        num_running = min(num_requests, max_running)
-        sent = self._sent_adapters[replica.replica_id.unique_id]
-        adapters = frozenset((*report.get("kept_adapters", ()), *report.get("running_adapters", ()), *sent))
-        return ReplicaLoad(num_running, num_requests - num_running, max_running, adapters)
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        call = _call_of(pending_request)
-        if call is not None:
-            self._content.note(replica_id.unique_id, call.keys)
-            sent = self._sent_adapters[replica_id.unique_id]
-            if call.adapter is not None and len(sent) < MAX_SENT_ADAPTERS:
-                sent.add(call.adapter)
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        self._forget(replica_id.unique_id)
-        super().on_replica_actor_died(replica_id)
-
-    def _forget(self, name: str) -> None:
-        self._content.remove_replica(name)
-        self._sent_adapters.pop(name, None)
-        reports.latest.pop(name, None)
-
-
-def _call_of(pending: PendingRequest | None) -> ReplicaCall | None:
-    given = pending.args[0] if pending is not None and pending.args else None
-    return given if isinstance(given, ReplicaCall) else None

@@ -198,6 +198,25 @@ def test_a_replica_that_hangs_is_replaced_and_its_requests_go_on(cluster: Cluste
     assert len({*before} & {*engine_pids()}) == 1
 
 
+def test_a_replica_that_stands_still_costs_no_request_and_is_asked_again(
+    cluster: Cluster, expected: list[object]
+) -> None:
+    def asked() -> list[int]:
+        return sorted(report["prefix_query_tokens_total"] for report in engine_reports())
+
+    assert come_up(2)
+    before, num_retries = engine_pids(), cluster.metric("kestrel_retries_total")
+    os.kill(before[0], signal.SIGSTOP)
+    try:
+        cluster.require_answers(expected)
+    finally:
+        os.kill(before[0], signal.SIGCONT)
+    assert cluster.metric("kestrel_retries_total") > num_retries
+    assert engine_pids() == before
+    had = asked()
+    assert eventually(lambda: cluster.require_answers(expected) or min(asked()) > min(had), nap_s=0.5)
+
+
 def test_two_ingresses_give_the_answers_of_one_engine_also_when_a_replica_is_killed(
     cluster: Cluster, expected: list[object]
 ) -> None:
@@ -254,13 +273,28 @@ def test_an_application_of_somebody_else_is_left_alone(cluster: Cluster) -> None
     assert "9 with 1 cores each do not fit: Ray has found 4" in told[0]
 
 
+@pytest.mark.parametrize(("num_ingresses", "num_alive", "is_told"), [(1, 2, True), (2, 2, False), (1, 1, False)])
+def test_one_ingress_for_several_machines_is_warned_of(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, num_ingresses: int, num_alive: int, is_told: bool
+) -> None:
+    from kestrel.integrations import ray as application  # noqa: PLC0415 - it imports Ray
+
+    nodes = [{"Alive": number < num_alive} for number in range(3)]
+    monkeypatch.setattr(application, "APPLICATION", "another")
+    monkeypatch.setattr(application.ray, "nodes", lambda: nodes)
+    told: list[str] = []
+    groups = settings_from({**SETTINGS, "ray_address": "auto", "ingress_replicas": num_ingresses})
+    application.check_cluster(*groups, told.append)
+    assert any("--ingress-replicas 2" in line for line in told) == is_told
+
+
 def test_a_call_to_engines_that_are_gone_is_refused_as_such(cluster: Cluster) -> None:
-    from kestrel.integrations.ray import RayReplicas  # noqa: PLC0415 - it imports Ray
+    from kestrel.integrations.ray_calls import RayReplicas  # noqa: PLC0415 - it imports Ray
 
     replicas = RayReplicas(engines_handle())
 
     async def ask() -> None:
-        await anext(replicas.ask(ReplicaCall("query", {"question": "?", "reasoning": False})))
+        await anext(replicas.ask(ReplicaCall("query", {"question": "?", "reasoning": False, "request_id": "mine"})))
 
     asyncio.run(ask())
     remove()
@@ -331,7 +365,7 @@ def test_a_router_takes_no_full_engine_for_an_empty_one() -> None:
     from ray.serve._private.common import DeploymentID, ReplicaID  # noqa: PLC0415 - it imports Ray
     from ray.serve._private.request_router.common import ReplicaQueueLengthCache  # noqa: PLC0415
 
-    from kestrel.integrations.ray import ContentRequestRouter  # noqa: PLC0415
+    from kestrel.integrations.ray_calls import ContentRequestRouter  # noqa: PLC0415
 
     cache = ReplicaQueueLengthCache(staleness_timeout_s=0.0)
     router = SimpleNamespace(replica_queue_len_cache=cache, _max_running=1, _sent_adapters=defaultdict(set))

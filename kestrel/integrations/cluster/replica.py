@@ -35,6 +35,11 @@ class ReplicaCall:
     avoid: frozenset[str] = frozenset()
     """Replicas that failed it before."""
 
+    @property
+    def request_id(self) -> str:
+        """Another one in each attempt."""
+        return self.fields["request_id"]
+
 
 @dataclass(frozen=True)
 class Started:
