@@ -359,7 +359,8 @@ async def test_thousands_have_few_tiles_and_pages_are_linked(
     )
     assert await shown(page) == ["1000.png"]
     assert await page.evaluate("document.querySelector('#pages [aria-current]').textContent") == "2"
-    assert await page.evaluate("document.querySelector('#export-state').textContent") == "1 not exported yet"
+    # What a page has written may reach the next one a moment later.
+    await page.wait_for("document.querySelector('#export-state').textContent === '1 not exported yet'")
 
 
 LOW_CONTRAST = """(() => {
