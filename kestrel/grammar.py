@@ -14,8 +14,10 @@ The machine is advanced on the device, inside the sampling step. `Grammar.advanc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
+from functools import reduce
+from operator import or_
 
 END = -1
 MAX_STATES = 512
@@ -78,6 +80,11 @@ class Grammar:
 
     name: str
     states: tuple[State, ...]
+    largest_id: int = field(init=False, repr=False, compare=False)
+    carries: Carries = field(init=False, repr=False, compare=False)
+    """What any state of this grammar can attach to a token."""
+    end_ids: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Ids that finish the sequence in some state."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.states, tuple) or not 0 < len(self.states) <= MAX_STATES:
@@ -85,6 +92,10 @@ class Grammar:
         for state in self.states:
             for fault in self._faults(state):
                 raise ValueError(f"grammar {self.name}: state {state.name} {fault}")
+        ids = (token_id for state in self.states for token_id in state.ids)
+        object.__setattr__(self, "largest_id", max(ids, default=0))
+        object.__setattr__(self, "carries", reduce(or_, (state.carries for state in self.states)))
+        object.__setattr__(self, "end_ids", frozenset(one for state in self.states for one in state.end_ids))
 
     def _faults(self, state: State) -> Iterator[str]:
         for edge in state.all_edges:
@@ -100,23 +111,6 @@ class Grammar:
         for token_id in state.ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
                 yield f"names {token_id!r}, which is no token id"
-
-    @property
-    def largest_id(self) -> int:
-        return max((token_id for state in self.states for token_id in state.ids), default=0)
-
-    @property
-    def carries(self) -> Carries:
-        """What any state of this grammar can attach to a token."""
-        union = Carries.NOTHING
-        for state in self.states:
-            union |= state.carries
-        return union
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Ids that finish the sequence in some state."""
-        return frozenset(token_id for state in self.states for token_id in state.end_ids)
 
     def advance(self, state: int, sampled_id: int) -> tuple[int, int]:
         """(emitted id, next state) after sampling `sampled_id` in `state`."""

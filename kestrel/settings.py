@@ -48,11 +48,10 @@ class SamplingParams:
         object.__setattr__(self, "max_new_tokens", tokens_or_none("max_tokens", self.max_new_tokens))
         if len(dict(self.logit_bias)) < len(self.logit_bias):
             raise RequestError("logit_bias", "names an id twice; give each id once")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in SETTINGS and value is not field.default:
-                given = dict(value) if field.name == "logit_bias" else value
-                object.__setattr__(self, field.name, SETTINGS[field.name].kind(field.name, given))
+        for name, default, kind in CHECKED_FIELDS:
+            value = getattr(self, name)
+            if value is not default:
+                object.__setattr__(self, name, kind(name, dict(value) if name == "logit_bias" else value))
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
                 "min_tokens", f"must not exceed max_tokens ({self.max_new_tokens}) (got {self.min_tokens})"
@@ -364,6 +363,11 @@ SETTINGS = _by_name(
     Setting("stop", stop_texts, "The answer ends right before the first of these texts.", in_words=True),
 )  # fmt: skip
 """How tokens are chosen and when they end, by name."""
+
+CANONICAL_NAMES = {name: setting.name for setting in SETTINGS.values() for name in setting.names}
+CHECKED_FIELDS = [
+    (one.name, one.default, SETTINGS[one.name].kind) for one in fields(SamplingParams) if one.name in SETTINGS
+]
 
 OTHER_BOUND = {"max_tokens": "max_objects", "max_objects": "max_tokens"}
 """A skill is bounded by tokens or by objects; the other bound is refused rather than ignored."""

@@ -92,16 +92,14 @@ class Text(Sequence[TextToken]):
         self.ids.append(token.id)
 
 
-def item_positions(item: ContextItem) -> int:
-    return item.num_positions if isinstance(item, ImageSpan) else 1
-
-
 def has_pictures(items: Sequence[object]) -> bool:
     return not isinstance(items, Text) and ImageSpan in set(map(type, items))
 
 
 def num_positions(items: Sequence[ContextItem]) -> int:
-    return sum(map(item_positions, items)) if has_pictures(items) else len(items)
+    if not has_pictures(items):
+        return len(items)
+    return len(items) + sum([item.num_positions - 1 for item in items if isinstance(item, ImageSpan)])
 
 
 def ids_if_text(items: Sequence[object]) -> list[int] | None:

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
@@ -393,12 +393,10 @@ def require_readable(num_chars: int, max_positions: int) -> None:
 def _require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: int) -> None:
     """Refuse what the device could not run: foreign items, ids out of range, spans of other pictures."""
     known = {span.digest: span.num_positions for span in spans}
-    ids = ids_if_text(prompt.items)
-    if ids is None or not are_ids(ids, vocab_size - 1):
-        for index, item in enumerate(prompt.items):
-            fault = _item_fault(item, known, vocab_size)
-            if fault is not None:
-                raise RequestError("prompt", f"{fault} (item {index})")
+    for index, item in _questionable(prompt.items, vocab_size):
+        fault = _item_fault(item, known, vocab_size)
+        if fault is not None:
+            raise RequestError("prompt", f"{fault} (item {index})")
     sampling = prompt.sampling
     named_ids = {
         "allowed_ids": sampling.allowed_ids,
@@ -411,6 +409,15 @@ def _require_runnable(prompt: Prompt, spans: Sequence[ImageSpan], vocab_size: in
             _require_known(name, token_id, vocab_size)
     _require_known("grammar", prompt.grammar.largest_id, vocab_size)
     require_choices(prompt.grammar, prompt.sampling, vocab_size)
+
+
+def _questionable(items: Sequence[object], vocab_size: int) -> Iterable[tuple[int, object]]:
+    """All but the tokens of text, where these are in order: a prompt has a few other items."""
+    ids, others = ids_if_text(items), []
+    if ids is None:
+        ids = [item.id for item in items if isinstance(item, TextToken)]
+        others = [(index, item) for index, item in enumerate(items) if not isinstance(item, TextToken)]
+    return others if are_ids(ids, vocab_size - 1) else enumerate(items)
 
 
 def _item_fault(item: object, known: Mapping[str, int], vocab_size: int) -> str | None:

@@ -6,11 +6,11 @@ import os
 import stat
 import sys
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -19,8 +19,8 @@ from kestrel.errors import RequestError
 from kestrel.images.encoded import EncodedPicture, ImageLimits, canvas_from_pillow, reading
 from kestrel.images.picture import Canvas, Picture, PictureForm, RgbImage, crops_digest, file_digest
 
-FEW_BYTES = 2**17
-"""They are hashed in less time than it takes to hand them to another thread and back."""
+FEW_BYTES = 2**18
+"""They are compared in less time than it takes to hand them to another thread and back."""
 
 PILLOW_BYTES_PER_PIXEL, VIPS_BYTES_PER_PIXEL = 5, 8
 """That reading them takes: a Pillow image may be opened and not read yet."""
@@ -47,7 +47,7 @@ class OpenedImage:
     """Decoded already by the caller."""
     max_crops: int | None = None
     """Most local crops that a model makes of it, where that was asked for."""
-    num_file_bytes: int = 0
+    file: SentFile | None = None
 
     @property
     def is_large(self) -> bool:
@@ -118,7 +118,7 @@ def decode_opened(
 
     if recent is None or opened.digest is None or opened.given is not None:
         return decode()
-    return recent.get(crops_digest(opened.digest, max_crops), decode, opened.num_file_bytes)
+    return recent.get(crops_digest(opened.digest, max_crops), decode, opened.file)
 
 
 def _opened(
@@ -140,29 +140,24 @@ def known_images(sources: Sequence[Any], limits: ImageLimits, recent: RecentPict
     files = [source for source in sources if isinstance(source, bytes) and len(source) <= limits.max_bytes]
     if len(files) < len(sources) or sum(map(len, files)) > FEW_BYTES:
         return None
-    if not all(recent.may_have(file) for file in files):  # to hash a new one takes longer than all the rest
-        return None
     found: list[Picture] = []
     for file in files:
-        picture = recent.find(crops_digest(_digest(file, limits), limits.max_crops))
+        picture = recent.find_file(SentFile(file, limits.honour_exif, limits.max_crops))
         if picture is None:
             return None
         found.append(picture)
     return found
 
 
-def _digest(data: bytes, limits: ImageLimits) -> str:
-    return file_digest(data, "upright" if limits.honour_exif else "as stored")
-
-
 def _find_or_open_file(data: bytes, limits: ImageLimits, recent: RecentPictures | None) -> Picture | OpenedImage:
-    digest = _digest(data, limits)
+    digest = file_digest(data, "upright" if limits.honour_exif else "as stored")
     found = None if recent is None else recent.find(crops_digest(digest, limits.max_crops))
     if found is not None:
         return found
     file = EncodedPicture(data, limits)
     opened = _opened(file, limits, file.format.bytes_per_pixel, file.load, digest)
-    return replace(opened, num_file_bytes=len(data))
+    sent = SentFile(data, limits.honour_exif, limits.max_crops) if len(data) <= FEW_BYTES else None
+    return replace(opened, file=sent)
 
 
 def _read_file(source: str | os.PathLike[Any], limits: ImageLimits) -> bytes:
@@ -230,6 +225,23 @@ def _pixels_from_vips(image: Any, limits: ImageLimits) -> np.ndarray:
 # ---------------------------------------------------------------------- files asked for lately
 
 
+class SentFile(NamedTuple):
+    """A small file, and what decoding it depends on. It is found again as it is: a digest takes four times as long."""
+
+    data: bytes
+    honour_exif: bool
+    max_crops: int | None
+
+
+@dataclass(slots=True)
+class _Kept:
+    file: SentFile | None
+    picture: Future[Picture] = field(default_factory=Future)
+
+    def bytes_with(self, picture: Picture) -> int:
+        return picture.num_bytes + (0 if self.file is None else len(self.file.data))
+
+
 class RecentPictures:
     """Many questions about one picture decode it once.
 
@@ -239,47 +251,47 @@ class RecentPictures:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._pictures: OrderedDict[str, Future[Picture]] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._num_bytes = 0
-        self._file_bytes: dict[str, int] = {}
-        self._num_of_length: Counter[int] = Counter()
+        self._digests: dict[int, dict[SentFile, str]] = {}
+        """Of files, by length: one of another length need not be looked at to know that it is new."""
 
-    def may_have(self, file: bytes) -> bool:
-        """False for a file of a length that no file here has: it need not be hashed to know that it is new."""
-        with self._lock:
-            return self._num_of_length[len(file)] > 0
-
-    def get(self, digest: str, decode: Callable[[], Picture], num_file_bytes: int = 0) -> Picture:
+    def get(self, digest: str, decode: Callable[[], Picture], file: SentFile | None = None) -> Picture:
         """The picture with this digest; `decode` makes it. A failure is everyone's who waited, and is not kept."""
-        own: Future[Picture] = Future()
+        own = _Kept(file)
         with self._lock:
-            found = self._pictures.setdefault(digest, own)
-            self._pictures.move_to_end(digest)
-            if found is own:
-                self._file_bytes[digest] = num_file_bytes
-                self._num_of_length[num_file_bytes] += 1
+            found = self._kept.setdefault(digest, own)
+            self._kept.move_to_end(digest)
+            if found is own and file is not None:
+                self._digests.setdefault(len(file.data), {})[file] = digest
         if found is not own:
-            return found.result()
+            return found.picture.result()
         try:
             picture = decode()
         except BaseException as error:
             with self._lock:
                 self._drop(digest)
-            own.set_exception(error)
+            own.picture.set_exception(error)
             raise
         with self._lock:
-            self._make_room(digest, picture.num_bytes)
-        own.set_result(picture)
+            self._make_room(digest, own.bytes_with(picture))
+        own.picture.set_result(picture)
         return picture
 
     def find(self, digest: str) -> Picture | None:
         """The picture with this digest if it is here by now; never waits."""
         with self._lock:
-            found = self._pictures.get(digest)
-            if found is None or not found.done():
+            found = self._kept.get(digest)
+            if found is None or not found.picture.done():
                 return None
-            self._pictures.move_to_end(digest)
-        return found.result()
+            self._kept.move_to_end(digest)
+        return found.picture.result()
+
+    def find_file(self, file: SentFile) -> Picture | None:
+        """The same of a small file."""
+        with self._lock:
+            digest = self._digests.get(len(file.data), {}).get(file)
+        return None if digest is None else self.find(digest)
 
     def _make_room(self, digest: str, num_bytes: int) -> None:
         """For a picture whose future is still open, so that nobody drives it out before it counts."""
@@ -287,14 +299,17 @@ class RecentPictures:
             self._drop(digest)
             return
         self._num_bytes += num_bytes
-        for other in [other for other, future in self._pictures.items() if future.done()]:
+        for other in [other for other, kept in self._kept.items() if kept.picture.done()]:
             if self._num_bytes <= self._max_bytes:
                 return
-            self._num_bytes -= self._drop(other).result().num_bytes
+            dropped = self._drop(other)
+            self._num_bytes -= dropped.bytes_with(dropped.picture.result())
 
-    def _drop(self, digest: str) -> Future[Picture]:
-        length = self._file_bytes.pop(digest)
-        self._num_of_length[length] -= 1
-        if not self._num_of_length[length]:
-            del self._num_of_length[length]
-        return self._pictures.pop(digest)
+    def _drop(self, digest: str) -> _Kept:
+        kept = self._kept.pop(digest)
+        if kept.file is not None:
+            same_length = self._digests[len(kept.file.data)]
+            del same_length[kept.file]
+            if not same_length:
+                del self._digests[len(kept.file.data)]
+        return kept

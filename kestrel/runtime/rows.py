@@ -221,16 +221,22 @@ class RowTable:
         self.wishes.start(starts)
         self.endings.start(starts)
         rows = upload([start.row for start in starts], self.device)
-        integers = upload([self._integers(start) for start in starts], self.device)
+        integers = upload([n for start in starts for n in self._integers(start)], self.device).view(len(starts), -1)
         numbers = upload([self._numbers(start) for start in starts], self.device)
         self._integers_CR[:, rows] = integers.T
         self._numbers_CR[:, rows] = numbers.T
 
     def apply_page_writes(self, writes: list[PageWrite]) -> None:
         if writes:
-            cells = [(w.row, w.index + i, page) for w in writes for i, page in enumerate(w.pages)]
-            table = upload(cells, self.device)
-            self.pages[table[:, 0], table[:, 1]] = table[:, 2]
+            rows: list[int] = []
+            places: list[int] = []
+            pages: list[int] = []
+            for write in writes:
+                rows += [write.row] * len(write.pages)
+                places += range(write.index, write.index + len(write.pages))
+                pages += write.pages
+            rows_N, places_N, pages_N = upload(rows + places + pages, self.device).view(3, -1)
+            self.pages[rows_N, places_N] = pages_N
 
     def _note_on_host(self, start: RowStart) -> None:
         sampling = start.sampling
@@ -478,7 +484,7 @@ class EndingTable:
         return any(row in self._delayed or row in self._stopping for row in row_indices)
 
     def start(self, starts: Sequence[RowStart]) -> None:
-        changed: list[list[int]] = []
+        changed: list[int] = []
         for start in starts:
             sampling = start.sampling
             delays, stops = delays_end(sampling), bool(sampling.stop_token_ids)
@@ -486,11 +492,11 @@ class EndingTable:
                 ids = sampling.stop_token_ids
                 padding = [self._grammars.vocab_size] * (MAX_STOP_TOKEN_IDS - len(ids))
                 ends_from = NEVER if sampling.ignore_eos else sampling.min_tokens
-                changed.append([start.row, ends_from, sampling.min_tokens, *ids, *padding])
+                changed += [start.row, ends_from, sampling.min_tokens, *ids, *padding]
             self._delayed.note(start.row, delays)
             self._stopping.note(start.row, stops)
         if changed:
-            numbers_NK = upload(changed, self._device)
+            numbers_NK = upload(changed, self._device).view(-1, 3 + MAX_STOP_TOKEN_IDS)
             rows_N = numbers_NK[:, 0]
             self._from_2R[:, rows_N] = numbers_NK[:, 1:3].T
             self.tensors.stop_ids_RS[rows_N] = numbers_NK[:, 3:]

@@ -23,7 +23,7 @@ from kestrel.request import (
     TokenConstraint,
 )
 from kestrel.runtime.contract import AdapterLoad
-from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken, Token, has_pictures, item_positions
+from kestrel.tokens import ContextItem, ImageSpan, Text, TextToken, Token, has_pictures
 
 
 class Stage(Enum):
@@ -67,7 +67,9 @@ class Sequence:
         self.num_written_pages = 0
         self.is_tainted = False
         """Its own computation failed: nothing of it may be shared."""
-        self.leading_picture = _leading_picture(request.items)
+        self._pictures = _pictures(request.items)
+        self.leading_picture = tuple(request.items[: self._pictures[0][0] + 1]) if self._pictures else None
+        """The context up to and with its first picture."""
         self.open_report = None if request.prompt_outputs is None else PromptReport()
         """What is known of the prompt's outputs so far; None when none are asked for or the skill has them."""
 
@@ -201,23 +203,20 @@ class Sequence:
 
     def _item_at(self, position: int) -> int:
         """Index of the item that begins at `position`."""
-        if position >= self.request.num_prompt_positions:
-            return len(self.request.items) + position - self.request.num_prompt_positions
-        if not has_pictures(self.request.items):
-            return position
-        at = 0
-        for index, item in enumerate(self.items):
-            if at == position:
-                return index
-            at += item_positions(item)
-        raise AssertionError(f"position {position} lies inside an item")
+        index = position
+        for at, picture in self._pictures:
+            if index <= at:
+                break
+            index -= picture.num_positions - 1
+            assert index > at, f"position {position} lies inside an item"
+        return index
 
 
-def _leading_picture(items: Items[ContextItem]) -> tuple[ContextItem, ...] | None:
-    """The context up to and with its first picture."""
+def _pictures(items: Items[ContextItem]) -> list[tuple[int, ImageSpan]]:
+    """Those of a prompt, and where they stand; answers have none."""
     if not has_pictures(items):
-        return None
-    return tuple(items[: next(index for index, item in enumerate(items) if isinstance(item, ImageSpan)) + 1])
+        return []
+    return [(index, item) for index, item in enumerate(items) if isinstance(item, ImageSpan)]
 
 
 # ---------------------------------------------------------------------- adapter slots

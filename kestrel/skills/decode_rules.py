@@ -78,10 +78,10 @@ def require_choices(grammar: Grammar, sampling: SamplingParams, vocab_size: int 
 
 def _barred_ends(state: State, sampling: SamplingParams) -> set[int]:
     """Ids that would finish the first token's step but must not."""
+    if sampling.min_tokens == 0 and not sampling.ignore_eos:
+        return set()
     ends = set(state.end_ids)
-    if sampling.min_tokens > 0 and ends:
-        return ends | set(sampling.stop_token_ids)
-    return ends if sampling.ignore_eos else set()
+    return ends | set(sampling.stop_token_ids) if sampling.min_tokens > 0 and ends else ends
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kestrel.errors import RequestError, did_you_mean, shown
-from kestrel.settings import OTHER_BOUND, SETTINGS, Check, SamplingParams
+from kestrel.settings import CANONICAL_NAMES, OTHER_BOUND, SETTINGS, Check, SamplingParams
 
 DrawSeed = Callable[[], int]
 
@@ -113,12 +113,7 @@ class FieldTable:
         yield from self.other_names
 
     def canonical_setting(self, name: str) -> str | None:
-        if name in self.other_names:
-            return self.other_names[name]
-        for canonical, setting in SETTINGS.items():
-            if name in setting.names:
-                return canonical
-        return None
+        return self.other_names.get(name) or CANONICAL_NAMES.get(name)
 
 
 class _Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,9 +93,10 @@ def test_small_files_that_are_here_are_known_at_once() -> None:
     assert known_images([PICTURE], as_stored, recent) is None, "another setting, another picture"
     too_strict = ImageLimits(ROOMY.max_pixels, len(PICTURE) - 1)
     assert known_images([PICTURE], too_strict, recent) is None, "to be refused, not to be found"
+    recent = RecentPictures(4 * FEW_BYTES)
     large = PICTURE.ljust(FEW_BYTES + 1, b"\0")
     decode_image(large, ROOMY, recent)
-    assert known_images([large], ROOMY, recent) is None, "hashing it would hold up the event loop"
+    assert known_images([large], ROOMY, recent) is None, "comparing it would hold up the event loop"
     half = PICTURE.ljust(FEW_BYTES // 2, b"\0")
     decode_image(half, ROOMY, recent)
     assert known_images([half] * 2, ROOMY, recent) is not None
@@ -128,21 +130,30 @@ def test_a_picture_that_is_found_was_used() -> None:
     assert recent.find("b") is None
 
 
-def test_a_file_of_another_length_is_not_hashed_and_one_of_a_known_length_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    recent, hashed = RecentPictures(10 * BYTES), []
-    decode_image(PICTURE, ROOMY, recent)
-    monkeypatch.setattr(decode, "_digest", lambda data, _: hashed.append(data) or "another")
-    longer, other = PICTURE + b"x", b"x" + PICTURE[1:]
-    assert known_images([longer], ROOMY, recent) is known_images([other], ROOMY, recent) is None
-    assert hashed == [other]
+def test_a_file_is_found_by_its_content_and_not_by_a_digest_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = RecentPictures(10 * BYTES)
+    first = decode_image(PICTURE, ROOMY, recent)
+    monkeypatch.setattr(decode, "file_digest", lambda *_: pytest.fail("it takes long"))
+    assert known_images([bytes(bytearray(PICTURE))], ROOMY, recent) == [first]
+    assert known_images([PICTURE + b"x"], ROOMY, recent) is known_images([b"x" + PICTURE[1:]], ROOMY, recent) is None
 
 
-def test_lengths_of_files_that_are_gone_are_forgotten() -> None:
-    recent = RecentPictures(BYTES)
+def test_files_count_and_are_forgotten_with_their_pictures() -> None:
+    recent = RecentPictures(BYTES + max(len(PICTURE), len(OTHER)))
     decode_image(PICTURE, ROOMY, recent)
-    assert recent.may_have(PICTURE)
+    assert known_images([PICTURE], ROOMY, recent) is not None
     decode_image(OTHER, ROOMY, recent)
-    assert not recent.may_have(PICTURE)
-    with pytest.raises(RequestError):
-        decode_image(b"no picture", ROOMY, recent)
-    assert not recent.may_have(b"no picture")
+    assert known_images([PICTURE], ROOMY, recent) is None
+    assert known_images([OTHER], ROOMY, recent) is not None
+    too_small = RecentPictures(BYTES + len(PICTURE) - 1)
+    decode_image(PICTURE, ROOMY, too_small)
+    assert known_images([PICTURE], ROOMY, too_small) is None
+
+
+def test_one_file_with_two_bounds_on_its_crops_is_two_pictures() -> None:
+    recent = RecentPictures(10 * BYTES)
+    few = replace(ROOMY, max_crops=1)
+    whole, cut = decode_image(PICTURE, ROOMY, recent), decode_image(PICTURE, few, recent)
+    assert whole.digest != cut.digest
+    assert known_images([PICTURE], ROOMY, recent) == [whole]
+    assert known_images([PICTURE], few, recent) == [cut]

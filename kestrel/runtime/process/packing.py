@@ -61,7 +61,7 @@ def unpack(packed: Packed) -> Any:
 
 def by_fields(kind: type, **left_out: object) -> Recipe:
     """Takes an instance apart into its fields; those named are replaced by what is given here."""
-    names = [field.name for field in fields(kind) if field.init and field.name not in left_out]
+    names = [field.name for field in fields(kind) if field.name not in left_out]
     values = attrgetter(*names) if len(names) > 1 else lambda instance: (getattr(instance, names[0]),)
     rest = tuple(left_out.values())
     order = (kind, *names, *left_out)
