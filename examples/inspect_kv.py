@@ -26,7 +26,7 @@ from kestrel.request import CacheNamespace, GenerationRequest, RequestMetrics
 from kestrel.runtime.device import choose_device, choose_dtype
 from kestrel.scheduler import GenerationScheduler
 from kestrel.skills.query import QuerySkill
-from kestrel.tokens import ContextItem, ImageSpan, item_positions
+from kestrel.tokens import ContextItem, ImageSpan
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Inspector:
 
 
 def print_norms(inspector: Inspector, items: Sequence[ContextItem], prefix: CachedPrefix) -> None:
-    span = item_positions(items[0]) if isinstance(items[0], ImageSpan) else 0
+    span = items[0].num_positions if isinstance(items[0], ImageSpan) else 0
     parts = {"image": slice(0, span), "text": slice(span, prefix.num_positions)}
     shown = {name: part for name, part in parts.items() if part.stop > part.start}
     print("layer", *(f"{f'|{kv}| {name}':>14}" for name in shown for kv in "KV"))
