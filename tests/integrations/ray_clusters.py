@@ -33,7 +33,7 @@ from tests.integrations.endpoints import free_port
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray gives a proxy five seconds to start, which a busy machine may not have.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_AUTH_MODE": "disabled",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "6",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -56,7 +56,10 @@ def ray_cluster(port: int, *, haproxy: bool = False) -> Iterator[str]:
     os.environ.update({f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")})
     import ray  # noqa: PLC0415 - it reads the variables
     from ray import serve  # noqa: PLC0415
+    from ray.serve._private import api  # noqa: PLC0415
 
+    # Ray waits 60 s for its proxies to start. With other tests beside them, they took longer on two slow cores.
+    api.HTTP_PROXY_TIMEOUT = 240
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         memory = 80 << 20
         ray.init(
