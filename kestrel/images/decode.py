@@ -19,7 +19,7 @@ from kestrel.errors import RequestError
 from kestrel.images.encoded import EncodedPicture, ImageLimits, canvas_from_pillow, reading
 from kestrel.images.picture import Canvas, Picture, PictureForm, RgbImage, crops_digest, file_digest
 
-FEW_BYTES = 2**18
+FEW_BYTES = 2**17
 """They are compared in less time than it takes to hand them to another thread and back."""
 
 PILLOW_BYTES_PER_PIXEL, VIPS_BYTES_PER_PIXEL = 5, 8

@@ -239,7 +239,7 @@ def test_two_ingresses_give_the_answers_of_one_engine_also_when_a_replica_is_kil
 
 def test_an_update_and_a_smaller_cluster_fail_nobody(cluster: Cluster, expected: list[object]) -> None:
     settings = {"max_replicas": 2, "target_load": 0.8, "scale_up_delay_s": 0, "scale_down_delay_s": 2}
-    # Of a single ingress a request may fail while it is replaced.
+    # With a single ingress one request was answered with 500, once in some fourteen runs; the cause is not known.
     settings |= {"max_queue_size": 20, "trusted_proxies": ["127.0.0.1"], "ingress_replicas": 2}
     updating = threading.Thread(target=cluster.deploy, kwargs={"replicas": 1, **settings})
     updating.start()
