@@ -161,7 +161,8 @@ class RuntimeConfig:
         "it fits.",
     )
     recent_image_bytes: int = setting(
-        64 * 2**20, "Memory for decoded pictures and their small files, in bytes, so that a file sent again is not decoded again."
+        64 * 2**20,
+        "Memory for decoded pictures and their small files, in bytes, so that a file sent again is not decoded again.",
     )
     image_threads: int | None = setting(
         None,
