@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import threading
 
@@ -23,6 +24,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # an answer must not be lost to a narrow terminal encoding
     spin_briefly()
     code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the outcome stands, and the interpreter's end takes a moment
     at_last = threading.Timer(ENDING_S, os._exit, (code,))
     at_last.daemon = True
     at_last.start()

@@ -72,6 +72,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; return the exit code."""
     try:
         code = _program().main(list(arguments), prog_name="kestrel", standalone_mode=False, obj=tuple(arguments))
+        if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
+            raise Interrupted
         sys.stdout.flush()
         return code or OK
     except BrokenPipeError:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from kestrel.cli.schedule import LINE_LENGTH, Lane
 from kestrel.engine import StreamChunk
 from tests.server.programs import Forked, forked_command
 
-from .conftest import MD3
+from .conftest import MD3, Kestrel
 
 LONG_ANSWER = ("query", "hi", *MD3, "--no-reasoning", "--max-new-tokens", "900", "--temperature", "2", "--seed", "5")
 
@@ -78,6 +79,26 @@ def test_ctrl_c_in_the_middle_of_a_stream_ends_with_130_and_no_traceback(tmp_pat
         process.send_signal(signal.SIGINT)
         assert errors.read() == b"interrupted\n"
         assert process.wait(60) == 130
+
+
+def test_ctrl_c_where_nothing_can_be_cancelled_is_said_too(kestrel: Kestrel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kestrel.cli.models.known_models", interrupted)
+    outcome = kestrel("models")
+    assert (outcome.code, outcome.out, outcome.err.lstrip("\n")) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_while_the_program_ends_changes_nothing() -> None:
+    program = """
+import atexit, os, signal, kestrel.cli.app, kestrel.main
+kestrel.cli.app.run = lambda arguments: 3
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+kestrel.main.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (3, b"")
 
 
 def test_a_reader_that_leaves_early_ends_the_program_quietly(tmp_path: Path) -> None:
