@@ -26,6 +26,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ProxyStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as StarletteMessage
@@ -61,6 +62,8 @@ TIMES = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
 }
 """For processes of a cluster that is started here."""
+PROXIES_S = 240.0
+"""For a proxy of Ray to start, beyond the time that Ray waits."""
 DELETE_S = 60.0
 """For Ray to end what has nothing left to answer."""
 NAP_S = 0.1
@@ -89,13 +92,26 @@ def run_cluster(
         signals = _Signals()
         check_cluster(cluster, server, config, announce)
         try:
-            serve.start(http_options={"host": server.host, "port": server.port})
+            _start_serve({"host": server.host, "port": server.port}, announce)
             _serve(cluster_app(cluster, server, config), signals, server.drain_timeout_s, announce)
         finally:
             if cluster.ray_address is None:
                 serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _start_serve(address: dict[str, Any], announce: Callable[[str], None]) -> None:
+    try:
+        serve.start(http_options=address)
+    except TimeoutError:  # Ray's own, after 60 s; its proxies go on starting
+        announce("warning: Ray's proxies take long to start; waiting for them")
+        serve.start(http_options=address)  # this time it does not wait
+        until_s = time.monotonic() + PROXIES_S
+        while ProxyStatus.HEALTHY not in serve.status().proxies.values():
+            if time.monotonic() > until_s:
+                raise EngineStopped("Ray's proxies did not start; its logs say why, in logs/serve below /tmp/ray") from None
+            time.sleep(NAP_S)
 
 
 class _Signals:

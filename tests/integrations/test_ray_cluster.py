@@ -33,6 +33,7 @@ from tests.adapters.adapter_files import MD3
 from tests.engine.fake_engine import fake_engine, fake_limits
 from tests.integrations.endpoints import free_port
 from tests.integrations.ray_clusters import (
+    ENVIRONMENT,
     SETTINGS,
     Ask,
     applications,
@@ -340,6 +341,24 @@ def test_the_program_answers_whom_it_has_accepted_and_leaves_nothing_in_the_clus
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["answer"] for answer in answers}) == 1
     assert not applications()
+
+
+def test_the_program_starts_a_cluster_of_its_own_and_waits_for_late_proxies(tmp_path: Path) -> None:
+    log, port = tmp_path / "program.log", free_port()
+    impatient = "from ray.serve._private import api; api.HTTP_PROXY_TIMEOUT = 0.01"
+    command = [sys.executable, "-c", f"{impatient}; import kestrel.main; kestrel.main.main()", "cluster", "serve"]
+    command += ["--insecure", f"--port={port}", "--device=cpu", "--cpus-per-replica=0", "--kv-cache-pages=200"]
+    environment = {**os.environ, **ENVIRONMENT, "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    with log.open("wb") as file, subprocess.Popen(command, stderr=file, env=environment) as process:
+        try:
+            assert eventually(lambda: "startup complete" in log.read_text(), 240), log.read_text()
+            assert "Ray's proxies take long to start" in log.read_text()
+            body = {"question": "What is it?", "reasoning": False}
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/query", json=body, timeout=120).status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
 
 
 def answer_to_half_a_body(url: str) -> bytes:
