@@ -110,7 +110,9 @@ def _start_serve(address: dict[str, Any], announce: Callable[[str], None]) -> No
         until_s = time.monotonic() + PROXIES_S
         while ProxyStatus.HEALTHY not in serve.status().proxies.values():
             if time.monotonic() > until_s:
-                raise EngineStopped("Ray's proxies did not start; its logs say why, in logs/serve below /tmp/ray") from None
+                raise EngineStopped(
+                    "Ray's proxies did not start; its logs say why, in logs/serve below /tmp/ray"
+                ) from None
             time.sleep(NAP_S)
 
 
