@@ -92,7 +92,7 @@ def run_cluster(
         signals = _Signals()
         check_cluster(cluster, server, config, announce)
         try:
-            _start_serve({"host": server.host, "port": server.port}, announce)
+            start_serve({"host": server.host, "port": server.port}, announce)
             _serve(cluster_app(cluster, server, config), signals, server.drain_timeout_s, announce)
         finally:
             if cluster.ray_address is None:
@@ -101,7 +101,8 @@ def run_cluster(
         ray.shutdown()
 
 
-def _start_serve(address: dict[str, Any], announce: Callable[[str], None]) -> None:
+def start_serve(address: dict[str, Any], announce: Callable[[str], None]) -> None:
+    """Ray Serve without an application, also where its proxies are late."""
     try:
         serve.start(http_options=address)
     except TimeoutError:  # Ray's own, after 60 s; its proxies go on starting

@@ -56,10 +56,9 @@ def ray_cluster(port: int, *, haproxy: bool = False) -> Iterator[str]:
     os.environ.update({f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")})
     import ray  # noqa: PLC0415 - it reads the variables
     from ray import serve  # noqa: PLC0415
-    from ray.serve._private import api  # noqa: PLC0415
 
-    # Ray waits 60 s for its proxies to start. With other tests beside them, they took longer on two slow cores.
-    api.HTTP_PROXY_TIMEOUT = 240
+    from kestrel.integrations.ray import start_serve  # noqa: PLC0415
+
     with tempfile.TemporaryDirectory(prefix="r") as folder:
         memory = 80 << 20
         ray.init(
@@ -71,7 +70,7 @@ def ray_cluster(port: int, *, haproxy: bool = False) -> Iterator[str]:
             logging_level="error",
         )
         try:
-            serve.start(http_options={"host": "0.0.0.0", "port": port})
+            start_serve({"host": "0.0.0.0", "port": port}, print)
             yield f"http://127.0.0.1:{port}"
         finally:
             serve.shutdown()
