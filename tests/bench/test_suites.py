@@ -64,7 +64,8 @@ async def test_a_chapter_that_fails_is_told_and_the_next_one_runs(picture_folder
 @pytest.mark.exhaustive
 async def test_time_that_is_up_ends_a_suite_and_rows_before_are_kept(picture_folder: Path) -> None:
     quick, endless = text_cases(1), tuple(cases_of(["text"], ["closed"], [1], [400], 1000))
-    rows, told = await run((Chapter("tiny", (*quick, *endless)), Chapter("tiny", quick)), picture_folder, limit_s=2.5)
+    # the row of the quick case takes about a second; a machine under load may need many
+    rows, told = await run((Chapter("tiny", (*quick, *endless)), Chapter("tiny", quick)), picture_folder, limit_s=20)
     assert [row["requests"] for row in rows] == [2]
     assert told[-1] == "time is up inside tiny"
 
