@@ -77,6 +77,7 @@ TUNED_OPS = {
     "add_linear": _PRODUCT,
     "add_fp8_linear": _PRODUCT,
     "fp8_linear": _PRODUCT,
+    "small_fp8_linear": TunedOp((linear.Tuning,), ("num_out", "num_in")),
     "rotate_and_store": TunedOp((rotary.RotateTuning,), _HEADS),
     "attend_rows": TunedOp((paged_attention.RowsTuning,), _HEADS, num_dtypes=2),
     "attend_chunks": TunedOp((paged_attention.ChunksTuning,), _HEADS, num_dtypes=2),

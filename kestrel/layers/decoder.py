@@ -221,6 +221,7 @@ def _matrices(block: ParallelBlock | SequentialBlock) -> dict[str, Linear | Expe
 
 
 class TextDecoder(nn.Module):
+    ops: Ops = PLAIN
     ranks: Ranks = ALONE
     _head_ranks: Ranks = ALONE
 
@@ -311,10 +312,10 @@ class TextDecoder(nn.Module):
     def has_experts(self) -> bool:
         return any(block.has_experts for block in self._blocks())
 
-    @property
-    def fewest_rows(self) -> int:
-        """What a step of more than one row is best filled up to."""
-        return FEWEST_ROWS if self.quantization == "fp8" and not self.has_experts else 1
+    def filled_up(self, num_rows: int) -> int:
+        """To how many rows a step of so many is best filled up."""
+        is_filled = self.quantization == "fp8" and not self.has_experts
+        return max(num_rows, FEWEST_ROWS) if is_filled and num_rows > max(1, self.ops.max_small_fp8_rows) else num_rows
 
     def matrix_sides(self) -> set[int]:
         """Of the blocks' matrices that may become float8, experts apart."""

@@ -1,9 +1,9 @@
 """Matrices that know the number format of their weights: a linear layer, and the experts of a mixture.
 
-A weight is plain, in the model's dtype, or float8 (e4m3) with one scale per output. With a handful of rows a float8
-weight is widened as it streams by and rows stay as they are; with many, rows are quantised too and tensor cores
-multiply float8. Whoever makes the rows, a norm or an activation, can quantise them on the way (`Fp8Rows`); rows that
-come as they are get quantised here.
+A weight is plain, in the model's dtype, or float8 (e4m3) with one scale per output. For a single row a float8 weight
+is widened as it streams by and the row stays as it is; more rows are quantised too, and tensor cores multiply float8.
+(Where tensor cores are slow with a handful of rows, those are treated like a single one.) Whoever makes the rows, a
+norm or an activation, can quantise them on the way (`Fp8Rows`); rows that come as they are get quantised here.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class Linear(nn.Linear):
         return self.is_fp8 and not self.is_small(x)
 
     def is_small(self, x: Rows) -> bool:
-        """Whether these are a handful of rows."""
-        return len(x.shape) == 2 and x.shape[0] <= self.ops.max_small_rows
+        """Whether these are a handful of rows, which stay as they are."""
+        most = 1 if self.is_fp8 and self.ops.max_small_fp8_rows else self.ops.max_small_rows
+        return len(x.shape) == 2 and x.shape[0] <= most
 
     def forward(self, x: Rows, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(x, Fp8Rows):

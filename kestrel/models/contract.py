@@ -155,10 +155,9 @@ class DecoderModel(Protocol):
         """From now on run on weights of this format, as `RuntimeConfig` names it; "none" keeps them."""
         ...
 
-    @property
-    def fewest_rows(self) -> int:
-        """What a decode step of more than one row is filled up to on a GPU, because fewer take longer. Known once the
-        model is quantised."""
+    def filled_up(self, num_rows: int) -> int:
+        """To how many rows a decode step of so many is filled up on a GPU, because fewer take longer. Known once the
+        model is quantised and fused."""
         ...
 
     def embed_text(self, ids_T: Tensor) -> Tensor: ...

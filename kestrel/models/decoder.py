@@ -46,9 +46,8 @@ class TextModelDecoder:
     def ranks(self) -> Ranks:
         return self._text.ranks
 
-    @property
-    def fewest_rows(self) -> int:
-        return self._text.fewest_rows
+    def filled_up(self, num_rows: int) -> int:
+        return self._text.filled_up(num_rows)
 
     @property
     def adapter_parts(self) -> Mapping[tuple[int, str], Part]:

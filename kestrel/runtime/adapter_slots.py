@@ -131,8 +131,8 @@ class SlotAdapt(Adapt):
     """The adapters of a step as tensors alone: what is captured with them can be replayed for other slots and ranks.
 
     In fp32 on a CPU, positions of the base model get what they get without adapters in a batch of the same shape, bit
-    by bit. On a GPU that holds for steps of up to `Ops.max_small_rows` positions; in larger ones their hidden numbers
-    are rounded to the model's dtype before the activation and not only after it.
+    by bit. On a GPU that holds for steps whose positions are a handful (`Linear.is_small`); in larger ones their hidden
+    numbers are rounded to the model's dtype before the activation and not only after it.
     """
 
     def __init__(self, slots: AdapterSlots, slot_T: Tensor, ops: Ops) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -145,7 +145,7 @@ def captured_steps(
     limits: RuntimeLimits, ops: Ops, pool: GraphPool, adapters: AdapterSlots | None = None
 ) -> MakeFastSteps:
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
-        sizes = batch_sizes(limits.max_batch_size, model.fewest_rows)
+        sizes = batch_sizes(limits.max_batch_size, model.filled_up)
         decode = DecodeGraphs(model, kv, table, ops, sizes, pool, adapters)
         return FastSteps(decode, PrefillGraphs(model, kv, table, ops, limits.max_prefill_tokens, pool, adapters))
 
@@ -288,11 +288,12 @@ def _dotted(capability: tuple[int, int]) -> str:
 # ---------------------------------------------------------------------- sizes that the configuration leaves open
 
 
-def batch_sizes(largest: int, fewest: int = 1) -> list[int]:
-    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them. Above 1 at least `fewest`."""
+def batch_sizes(largest: int, filled_up: Callable[[int], int] = int) -> list[int]:
+    """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them. `filled_up`: to how many rows
+    a model fills up so many."""
     usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]
     sizes = [*(size for size in usual if size < largest), largest]
-    return sorted({1} | {max(size, fewest) for size in sizes if size > 1})
+    return sorted({*map(filled_up, sizes)})
 
 
 def prefill_budget(config: RuntimeConfig, shape: DecoderShape, device: torch.device) -> int:

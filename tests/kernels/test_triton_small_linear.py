@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from kestrel.kernels.fp8 import fp8_linear, rows_to_fp8, weights_to_fp8
 from kestrel.kernels.linear import gated_linear as plain_gated
 from kestrel.kernels.linear import small_linear as plain
-from kestrel.kernels.triton.linear import Tuning, gated_linear, small_linear
+from kestrel.kernels.triton.linear import Tuning, gated_linear, small_fp8_linear, small_linear
 
 SHAPES = [(1, 48, 64), (1, 7, 100), (2, 5, 33), (4, 32, 128), (5, 40, 72), (16, 32, 128), (13, 3, 5), (0, 8, 16)]
 
@@ -55,6 +56,17 @@ def test_rows_of_half_precision_take_weights_of_float8_as_they_are(num_rows: int
     exact = plain(x.double(), weight.double() * scale.double()[:, None])
     # Nothing but the result is rounded.
     torch.testing.assert_close(small_linear(x, weight, scale_F=scale).double(), exact, rtol=5e-3, atol=1e-4)
+
+
+@devices
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 80, 512), (2, 64, 256)])
+def test_rows_of_float8_are_multiplied_in_float8(shape: tuple[int, int, int], has_bias: bool, device: str) -> None:
+    num_rows, num_out, num_in = shape
+    draw = Draw(device)
+    bias = draw(num_out) if has_bias else None
+    given = *rows_to_fp8(draw(num_rows, num_in)), *weights_to_fp8(draw(num_out, num_in)), bias, torch.float32
+    torch.testing.assert_close(small_fp8_linear(*given), fp8_linear(*given), rtol=1e-4, atol=1e-4)
 
 
 @devices

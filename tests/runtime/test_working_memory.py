@@ -97,15 +97,16 @@ def test_a_step_has_no_more_positions_than_all_rows_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "fewest", "sizes"),
+    ("largest", "most_few", "sizes"),
     [
+        (1, 1000, [1]),
+        (16, 1000, [1, 2, 4, 8, 16]),
+        (70, 1000, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]),
         (1, 1, [1]),
-        (16, 1, [1, 2, 4, 8, 16]),
-        (70, 1, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70]),
-        (1, 64, [1]),
-        (16, 64, [1, 64]),
-        (200, 64, [1, 64, 128, 200]),
+        (16, 1, [1, 64]),
+        (24, 16, [1, 2, 4, 8, 16, 64]),
+        (200, 1, [1, 64, 128, 200]),
     ],
 )
-def test_batches_are_filled_up_to_sizes_that_hold_the_largest(largest: int, fewest: int, sizes: list[int]) -> None:
-    assert batch_sizes(largest, fewest) == sizes
+def test_batches_are_filled_up_to_sizes_that_hold_the_largest(largest: int, most_few: int, sizes: list[int]) -> None:
+    assert batch_sizes(largest, lambda rows: rows if rows <= most_few else max(rows, 64)) == sizes

@@ -110,7 +110,7 @@ def test_a_bundle_hands_its_table_to_every_operation_that_takes_one() -> None:
     for field in fields(Ops):
         op = getattr(ops, field.name)
         if isinstance(op, partial):
-            assert op.keywords == {"table": table}
+            assert op.keywords["table"] is table, field.name
             takers.add(field.name)
         elif callable(op):
             assert "table" not in inspect.signature(op).parameters, field.name

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
-from kestrel.bench.kernels.case import FP8_BYTES, HALF_BYTES, Case, Maker, Sizes, op_case
+from kestrel.bench.kernels.case import FP8_BYTES, HALF_BYTES, Case, Maker, Sizes
+from kestrel.kernels import cublaslt
 from kestrel.kernels.cublaslt import Algorithm, Offer, Refused, split
 from kestrel.kernels.fp8 import rows_to_fp8, weights_to_fp8
+from kestrel.kernels.ops import PLAIN
 
 CLUSTERS = (2, 3, 4, 5)
 """One block, two or four in a column, two in a row, by the library's numbers; larger ones were never the best."""
@@ -111,9 +113,11 @@ def _product_case(matrix: Matrix, rows: int, search: ProductSearch) -> Case:
         return (*factors, bias, maker.dtype) if _is_fp8(op) else (*factors, bias)
 
     width = FP8_BYTES if _is_fp8(op) else HALF_BYTES
-    return op_case(
+    return Case(
         op,
         f"{matrix.name}, {rows}x{num_in} to {num_out}",
+        getattr(PLAIN, op),
+        getattr(cublaslt, op),
         make,
         bytes_moved=width * (rows + num_out) * num_in + HALF_BYTES * (1 + _adds(op)) * rows * num_out,
         flop=2 * rows * num_out * num_in,

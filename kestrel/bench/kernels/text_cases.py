@@ -19,18 +19,20 @@ from kestrel.bench.kernels.tunings import (
     moe_grouped_tunings,
     moe_small_tunings,
     rotate_tunings,
+    small_fp8_linear_tunings,
     small_linear_tunings,
     tau_tunings,
 )
 from kestrel.bench.kernels.vision_cases import norm_case, row_case
 from kestrel.config import RuntimeConfig
-from kestrel.kernels.fp8 import weights_to_fp8
+from kestrel.kernels.fp8 import rows_to_fp8, weights_to_fp8
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank, tile_slots
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, moe_mlp, moe_mlp_fp8, route_top_k
 from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.paged_attention import as_pages
 from kestrel.kernels.rotary import rope_tables
 from kestrel.kernels.triton.launch import HOPPER
+from kestrel.kernels.triton.linear import small_fp8_linear
 from kestrel.kernels.triton.low_rank import usual_rows_per_tile
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import moe_small
@@ -75,6 +77,8 @@ def text_cases(sizes: Sizes) -> Iterator[Case]:
             yield _linear_case("fc2", rows, text.dim, text.ff_dim, has_fp8_weights=has_fp8)
         yield _linear_case("qkv", rows, text.qkv_dim, text.dim)
         yield _linear_case("proj", rows, text.dim, text.dim)
+        if rows > 1:
+            yield from _fp8_linear_cases(sizes, rows)
         yield _linear_case("head", rows, text.vocab_size, text.dim)
         yield _linear_case("qkv", rows, text.qkv_dim, text.dim, has_norm=True)
         yield _projection_case(sizes, rows)
@@ -233,6 +237,30 @@ def _linear_case(
         bytes_moved=weight_bytes + rows * (num_in + 2 * num_out) * HALF_BYTES,
         flop=2 * rows * num_out * num_in,
         tunings=small_linear_tunings(rows),
+    )
+
+
+def _fp8_linear_cases(sizes: Sizes, rows: int) -> Iterator[Case]:
+    dim, qkv_dim, ff_dim = sizes.text.dim, sizes.text.qkv_dim, sizes.text.ff_dim
+    matrices = {"qkv": (qkv_dim, dim), "proj": (dim, dim), "fc1": (ff_dim, dim), "fc2": (dim, ff_dim)}
+    for name, (num_out, num_in) in matrices.items():
+        yield _fp8_linear_case(name, rows, num_out, num_in)
+
+
+def _fp8_linear_case(name: str, rows: int, num_out: int, num_in: int) -> Case:
+    def make(maker: Maker) -> tuple[Any, ...]:
+        x, weight = maker.numbers(rows, num_in), maker.numbers(num_out, num_in, scale=num_in**-0.5)
+        return *rows_to_fp8(x), *weights_to_fp8(weight), maker.numbers(num_out), maker.dtype
+
+    return Case(
+        "small_fp8_linear",
+        f"{name}, {rows}x{num_in} to {num_out}",
+        PLAIN.fp8_linear,
+        small_fp8_linear,
+        make,
+        bytes_moved=(num_out + rows) * num_in * FP8_BYTES + rows * num_out * HALF_BYTES,
+        flop=2 * rows * num_out * num_in,
+        tunings=small_fp8_linear_tunings(),
     )
 
 

@@ -69,6 +69,11 @@ def small_linear_tunings(num_rows: int) -> tuple[Any, ...]:
     return tuple(linear.Tuning(*block, warps, stages) for block, warps, stages in product(blocks, (4, 8), (3, 5)))
 
 
+def small_fp8_linear_tunings() -> tuple[Any, ...]:
+    blocks = ((16, 512), (32, 256), (64, 128), (64, 256), (128, 128), (128, 256))
+    return tuple(linear.Tuning(*block, warps, stages) for block, warps, stages in product(blocks, (4, 8), (3, 5, 8)))
+
+
 def moe_small_tunings() -> tuple[Any, ...]:
     tried = product((1, 2, 4), (1, 2, 4), (1024, 2048), (4, 8))
     return tuple(moe_mlp.Tuning(*blocks) for blocks in tried)

@@ -21,7 +21,8 @@ from kestrel.kernels.triton.norms import rms_norm
 #
 # Up to `SUMMED_ROWS` rows, a program takes a few outputs and adds products lane by lane; lanes meet once, after the
 # last block. With more rows the tensor cores do it, outputs as their long side and the rows of x, padded to 16, as the
-# short; a norm is an operation of its own then, because x goes past the registers.
+# short; a norm is an operation of its own then, because x goes past the registers. Rows of float8 go to the tensor
+# cores however few they are.
 
 
 MAX_ROWS = 16
@@ -63,6 +64,8 @@ class Tuning:
         """A gated layer reads two rows of weights for each output. `is_beside`: other kernels run at the same time.
         `has_room`: blocks may take 180 KiB together."""
         width = 1 + is_gated
+        if bytes_per_number == 1:
+            return cls(64, 256, num_stages=9) if has_room and num_in % 256 == 0 else cls(64, 128)
         if num_rows <= SUMMED_ROWS:
             if has_room and num_out % 4 == 0 and num_in % 512 == 0 and num_in <= 4096:
                 return cls._of_one_row(num_out, num_in, is_gated=is_gated)
@@ -241,12 +244,13 @@ def row_dots(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_sums(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, x_scale_ptr, gelu_rows_ptr, norm_ptr,
     num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, eps,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
-    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_X_SCALE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(not HAS_X_SCALE)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = tl.arange(0, ROWS)
     w_place = w_ptr + outs.to(tl.int64)[None, :, None] * w_stride
@@ -276,11 +280,11 @@ def _by_sums(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _by_dots(
-    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, gelu_rows_ptr, norm_ptr,
+    x_ptr, w_ptr, y_ptr, bias_ptr, residual_ptr, scale_ptr, x_scale_ptr, gelu_rows_ptr, norm_ptr,
     num_rows, num_out, num_in, x_stride, w_stride, y_stride, residual_stride, eps,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
-    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_GELU_ROWS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_X_SCALE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(not HAS_NORM)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -294,6 +298,8 @@ def _by_dots(
         x_ptr, w_place, up_place, rows, outs, num_rows, num_out, num_in, x_stride,
         ROWS, BLOCK_OUT, BLOCK_IN, EVEN, GATED,
     )  # fmt: skip
+    if HAS_X_SCALE:
+        total *= tl.load(x_scale_ptr + own_rows, mask=own_rows < num_rows, other=0.0)
     # Not before the product: its blocks leave no room for programs that wait, so nothing would come earlier.
     scale = output_numbers(scale_ptr, own_outs, num_out, HAS_SCALE)
     up_scale = output_numbers(scale_ptr + num_out, own_outs, num_out, HAS_SCALE and GATED)
@@ -335,6 +341,24 @@ def small_linear(
     return y_MF
 
 
+def small_fp8_linear(
+    x_fp8_MD: Tensor,
+    x_scale_M1: Tensor,
+    weight_fp8_FD: Tensor,
+    weight_scale_F: Tensor,
+    bias_F: Tensor | None,
+    out_dtype: torch.dtype,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> Tensor:
+    """(x_scale · x_fp8) · (weight_scale · weight_fp8)ᵀ + bias, M ≤ 16."""
+    num_rows, num_out = x_fp8_MD.shape[0], weight_fp8_FD.shape[0]
+    found = tuning or table.find("small_fp8_linear", num_rows, tuple(weight_fp8_FD.shape), x_fp8_MD.dtype)
+    y_MF = torch.empty(num_rows, num_out, dtype=out_dtype, device=x_fp8_MD.device)
+    _launch_small(x_fp8_MD, weight_fp8_FD, y_MF, weight_scale_F, None, found, bias_F=bias_F, x_scale_M1=x_scale_M1)
+    return y_MF
+
+
 def gated_linear(
     x_MD: Tensor,
     weight_FD: Tensor,
@@ -365,6 +389,7 @@ def _launch_small(
     gelu_rows_M: Tensor | None = None,
     is_gated: bool = False,
     is_beside: bool = False,
+    x_scale_M1: Tensor | None = None,
 ) -> None:
     num_rows, num_in = x_MD.shape
     num_out = y_MF.shape[1]
@@ -373,6 +398,7 @@ def _launch_small(
     assert weight_FD.stride(1) == x_MD.stride(1) == 1
     assert scale_F is None or (scale_F.shape == weight_FD.shape[:1] and scale_F.is_contiguous())
     assert norm is None or (norm[0].shape == (num_in,) and norm[0].is_contiguous())
+    assert x_scale_M1 is None or (x_scale_M1.shape == (num_rows, 1) and x_scale_M1.is_contiguous())
     if num_rows == 0:
         return
     if norm is not None and num_rows > SUMMED_ROWS:
@@ -382,7 +408,7 @@ def _launch_small(
         is_gated=is_gated, is_beside=is_beside, has_room=has_room(x_MD.device),
     )  # fmt: skip
     kernel, padded_rows = _by_sums, triton.next_power_of_2(num_rows)
-    if num_rows > SUMMED_ROWS:
+    if num_rows > SUMMED_ROWS or x_scale_M1 is not None:
         kernel, padded_rows = _by_dots, max(MAX_ROWS, padded_rows)
     has_full_rows = kernel is _by_dots or padded_rows == num_rows
     kernel[(triton.cdiv(num_out, chosen.block_out),)](
@@ -390,6 +416,7 @@ def _launch_small(
         x_MD if bias_F is None else bias_F,
         x_MD if residual_MF is None else residual_MF,
         x_MD if scale_F is None else scale_F,
+        x_MD if x_scale_M1 is None else x_scale_M1,
         x_MD if gelu_rows_M is None else gelu_rows_M,
         x_MD if norm is None else norm[0],
         num_rows, num_out, num_in, x_MD.stride(0), weight_FD.stride(0), y_MF.stride(0),
@@ -398,6 +425,7 @@ def _launch_small(
         EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0 and has_full_rows, GATED=is_gated,
         HAS_BIAS=bias_F is not None, HAS_RESIDUAL=residual_MF is not None, HAS_SCALE=scale_F is not None,
         HAS_GELU=has_gelu, HAS_GELU_ROWS=gelu_rows_M is not None, HAS_NORM=norm is not None,
+        HAS_X_SCALE=x_scale_M1 is not None,
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
     )  # fmt: skip
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from kestrel.kernels.cublaslt import add_fp8_linear, add_linear, fp8_linear, gelu_linear, linear
+import torch
+from torch import Tensor
+
+from kestrel.kernels import cublaslt
+from kestrel.kernels.cublaslt import add_fp8_linear, add_linear, gelu_linear, linear
 from kestrel.kernels.ops import Op, Ops
 from kestrel.kernels.triton.commit_ids import commit_ids
 from kestrel.kernels.triton.fp8 import gelu_to_fp8, rows_to_fp8
@@ -15,6 +19,7 @@ from kestrel.kernels.triton.linear import (
     gated_linear,
     silu_gate,
     silu_gate_to_fp8,
+    small_fp8_linear,
     small_linear,
 )
 from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
@@ -44,6 +49,7 @@ def triton_ops(
     attend_crops: Op = attend_crops,
     attend_chunks: Op = attend_chunks,
     max_gated_rows: int = MAX_ROWS,
+    max_small_fp8_rows: int = 0,
 ) -> Ops:
     """The bundle with the block sizes and algorithms of a table; rules decide where it has none."""
     return Ops(
@@ -52,6 +58,7 @@ def triton_ops(
         small_linear=partial(small_linear, table=table),
         gated_linear=partial(gated_linear, table=table),
         max_small_rows=MAX_ROWS,
+        max_small_fp8_rows=max_small_fp8_rows,
         max_gated_rows=max_gated_rows,
         max_forked_rows=MAX_FORKED_ROWS,
         linear=partial(linear, table=table),
@@ -86,13 +93,29 @@ def triton_ops(
         silu_gate_to_fp8=partial(silu_gate_to_fp8, table=table),
         rows_to_fp8=partial(rows_to_fp8, table=table),
         gelu_to_fp8=partial(gelu_to_fp8, table=table),
-        fp8_linear=partial(fp8_linear, table=table),
+        fp8_linear=partial(fp8_linear, max_small_rows=max_small_fp8_rows, table=table),
         add_fp8_linear=partial(add_fp8_linear, table=table),
         tile_slots=tile_slots,
         add_deltas=partial(add_deltas, table=table),
         add_input_deltas=partial(add_input_deltas, table=table),
         add_output_deltas=partial(add_output_deltas, table=table),
     )
+
+
+def fp8_linear(
+    x_fp8_TD: Tensor,
+    x_scale_T1: Tensor,
+    weight_fp8_FD: Tensor,
+    weight_scale_F: Tensor,
+    bias_F: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    max_small_rows: int,
+    table: TuningTable,
+) -> Tensor:
+    """The vendor's product takes as long for a handful of rows as for 64."""
+    run = small_fp8_linear if x_fp8_TD.shape[0] <= max_small_rows else cublaslt.fp8_linear
+    return run(x_fp8_TD, x_scale_T1, weight_fp8_FD, weight_scale_F, bias_F, out_dtype, table=table)
 
 
 TRITON = triton_ops(NO_TABLE)
