@@ -264,13 +264,14 @@ def triton_ops() -> Ops:
 
 def tuned_triton_ops(gpu: str, capability: tuple[int, int]) -> Ops:
     from kestrel.kernels.triton import ops  # noqa: PLC0415 - as above
-    from kestrel.kernels.triton.linear import max_gated_rows  # noqa: PLC0415
+    from kestrel.kernels.triton.linear import max_gated_rows, max_small_fp8_rows  # noqa: PLC0415
     from kestrel.kernels.triton.paged_attention import fastest_attend_chunks  # noqa: PLC0415
     from kestrel.kernels.triton.vision import fastest_attend_crops  # noqa: PLC0415
     from kestrel.kernels.tuning import load_table  # noqa: PLC0415
 
-    fastest = fastest_attend_crops(capability), fastest_attend_chunks(capability), max_gated_rows(capability)
-    return ops.triton_ops(load_table(gpu, capability), *fastest)
+    fastest = fastest_attend_crops(capability), fastest_attend_chunks(capability)
+    most_rows = max_gated_rows(capability), max_small_fp8_rows(capability)
+    return ops.triton_ops(load_table(gpu, capability), *fastest, *most_rows)
 
 
 def _triton_fault() -> str | None:

@@ -42,6 +42,11 @@ def max_gated_rows(capability: tuple[int, int]) -> int:
     return MAX_GATED_ROWS if capability[0] == HOPPER else MAX_ROWS
 
 
+def max_small_fp8_rows(capability: tuple[int, int]) -> int:
+    """Up to which `small_fp8_linear` was faster than the library's product: known of Hopper alone."""
+    return MAX_ROWS if capability[0] == HOPPER else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     block_out: int
