@@ -25,7 +25,6 @@ from kestrel.config import RuntimeConfig
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.families import ReadyModel, ready_from
 from kestrel.grammar import free_text
-from kestrel.models.family import LoadedModel
 from kestrel.moondream.releases import RANDOM_NAMES
 from kestrel.runtime.contract import DecodeRow, PageWrite, PrefillChunk, RowStart, StepOutput, StepPlan
 from kestrel.runtime.device import choose_device, choose_dtype
@@ -79,9 +78,8 @@ class Decoding:
         return self._step_id
 
 
-def measure(
-    loaded: LoadedModel[Any, Any], config: RuntimeConfig, num_rows: int, args: argparse.Namespace
-) -> dict[str, object]:
+def measure(config: RuntimeConfig, num_rows: int, args: argparse.Namespace) -> dict[str, object]:
+    loaded = load_model(config, args.random)  # again for each size: a quantised model serves one runtime
     max_new_tokens = 1 + args.warm_up + args.steps
     longest = args.context + max_new_tokens
     ready = ready_from(loaded, replace(config, max_batch_size=num_rows, max_seq_length=longest))
@@ -107,7 +105,13 @@ def measure(
         "prefill_ms_per_row": prefill_s * 1000 / num_rows,
         "step_ms": step_s * 1000,
         "tokens_per_s": num_rows / step_s,
+        "settings": " ".join(f"{name}={value}" for name, value in number_formats(args).items()),
     }
+
+
+def number_formats(args: argparse.Namespace) -> dict[str, str]:
+    asked = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--random", choices=RANDOM_NAMES, help="random weights made on the device")
     for flag in ("--device", "--dtype"):
         parser.add_argument(flag, default="auto")
+    for flag in ("--quantization", "--kv-cache-dtype"):
+        parser.add_argument(flag, help="as of `kestrel serve`")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 64])
     for flag, default in (("--context", 749), ("--steps", 64), ("--warm-up", 8)):
         parser.add_argument(flag, type=int, default=default)
@@ -126,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("numbers must be at least 1, and --warm-up at least 0")
     measured_on = {**environment(), **machine_load()}
     try:
-        config = RuntimeConfig(model_path=args.weights, device=args.device, dtype=args.dtype)
-        loaded = load_model(config, args.random)
+        device = {"device": args.device, "dtype": args.dtype}
+        config = RuntimeConfig(model_path=args.weights, **device, **number_formats(args))
         for num_rows in args.batch_sizes:
-            row = {**measured_on, **measure(loaded, config, num_rows, args)}
+            row = {**measured_on, **measure(config, num_rows, args)}
             print("B={batch_size}: {step_ms:.4g} ms a step, {tokens_per_s:.1f} tokens/s".format(**row), flush=True)
             if args.output is not None:
                 append_row(args.output, row)

@@ -209,15 +209,16 @@ def _decode_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
         return
     with_peer = _has_peer(machine)
     peer_heads = ["peer", TIMES] if with_peer else []
-    heads = ["model", "dtype", "batch size", "context", "ms per step", *peer_heads, "tokens/s"]
+    heads = ["model", "dtype", "settings", "batch size", "context", "ms per step", *peer_heads, "tokens/s"]
     yield "\n### Decoding alone: the runtime without engine\n"
     yield "\n" + _line(heads) + _line(["---", "---", *["---:"] * (len(heads) - 2)])
-    latest = {(row["model"], row["dtype"], row["batch_size"], row["context"]): row for row in rows}
+    latest = {(row["model"], row["dtype"], row["settings"], row["batch_size"], row["context"]): row for row in rows}
     for key, row in latest.items():
         model = FAMILIES.get(row["model"], "")
-        known = PEER_DECODE_STEP_MS.get((model, int(row["batch_size"])))
+        known = None if row["settings"] else PEER_DECODE_STEP_MS.get((model, int(row["batch_size"])))
         theirs = [_number(known), _times(_value(row, "step_ms"), known, is_rate=False)] if with_peer else []
-        yield _line([*key, _figure(row, "step_ms"), *theirs, _figure(row, "tokens_per_s")])
+        cells = [cell or "–" for cell in key]
+        yield _line([*cells, _figure(row, "step_ms"), *theirs, _figure(row, "tokens_per_s")])
     yield f"\n{_provenance(latest.values())}\n"
 
 

@@ -46,7 +46,9 @@ def results(tmp_path: Path) -> Path:
     for row in rows:
         append_row(tmp_path / "engine.csv", row)
     decode = {"model": "random-MD2", "dtype": "bfloat16", "batch_size": 1, "context": 749, "step_ms": 1.1}
-    append_row(tmp_path / "decode_scaling.csv", {**MACHINE, **decode, "tokens_per_s": 909.0})
+    append_row(tmp_path / "decode_scaling.csv", {**MACHINE, **decode, "tokens_per_s": 909.0, "settings": ""})
+    of_fp8 = {"step_ms": 0.9, "tokens_per_s": 1111.0, "settings": "quantization=fp8"}
+    append_row(tmp_path / "decode_scaling.csv", {**MACHINE, **decode, **of_fp8})
     start = {"model": "random-MD2", "process_s": 4.5, "create_s": 3.0, "first_answer_s": 0.5, "start_s": 8.0}
     append_row(tmp_path / "start.csv", {**MACHINE, **start})
     return tmp_path
@@ -105,7 +107,8 @@ def test_the_last_row_of_a_case_stands_beside_the_peer(results: Path) -> None:
     assert "| 1 | – | 33.2 | – | – | 38.4 | – | 20.25 | 11.9 | 1.70 | – | 76.4 | – |" in lines
     assert "| flood | 64 | 30 | 330 | 264 | 1.25 | 4 | 1 | 550 |" in lines
     assert "| text | closed | 64 | 30 | 500 | 6 | 12 | 1 | 0.5 | 15000 |" in lines
-    assert "| random-MD2 | bfloat16 | 1 | 749 | 1.1 | 1.58 | 1.44 | 909 |" in lines
+    assert "| random-MD2 | bfloat16 | – | 1 | 749 | 1.1 | 1.58 | 1.44 | 909 |" in lines
+    assert "| random-MD2 | bfloat16 | quantization=fp8 | 1 | 749 | 0.9 | – | – | 1111 |" in lines
     assert "| random-MD2 | 4.5 | 3 | 0.5 | 8 |" in lines
 
 

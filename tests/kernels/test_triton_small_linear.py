@@ -66,7 +66,10 @@ def test_rows_of_float8_are_multiplied_in_float8(shape: tuple[int, int, int], ha
     draw = Draw(device)
     bias = draw(num_out) if has_bias else None
     given = *rows_to_fp8(draw(num_rows, num_in)), *weights_to_fp8(draw(num_out, num_in)), bias, torch.float32
-    torch.testing.assert_close(small_fp8_linear(*given), fp8_linear(*given), rtol=1e-4, atol=1e-4)
+    expected = fp8_linear(*given)
+    # On a GPU the tensor cores' sums of float8 keep 14 bits, as in the library's product.
+    atol = 2e-3 * float(expected.abs().max()) if device == "cuda" and expected.numel() else 1e-4
+    torch.testing.assert_close(small_fp8_linear(*given), expected, rtol=1e-4, atol=atol)
 
 
 @devices
