@@ -211,9 +211,9 @@ def _decode_table(machine: str, rows: Sequence[Row]) -> Iterator[str]:
     peer_heads = ["peer", TIMES] if with_peer else []
     heads = ["model", "dtype", "settings", "batch size", "context", "ms per step", *peer_heads, "tokens/s"]
     yield "\n### Decoding alone: the runtime without engine\n"
-    yield "\n" + _line(heads) + _line(["---", "---", *["---:"] * (len(heads) - 2)])
+    yield "\n" + _line(heads) + _line([*["---"] * 3, *["---:"] * (len(heads) - 3)])
     latest = {(row["model"], row["dtype"], row["settings"], row["batch_size"], row["context"]): row for row in rows}
-    for key, row in latest.items():
+    for key, row in sorted(latest.items(), key=lambda item: (*item[0][:3], int(item[0][3]), int(item[0][4]))):
         model = FAMILIES.get(row["model"], "")
         known = None if row["settings"] else PEER_DECODE_STEP_MS.get((model, int(row["batch_size"])))
         theirs = [_number(known), _times(_value(row, "step_ms"), known, is_rate=False)] if with_peer else []
