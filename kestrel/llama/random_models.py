@@ -98,11 +98,13 @@ def _hub_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _random_tensors(infos: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
+    # Eight billion numbers take a CPU minutes.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
     for name, info in infos.items():
-        values = torch.empty(info.shape, dtype=info.dtype)
+        values = torch.empty(info.shape, dtype=info.dtype, device=device)
         _fill_randomly(values, generator)
-        yield name, values
+        yield name, values.cpu()
 
 
 def _fill_randomly(values: Tensor, generator: torch.Generator) -> None:
