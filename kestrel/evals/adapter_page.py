@@ -55,9 +55,13 @@ def summary(side: Judged, plan: LocatePlan) -> str:
     pictures, objects = {question.picture.path for question in questions}, sum(len(each.true) for each in questions)
     absent = sum(not question.true for question in questions)
     return (
-        f"{plan.skill}: {len(pictures)} pictures, {objects} objects, {len(questions)} questions, {absent} of them "
-        "about what is not there"
+        f"{plan.skill}: {_counted(len(pictures), 'picture')}, {_counted(objects, 'object')}, "
+        f"{_counted(len(questions), 'question')}, {absent} of them about what is not there"
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def threshold_text(side: Judged) -> str:

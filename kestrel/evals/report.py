@@ -176,10 +176,10 @@ def figures_of(result: FamilyResult) -> Iterator[tuple[str, float | None]]:
 
 def _count_table(results: Mapping[str, CountResult]) -> Table:
     counts: Sequence[str] = sorted({count for result in results.values() for count in result.by_count}, key=int)
-    table = _table("exact, by true count", *counts)
-    for family, result in results.items():
-        bands = (result.by_count.get(count) for count in counts)
-        table.add_row(family, *(shown(None if band is None else band.accuracy, decimals=2) for band in bands))
+    table = _table("exact, by true count", *results)
+    for count in counts:
+        bands = (result.by_count.get(count) for result in results.values())
+        table.add_row(count, *(shown(None if band is None else band.accuracy, decimals=2) for band in bands))
     return table
 
 

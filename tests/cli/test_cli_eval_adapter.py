@@ -32,7 +32,7 @@ def test_an_adapter_is_judged_beside_its_model(kestrel: Kestrel, data: Path, tmp
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert outcome.err == f"wrote all figures to {figures}\nwrote the worst pictures to {page}\n"
-    assert f"detect: 1 pictures, {NUM_TRUE} objects, 4 questions, 1 of them about what is not there" in outcome.out
+    assert f"detect: 1 picture, {NUM_TRUE} objects, 4 questions, 1 of them about what is not there" in outcome.out
     assert outcome.out.index("bolts:") < outcome.out.index("md3:")
     told = json.loads(figures.read_text(encoding="utf-8"))
     assert (told["pictures"], told["objects"], told["plan"]["max_objects"]) == (1, NUM_TRUE, 3)

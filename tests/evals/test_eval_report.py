@@ -102,3 +102,4 @@ def test_tables_show_every_family_within_eighty_columns() -> None:
         assert name in printed
     assert "10.0 requests/s, 50.0 tokens/s, latency 123 ms (p50)" in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
+    assert "…" not in printed
