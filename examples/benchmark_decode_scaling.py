@@ -105,13 +105,13 @@ def measure(config: RuntimeConfig, num_rows: int, args: argparse.Namespace) -> d
         "prefill_ms_per_row": prefill_s * 1000 / num_rows,
         "step_ms": step_s * 1000,
         "tokens_per_s": num_rows / step_s,
-        "settings": " ".join(f"{name}={value}" for name, value in number_formats(args).items()),
+        "settings": number_formats(config),
     }
 
 
-def number_formats(args: argparse.Namespace) -> dict[str, str]:
-    asked = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
-    return {name: value for name, value in asked.items() if value is not None}
+def number_formats(config: RuntimeConfig) -> str:
+    names = ("quantization", "kv_cache_dtype")
+    return " ".join(f"{name}={value}" for name in names if (value := getattr(config, name)) not in ("none", "auto"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--random", choices=RANDOM_NAMES, help="random weights made on the device")
     for flag in ("--device", "--dtype"):
         parser.add_argument(flag, default="auto")
-    for flag in ("--quantization", "--kv-cache-dtype"):
-        parser.add_argument(flag, help="as of `kestrel serve`")
+    for flag, default in (("--quantization", "none"), ("--kv-cache-dtype", "auto")):
+        parser.add_argument(flag, default=default, help="as of `kestrel serve`")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 64])
     for flag, default in (("--context", 749), ("--steps", 64), ("--warm-up", 8)):
         parser.add_argument(flag, type=int, default=default)
@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("numbers must be at least 1, and --warm-up at least 0")
     measured_on = {**environment(), **machine_load()}
     try:
-        device = {"device": args.device, "dtype": args.dtype}
-        config = RuntimeConfig(model_path=args.weights, **device, **number_formats(args))
+        formats = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+        config = replace(RuntimeConfig(model_path=args.weights, device=args.device, dtype=args.dtype), **formats)
         for num_rows in args.batch_sizes:
             row = {**measured_on, **measure(config, num_rows, args)}
             print("B={batch_size}: {step_ms:.4g} ms a step, {tokens_per_s:.1f} tokens/s".format(**row), flush=True)
