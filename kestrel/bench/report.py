@@ -98,6 +98,8 @@ def machine_of(row: Row) -> str:
 def _sections(rows: Sequence[Row]) -> dict[Section, dict[Case, Row]]:
     sections: dict[Section, dict[Case, Row]] = {}
     for row in rows:
+        if row["workload"].startswith("ids") and int(row.get("runs") or 1) < RUNS_OF_TEXT:
+            continue
         key = (machine_of(row), row["model"], row["dtype"], _settings_of(row))
         case = (row["workload"], row["mode"], row["max_batch_size"], row["tokens"])
         sections.setdefault(key, {})[case] = row
@@ -331,6 +333,7 @@ PEER_SAME_IMAGE_REQ_PER_S: dict[PeerKey, float] = {
 PEER_DECODE_STEP_MS: dict[tuple[str, int], float] = {("MD2", 1): 1.58, ("MD2", 16): 2.3, ("MD2", 64): 3.3}
 """By model and batch size."""
 
+RUNS_OF_TEXT = 3
 VLLM_SOURCE = (
     "vLLM: version 0.26.0 on the same GPU, bfloat16, CUDA graphs and compilation on, prefix cache off. Of either "
     "engine the best of three runs."

@@ -63,9 +63,8 @@ class Ops:
     max_small_rows: int
     """Rows up to which `small_linear` is the better linear layer."""
     max_small_fp8_rows: int
-    """The same of `fp8_linear`, and of more than one row: up to so many are multiplied in float8 as fast as they come.
-    0 where no GPU was measured to be faster so: `small_linear` widens float8 weights up to `max_small_rows`, and
-    steps of dense models are filled up."""
+    """Rows, two at least, that `fp8_linear` multiplies fast without filling up. 0: it has no such product; then a
+    handful of rows are not rounded to float8 (`Linear.is_small`), and decode steps of dense models are filled up."""
     max_gated_rows: int
     """The same of `gated_linear`."""
     max_forked_rows: int
@@ -116,7 +115,7 @@ PLAIN = Ops(
     small_linear=small_linear,
     gated_linear=gated_linear,
     max_small_rows=16,
-    max_small_fp8_rows=16,
+    max_small_fp8_rows=0,
     max_gated_rows=16,
     max_forked_rows=0,
     linear=linear,

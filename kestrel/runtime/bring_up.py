@@ -289,7 +289,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 # ---------------------------------------------------------------------- sizes that the configuration leaves open
 
 
-def batch_sizes(largest: int, filled_up: Callable[[int], int] = int) -> list[int]:
+def batch_sizes(largest: int, filled_up: Callable[[int], int]) -> list[int]:
     """1, 2, 4, 8, then every eighth up to 64, then doubling; the largest is one of them. `filled_up`: to how many rows
     a model fills up so many."""
     usual = [1, 2, 4, 8, *range(16, 65, 8), *(2**power for power in range(7, 13))]

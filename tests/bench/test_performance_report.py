@@ -75,11 +75,12 @@ def test_streams_stand_among_the_other_workloads(results: Path) -> None:
 
 
 def test_text_models_have_a_table_of_their_own_beside_what_vllm_was_measured_at(results: Path) -> None:
-    counts = {"model": "random-L1B", "seconds": 2.0, "input_tokens": 32_000, "output_tokens": 1024}
+    counts = {"model": "random-L1B", "seconds": 2.0, "input_tokens": 32_000, "output_tokens": 1024, "runs": 3}
     for row in (
         engine_row("ids128", "closed", 1, 256, 2.0, 5.0, **counts),
         engine_row("ids512", "flood", 16, 128, 8.0, 5.0, **counts),
         engine_row("ids2000", "flood", 64, 1, 8.0, 5.0, **counts),
+        engine_row("ids128", "closed", 1, 256, 2.0, 5.0, **{**counts, "seconds": 1.0, "runs": 1}),
     ):
         append_row(results / "engine.csv", row)
     text = report(results)

@@ -160,7 +160,7 @@ def test_the_walk_of_the_guide_from_labels_to_an_adapter_and_back(kestrel: Kestr
     held_out = adapters / "bees.training" / "held_out.txt"
     judged = kestrel("eval", "adapter", "--data", output / "coco", "--only", held_out, *use)
     assert judged.code == 0, judged.err
-    assert "detect: 1 picture" in judged.out
+    assert "detect: 1 picture," in judged.out
     again = kestrel("label", photos, "--objects", "bee", "--output", tmp_path / "better", *use)
     assert again.code == 0, again.err
     assert len(rows_in(tmp_path / "better")) == 4

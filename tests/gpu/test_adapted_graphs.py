@@ -32,7 +32,7 @@ def on_gpu(ops: Ops, family: str, num_slots: int) -> Paged:
 
     def make(model: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
         pool = GraphPool(model.device)
-        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(16), pool, slots)
+        decode = DecodeGraphs(model, kv, table, ops, batch_sizes(16, filled_up=int), pool, slots)
         return FastSteps(decode, PrefillGraphs(model, kv, table, ops, 2048, pool, slots))
 
     return serving(decoder, slots, make, ops=ops)

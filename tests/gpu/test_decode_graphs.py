@@ -45,7 +45,7 @@ def on_gpu(family: str, ops: Ops | None, *, is_fused: bool = False) -> Paged:
         assert ops is not None
         pool = GraphPool(decoder.device)
         prefill = PrefillGraphs(decoder, kv, table, ops, 2048, pool) if is_fused else None
-        return FastSteps(DecodeGraphs(decoder, kv, table, ops, batch_sizes(16), pool), prefill)
+        return FastSteps(DecodeGraphs(decoder, kv, table, ops, batch_sizes(16, filled_up=int), pool), prefill)
 
     decoder = RecordingDecoder(model)
     if is_fused and ops is not None:

@@ -12,6 +12,8 @@ import torch
 from kestrel.kernels.fp8 import fp8_linear, rows_to_fp8, weights_to_fp8
 from kestrel.kernels.linear import gated_linear as plain_gated
 from kestrel.kernels.linear import small_linear as plain
+from kestrel.kernels.triton import ops as bundle
+from kestrel.kernels.triton.launch import NO_TABLE
 from kestrel.kernels.triton.linear import Tuning, gated_linear, small_fp8_linear, small_linear
 
 SHAPES = [(1, 48, 64), (1, 7, 100), (2, 5, 33), (4, 32, 128), (5, 40, 72), (16, 32, 128), (13, 3, 5), (0, 8, 16)]
@@ -60,7 +62,7 @@ def test_rows_of_half_precision_take_weights_of_float8_as_they_are(num_rows: int
 
 @devices
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [*SHAPES, (16, 80, 512), (2, 64, 256)])
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 80, 512), (2, 64, 256), (3, 128, 2048)])
 def test_rows_of_float8_are_multiplied_in_float8(shape: tuple[int, int, int], has_bias: bool, device: str) -> None:
     num_rows, num_out, num_in = shape
     draw = Draw(device)
@@ -70,6 +72,37 @@ def test_rows_of_float8_are_multiplied_in_float8(shape: tuple[int, int, int], ha
     # On a GPU the tensor cores' sums of float8 keep 14 bits, as in the library's product.
     atol = 2e-3 * float(expected.abs().max()) if device == "cuda" and expected.numel() else 1e-4
     torch.testing.assert_close(small_fp8_linear(*given), expected, rtol=1e-4, atol=atol)
+
+
+@devices
+def test_rows_of_float8_give_half_precision_with_a_bias_of_it(device: str) -> None:
+    draw, half = Draw(device), HALF[device]
+    given = *rows_to_fp8(draw(5, 512)), *weights_to_fp8(draw(128, 512)), draw(128).to(half)
+    expected = fp8_linear(*given, torch.float32)
+    got = small_fp8_linear(*given, half)
+    assert got.dtype is half
+    torch.testing.assert_close(got.float(), expected, rtol=2.0**-7, atol=2e-3 * float(expected.abs().max()))
+
+
+@devices
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+def test_the_bundle_multiplies_few_rows_of_float8_with_it(
+    num_rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def spied(*given: Any, **more: Any) -> torch.Tensor:
+        seen.append(len(given[0]))
+        return small_fp8_linear(*given, **more)
+
+    monkeypatch.setattr(bundle, "small_fp8_linear", spied)
+    ops, draw = bundle.triton_ops(NO_TABLE, max_small_fp8_rows=16), Draw(device)
+    given = *rows_to_fp8(draw(num_rows, 64)), *weights_to_fp8(draw(32, 64)), None
+    expected = fp8_linear(*given, torch.float32)
+    got = ops.fp8_linear(*given, HALF[device])
+    torch.testing.assert_close(got.float(), expected, rtol=2.0**-7, atol=2e-3 * float(expected.abs().max()))
+    assert ops.max_small_fp8_rows == 16
+    assert seen == ([] if num_rows == 17 else [num_rows])
 
 
 @devices

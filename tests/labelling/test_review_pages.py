@@ -327,7 +327,8 @@ async def test_stored_decisions_about_other_labels_are_left_out_and_told(open_pa
     assert await page.text('[data-key="a.png"] .state') == "1 of 2 decided"
     assert await page.evaluate("document.querySelector('#export-state').textContent") == "1 not exported yet"
     page = await open_page(written(tmp_path, [changed, *ROWS[1:]]))
-    assert await page.text('[data-key="b.png"] .state') == "Accepted"
+    # What a page has written may reach the next one a moment later.
+    await page.wait_for("document.querySelector('[data-key=\"b.png\"] .state').textContent === 'Accepted'")
 
 
 async def test_a_browser_that_keeps_nothing_says_so_and_still_exports(open_page: OpenPage, tmp_path: Path) -> None:

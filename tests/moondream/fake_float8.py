@@ -42,7 +42,7 @@ def fake_fp8(model: MoondreamModel) -> MoondreamModel:
             continue
         for linear in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2):
             linear.weight.data = rounded(linear.weight.data)
-            linear.__class__ = _RoundsManyRows
+            linear.__class__ = RoundsManyRows
     return fake
 
 
@@ -90,10 +90,14 @@ class _RoundsRows(Linear):
         assert isinstance(x, Tensor)
         return super().forward(rounded(x) if len(x) > self.most_exact_rows else x)
 
+    def is_small(self, x: Rows) -> bool:
+        """Rows that are rounded go through `forward`."""
+        return super().is_small(x) and x.shape[0] <= self.most_exact_rows
+
     def gelu(self, x: Rows, only_M: Tensor | None = None) -> Tensor:
         assert only_M is None
         return functional.gelu(self(x), approximate="tanh")
 
 
-class _RoundsManyRows(_RoundsRows):
+class RoundsManyRows(_RoundsRows):
     most_exact_rows = FEW_ROWS

@@ -8,6 +8,7 @@ one by one, the whole model within a bound. How far float8 is from the exact mod
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -28,7 +29,7 @@ from kestrel.runtime.bring_up import cache_scales
 from kestrel.runtime.contract import AdapterLoad, PageCopy
 from tests.exhaustive import sweep
 from tests.kernels.page_orders import Order, orders
-from tests.moondream.fake_float8 import fake_fp8, fake_fp8_experts, fake_fp8_weights, rounded
+from tests.moondream.fake_float8 import RoundsManyRows, fake_fp8, fake_fp8_experts, fake_fp8_weights, rounded
 from tests.moondream.goldens import FAMILIES, golden, golden_adapter, single_adapter
 from tests.moondream.test_lora import own_values, random_adapter
 from tests.runtime.forced import closeness, compare_engine, logits_of, text_cases
@@ -100,6 +101,34 @@ def test_a_text_block_computes_with_rounded_numbers(family: str, index: int, num
     found = model.text(x_TD, positions_T, attention(model, num_positions)) - x_TD
     assert relative(found, expected) < (1e-5 if num_positions <= 16 else ONE_BLOCK)
     assert 5e-3 < relative(found, exact) < 0.15
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_positions", [1, 2, 16])
+@torch.inference_mode()
+def test_few_rows_are_rounded_where_they_are_multiplied_in_float8(
+    family: str, num_positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RoundsManyRows, "most_exact_rows", 1)
+    model = one_block(golden(family).model, 0)
+    x_TD, positions_T = drawn(num_positions, model.config.text.dim), torch.arange(num_positions)
+    expected = fake_fp8(model).text(x_TD, positions_T, attention(model, num_positions)) - x_TD
+    model.fuse(replace(PLAIN, max_small_fp8_rows=16))
+    model.quantise("fp8")
+    found = model.text(x_TD, positions_T, attention(model, num_positions)) - x_TD
+    assert relative(found, expected) < (1e-5 if num_positions == 1 else ONE_BLOCK)
+
+
+def test_steps_of_dense_models_are_filled_up_where_few_rows_are_slow() -> None:
+    def filled_up(family: str, most: int, quantization: str = "fp8") -> list[int]:
+        model = copy.deepcopy(golden(family).model)
+        model.fuse(replace(PLAIN, max_small_fp8_rows=most))
+        model.quantise(quantization)
+        return [model.text.filled_up(rows) for rows in (1, 2, 16, 17, 64, 70)]
+
+    assert filled_up("md2", 0) == [1, 64, 64, 64, 64, 70]
+    assert filled_up("md2", 16) == [1, 2, 16, 64, 64, 70]
+    assert filled_up("md3", 0) == filled_up("md2", 0, "none") == [1, 2, 16, 17, 64, 70]
 
 
 def all_logits(engine: Paged, family: str, names: list[str]) -> Tensor:

@@ -97,7 +97,7 @@ def test_a_step_has_no_more_positions_than_all_rows_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "most_few", "sizes"),
+    ("largest", "most_as_they_are", "sizes"),
     [
         (1, 1000, [1]),
         (16, 1000, [1, 2, 4, 8, 16]),
@@ -108,5 +108,7 @@ def test_a_step_has_no_more_positions_than_all_rows_together() -> None:
         (200, 1, [1, 64, 128, 200]),
     ],
 )
-def test_batches_are_filled_up_to_sizes_that_hold_the_largest(largest: int, most_few: int, sizes: list[int]) -> None:
-    assert batch_sizes(largest, lambda rows: rows if rows <= most_few else max(rows, 64)) == sizes
+def test_batches_are_filled_up_to_sizes_that_hold_the_largest(
+    largest: int, most_as_they_are: int, sizes: list[int]
+) -> None:
+    assert batch_sizes(largest, lambda rows: rows if rows <= most_as_they_are else max(rows, 64)) == sizes
