@@ -44,6 +44,8 @@ NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
 LEAST_FOR_TRITON = (8, 0)
 LEAST_FOR_FP8 = (8, 9)
 CROPS_ON_GPU, CROPS_ON_CPU = 72, 16
+PICTURES_AHEAD = 8
+"""Of 9 crops, as many as are encoded together."""
 CROPS_OF_A_PICTURE = 13
 """The most that a picture of usual shape comes in; narrow ones come in more."""
 SHARE_OF_STEPS = 0.2
@@ -352,4 +354,6 @@ def runtime_limits(
         num_adapter_slots=num_adapter_slots,
         streaming_prefill_tokens=streaming_budget(config, device),
         paces_pictures=device.type != "cuda",
+        # Of several ranks each has to encode the same, also where one is short of memory.
+        pictures_ahead=PICTURES_AHEAD if device.type == "cuda" and config.tensor_parallel_size == 1 else 0,
     )
