@@ -141,6 +141,8 @@ NO_REGIONS = RegionHeads(coord_id=-1, size_id=-1)
 class RowInputs(NamedTuple):
     """int64 but for the values."""
 
+    positions_B: Tensor
+    """A copy: the given ones may be where the next are left."""
     pages_BP: Tensor
     slots_B: Tensor
     num_keys_B: Tensor
@@ -149,11 +151,24 @@ class RowInputs(NamedTuple):
     last_value_B2: Tensor
 
 
-def row_inputs(rows_B: Tensor, positions_B: Tensor, pages_RP: Tensor, rows: RowState, page_size: int) -> RowInputs:
+def row_inputs(
+    rows_B: Tensor,
+    positions_B: Tensor,
+    pages_RP: Tensor,
+    rows: RowState,
+    page_size: int,
+    next_positions_B: Tensor | None = None,
+) -> RowInputs:
+    """`next_positions_B`: where the positions after these are left, for the next step of the same rows. May be
+    `positions_B`."""
     assert rows_B.shape == positions_B.shape
     pages_BP = pages_RP[rows_B]
+    positions_B = positions_B.clone()
+    if next_positions_B is not None:
+        next_positions_B.copy_(positions_B + 1)
     page_B = pages_BP.gather(1, (positions_B // page_size)[:, None])[:, 0]
     return RowInputs(
+        positions_B=positions_B,
         pages_BP=pages_BP,
         slots_B=page_B * page_size + positions_B % page_size,
         num_keys_B=positions_B + 1,

@@ -215,6 +215,20 @@ def test_inputs_are_those_of_the_plain_version(num_pages: int, device: str) -> N
         assert torch.equal(one, other)
 
 
+@devices
+def test_the_next_positions_may_be_left_in_place_of_the_given_ones(device: str) -> None:
+    make = RandomRules(31, device)
+    rules, pages_RP = make.make(NUM_ROWS, 1), make.below(500, NUM_ROWS, 300)
+    rows_B, positions_B = make.below(NUM_ROWS, 11), make.below(7 * 300 - 2, 11)
+    for gather in (row_inputs, plain_row_inputs):
+        kept, moved_B = positions_B.clone(), positions_B.clone()
+        for step in range(2):
+            got = gather(rows_B, moved_B, pages_RP, rules.rows, 7, moved_B)
+            expected = plain_row_inputs(rows_B, kept + step, pages_RP, rules.rows, 7)
+            assert all(map(torch.equal, got, expected))
+            assert torch.equal(moved_B, kept + step + 1)
+
+
 def test_inputs_of_an_entry_lie_where_its_pages_say() -> None:
     rows = RandomRules(31, "cpu").make(3, 1).rows
     pages_RP = torch.tensor([[10, 11], [20, 21], [30, 31]])

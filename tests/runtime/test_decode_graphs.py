@@ -10,9 +10,11 @@ import torch
 from kestrel.kernels.ops import PLAIN
 from kestrel.models.contract import DecoderModel
 from kestrel.runtime.attention import PagedKVCache
-from kestrel.runtime.decode import DecodeGraphs
+from kestrel.runtime.contract import DecodeRow
+from kestrel.runtime.decode import DecodeGraphs, DecodeParts, goes_on
 from kestrel.runtime.executor import FastSteps
 from kestrel.runtime.rows import RowTable
+from kestrel.runtime.sampler import Sampled
 from tests.exhaustive import sweep
 from tests.moondream.coarse import coarse
 from tests.runtime.paged import Paged, RecordingDecoder, paged_in_steps
@@ -44,6 +46,39 @@ def test_steps_run_once_before_they_are_captured_and_give_what_the_dense_loop_gi
     assert all(pool.has_run)
     assert set(graphs._steps) <= graphs._steps_run
     assert set(graphs._samplings) <= graphs._samplings_run
+
+
+def test_inputs_are_sent_where_rows_do_not_just_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, pool = coarse("md2"), RepeatingPool()
+    engine, graphs = captured("md2", pool)
+    asked = all_skills(g, "a", "small")
+    crowds = [asked, *([one] for one in asked)]
+    for _ in range(2):  # until all is captured
+        for some in crowds:
+            engine.run(*some)
+    ran: list[tuple[list[DecodeRow], DecodeParts]] = []
+    sent: list[list[DecodeRow]] = []
+    run, inputs = graphs.run, graphs.inputs
+
+    def note_run(decode: list[DecodeRow], parts: DecodeParts) -> Sampled:
+        ran.append((decode, parts))
+        return run(decode, parts)
+
+    def note_inputs(decode: list[DecodeRow]) -> torch.Tensor:
+        sent.append(decode)
+        return inputs(decode)
+
+    monkeypatch.setattr(graphs, "run", note_run)
+    monkeypatch.setattr(graphs, "inputs", note_inputs)
+    for some in crowds:
+        assert engine.run(*some) == dense(g, some)
+    assert 0 < len(sent) < len(ran)
+    before: dict[object, list[DecodeRow]] = {}
+    for decode, parts in ran:
+        key = graphs.size_for(len(decode)), parts
+        was_sent, is_full = any(decode is one for one in sent), len(decode) == key[0]
+        assert was_sent is not (is_full and goes_on(decode, before.get(key, [])))
+        before[key] = decode
 
 
 def test_what_is_prepared_is_tried_out_first() -> None:

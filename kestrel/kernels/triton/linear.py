@@ -32,7 +32,7 @@ MAX_FORKED_ROWS = 64
 SUMMED_ROWS = 1
 MANY_OUTPUTS, LONG_ROWS = 3072, 8192
 """Fewer outputs of shorter rows are cut into narrow blocks, so that all multiprocessors work."""
-FEW_SUMS, MANY_SUMS = 4096, 8192
+FEW_SUMS, MANY_SUMS = 2048, 8192
 """Up to so many outputs, larger blocks of a row hide more of the wait for x."""
 SHORT_ROWS = 2048
 

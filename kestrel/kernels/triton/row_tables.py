@@ -22,9 +22,9 @@ class Tuning:
 
 @triton.jit
 def _gather(
-    rows_ptr, positions_ptr, pages_ptr, last_id_ptr, last_kind_ptr, last_value_ptr,
-    pages_out_ptr, slots_ptr, num_keys_ptr, id_out_ptr, kind_out_ptr, value_out_ptr, num_pages,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, positions_ptr, next_positions_ptr, pages_ptr, last_id_ptr, last_kind_ptr, last_value_ptr,
+    positions_out_ptr, pages_out_ptr, slots_ptr, num_keys_ptr, id_out_ptr, kind_out_ptr, value_out_ptr, num_pages,
+    HAS_NEXT: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + entry).to(tl.int64)
@@ -34,6 +34,9 @@ def _gather(
     tl.store(pages_out_ptr + entry * num_pages + p, pages, mask=p < num_pages)
     if block == 0:
         position = tl.load(positions_ptr + entry)
+        tl.store(positions_out_ptr + entry, position)
+        if HAS_NEXT:
+            tl.store(next_positions_ptr + entry, position + 1)
         page = tl.load(pages_ptr + position // PAGE_SIZE)
         tl.store(slots_ptr + entry, page * PAGE_SIZE + position % PAGE_SIZE)
         tl.store(num_keys_ptr + entry, position + 1)
@@ -49,6 +52,7 @@ def row_inputs(
     pages_RP: Tensor,
     rows: RowState,
     page_size: int,
+    next_positions_B: Tensor | None = None,
     tuning: Tuning | None = None,
     table: TuningTable = NO_TABLE,
 ) -> RowInputs:
@@ -56,7 +60,11 @@ def row_inputs(
     assert positions_B.shape == rows_B.shape
     for tensor in (rows_B, positions_B, pages_RP, rows.last_id, rows.last_kind, rows.last_value):
         assert tensor.is_contiguous()
+    if next_positions_B is not None:
+        assert next_positions_B.shape == rows_B.shape
+        assert next_positions_B.is_contiguous()
     out = RowInputs(
+        torch.empty_like(positions_B),
         pages_RP.new_empty(num_entries, num_pages),
         *(torch.empty_like(rows_B) for _ in range(4)),
         rows.last_value.new_empty(num_entries, 2),
@@ -64,7 +72,8 @@ def row_inputs(
     chosen = tuning or table.find("row_inputs", num_entries, (), pages_RP.dtype) or Tuning()
     block = min(chosen.block_pages, triton.next_power_of_2(num_pages))
     _gather[(num_entries, triton.cdiv(num_pages, block))](
-        rows_B, positions_B, pages_RP, rows.last_id, rows.last_kind, rows.last_value, *out, num_pages,
-        PAGE_SIZE=page_size, BLOCK=block, num_warps=chosen.num_warps,
+        rows_B, positions_B, positions_B if next_positions_B is None else next_positions_B, pages_RP,
+        rows.last_id, rows.last_kind, rows.last_value, *out, num_pages,
+        HAS_NEXT=next_positions_B is not None, PAGE_SIZE=page_size, BLOCK=block, num_warps=chosen.num_warps,
     )  # fmt: skip
     return out
