@@ -44,8 +44,6 @@ NO_SCALES: Mapping[int, KvScale] = MappingProxyType({})
 LEAST_FOR_TRITON = (8, 0)
 LEAST_FOR_FP8 = (8, 9)
 CROPS_ON_GPU, CROPS_ON_CPU = 72, 16
-PICTURES_AHEAD = 8
-"""Of 9 crops, as many as are encoded together. For so many rows at most: of more, one ends before the GPU is idle."""
 CROPS_OF_A_PICTURE = 13
 """The most that a picture of usual shape comes in; narrow ones come in more."""
 SHARE_OF_STEPS = 0.2
@@ -354,11 +352,4 @@ def runtime_limits(
         num_adapter_slots=num_adapter_slots,
         streaming_prefill_tokens=streaming_budget(config, device),
         paces_pictures=device.type != "cuda",
-        pictures_ahead=pictures_ahead(config, device),
     )
-
-
-def pictures_ahead(config: RuntimeConfig, device: torch.device) -> int:
-    """Of several ranks each has to encode the same, also where one is short of memory: none."""
-    is_worth_it = device.type == "cuda" and config.max_batch_size <= PICTURES_AHEAD
-    return PICTURES_AHEAD if is_worth_it and config.tensor_parallel_size == 1 else 0

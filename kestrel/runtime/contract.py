@@ -32,9 +32,6 @@ class RuntimeLimits:
     """Prefill positions of a step while an answer is streamed; 0: as at other times."""
     paces_pictures: bool = False
     """Pictures take seconds: they are encoded in slices, in a third of the time at most beside a stream."""
-    pictures_ahead: int = 0
-    """Pictures of waiting requests that are encoded beside steps that only decode, so that there is work on the way
-    when a row becomes free."""
     launch_waits: bool = True
     """Of a runtime with none in flight: a step has its results when it is launched. False: it runs beside the host."""
 
@@ -142,8 +139,6 @@ class StepPlan:
     """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
     adapter_loads: list[AdapterLoad] = field(default_factory=list)
     picture_slices: list[PictureSlice] = field(default_factory=list)
-    pictures_ahead: dict[str, Any] = field(default_factory=dict)
-    """By digest: pictures of requests that have no row yet, encoded together beside the step."""
 
     @property
     def is_empty(self) -> bool:

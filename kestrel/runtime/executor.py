@@ -6,10 +6,10 @@ first, then one per decoding row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -273,7 +273,6 @@ class Executor:
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
         self._advance_pictures(plan.picture_slices)
-        self._encode_ahead(plan.pictures_ahead)
         self._beside.join(images.values())
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
@@ -301,13 +300,6 @@ class Executor:
         with self._beside.in_turn():
             for slice_ in slices:
                 self._pictures.ahead.advance(slice_)
-
-    def _encode_ahead(self, images: Mapping[str, Any]) -> None:
-        """After the rows that decode, and beside them: `take` joins what it finds."""
-        if self._pictures is None or not images:
-            return
-        with self._beside.running():
-            self._pictures.encode_ahead(images)
 
     def has_encoded(self, digest: str) -> bool:
         return self._pictures is not None and self._pictures.ahead.has_encoded(digest)

@@ -9,10 +9,8 @@ graphs, one per number of crops (`VisionGraphs`): filling up to a coarser size w
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from kestrel.runtime.contract import PictureSlice, PrefillChunk
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.tokens import ImageSpan
 
-MAX_PICTURES = 16
+MAX_PICTURES = 8
 """Kept; the oldest is forgotten, and encoded anew if it is asked for after all."""
 MAX_NUMBERS = 2**27
 """Likewise, of all that is kept of them. A step works on two pictures at most: both fit, however large."""
@@ -84,10 +82,6 @@ class PicturesAhead:
         if known.prepared is not None:
             self._encode(known, known.prepared.num_crops)
         return known.embedded
-
-    def keep(self, digest: str, embedded: Tensor | None) -> None:
-        """A picture that was encoded elsewhere, or whose encoding failed there."""
-        self._keep(digest, PictureAhead(None, embedded=embedded))
 
     def _keep(self, digest: str, picture: PictureAhead) -> None:
         self._pictures[digest] = picture
@@ -231,18 +225,6 @@ class PictureEncoder:
             if has_failed:  # after the exception, which holds what the attempt had made on the device
                 embedded |= self._one_by_one(group, prefill, failures)
         return embedded, failures
-
-    def encode_ahead(self, images: Mapping[str, Any]) -> None:
-        """For steps to come. A picture that fails is tried again, and told of, when it is prefilled."""
-        prepared: dict[str, PreparedImage] = {}
-        for digest, image in images.items():
-            self.ahead.keep(digest, None)
-            with suppress(Exception):
-                prepared[digest] = self._vision.prepare_image(image)
-        for group in self._groups(prepared):
-            with suppress(Exception):
-                for digest, embedded in zip(group, self._embed(list(group.values())), strict=True):
-                    self.ahead.keep(digest, embedded)
 
     def _prepare(
         self, prefill: list[PrefillChunk], embedded: dict[str, Tensor], failures: dict[int, Exception]

@@ -10,14 +10,14 @@ Requests for an adapter that is in no slot, while all slots are in use, wait asi
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
 from kestrel.request import CacheNamespace
 from kestrel.scheduler.queues import SlotWaiters, WaitingQueue
 from kestrel.scheduler.sequence import Sequence, SlotPool
-from kestrel.tokens import ContextItem, ImageSpan
+from kestrel.tokens import ContextItem
 
 
 class DeferReason(Enum):
@@ -75,17 +75,6 @@ class Admission:
                     self._queue.push(sequence)
                     self._waits_for_release = True
         return admitted
-
-    def pictures_to_come(self, count: int) -> list[tuple[str, Any]]:
-        """(digest, picture) of those who are likely to be next, where it has to be encoded for them."""
-        return [
-            (leading[-1].digest, sequence.request.images.get(leading[-1].digest))
-            for sequence in self._queue.soonest(count)
-            if (leading := sequence.leading_picture) is not None
-            and isinstance(leading[-1], ImageSpan)
-            and self._picture_key(sequence) not in self._picture_owner
-            and not self._cache.holds(sequence.request.namespace, leading)
-        ]
 
     def _try_start(self, sequence: Sequence, now_s: float) -> DeferReason | None:
         """Why it cannot start on a free row now; None when it did."""

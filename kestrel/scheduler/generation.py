@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 from kestrel.cache import CacheManager
 from kestrel.errors import ContextTooLong, RequestCancelled, RequestError
@@ -197,17 +197,7 @@ class GenerationScheduler(Generic[StepT]):
         if planned.plan.is_empty:
             return None
         planned.plan.adapter_loads = self._slots.take_loads()
-        if self._limits.pictures_ahead and planned.only_decodes and not any(s.is_streaming for s in self._running):
-            planned.plan.pictures_ahead = self._pictures_ahead()
         return planned
-
-    def _pictures_ahead(self) -> dict[str, Any]:
-        """Pictures of those who wait. Many at a time, since a GPU is the faster the more crops it encodes together: not
-        before one is missing of those who may have the rows next."""
-        soonest = self._admission.pictures_to_come(self._limits.pictures_ahead)
-        missing = {digest: image for digest, image in soonest if not self._runtime.has_encoded(digest)}
-        next_rows = soonest[: self._limits.max_batch_size]
-        return missing if any(digest in missing for digest, _ in next_rows) else {}
 
     def _launch(self, planned: PlannedStep) -> None:
         now = self._clock()

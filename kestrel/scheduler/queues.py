@@ -53,9 +53,6 @@ class Line:
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
-    def soonest(self, count: int) -> list[Sequence]:
-        return [entry[2] for entry in heapq.nsmallest(count, self._heap) if entry[2] in self._waiting]
-
     def pop(self) -> Sequence:
         sequence = self.first()
         heapq.heappop(self._heap)
@@ -115,11 +112,6 @@ class WaitingQueue:
         self._num_waiting -= 1
         self._file(line)
         return sequence
-
-    def soonest(self, count: int) -> list[Sequence]:
-        """Who is likely to be next, of the clients whose turn is next: a few of each, who stay where they are."""
-        first = (self._first_of(turns) for turns in (self._urgent, self._normal))
-        return [sequence for line in first if line is not None for sequence in line.soonest(count)][:count]
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting here or put aside."""

@@ -60,10 +60,6 @@ class PlannedStep:
     sliced: list[Sequence] = field(default_factory=list)
     """Those whose picture is encoded some more; they have no other work in the step."""
 
-    @property
-    def only_decodes(self) -> bool:
-        return bool(self.plan.decode) and not self.plan.prefill and not self.plan.picture_slices
-
 
 REST_PER_WORK = 2.0
 """Pictures take a third of the time at most while an answer is streamed: the rows of others slow a stream already."""

@@ -81,6 +81,21 @@ def test_inputs_are_sent_where_rows_do_not_just_go_on(monkeypatch: pytest.Monkey
         before[key] = decode
 
 
+def test_rows_go_on_where_each_is_one_position_further() -> None:
+    before = [DecodeRow(0, 7), DecodeRow(3, 5)]
+    assert goes_on([DecodeRow(0, 8), DecodeRow(3, 6)], before)
+    for other in (
+        [DecodeRow(0, 8), DecodeRow(2, 6)],
+        [DecodeRow(0, 8), DecodeRow(3, 5)],
+        [DecodeRow(0, 9), DecodeRow(3, 7)],
+        [DecodeRow(3, 6), DecodeRow(0, 8)],
+        [DecodeRow(0, 8)],
+        [],
+    ):
+        assert not goes_on(other, before)
+    assert not goes_on([DecodeRow(0, 8)], [])
+
+
 def test_what_is_prepared_is_tried_out_first() -> None:
     pool = RepeatingPool()
     _, graphs = captured("md2", pool)
@@ -94,13 +109,16 @@ def test_after_tables_have_moved_everything_runs_again_before_it_is_captured() -
     """Wider tables need other kernels, and inside a capture none can be compiled."""
     g, pool = coarse("md2"), RepeatingPool()
     engine, graphs = captured("md2", pool)
-    for _ in range(2):
-        engine.run(*all_skills(g, "a", "small"))
+    asked = all_skills(g, "a", "small")
+    for some in (asked, asked, *[asked[:1]] * 3):
+        engine.run(*some)
     assert graphs._steps
+    assert graphs._ran
     graphs._version = -1
     with torch.inference_mode():
         graphs._drop_outdated()
     assert (graphs._steps, graphs._samplings, graphs._steps_run, graphs._samplings_run) == ({}, {}, set(), set())
+    assert graphs._ran == {}, "a new capture has inputs of its own"
 
 
 @pytest.mark.exhaustive

@@ -108,34 +108,3 @@ def test_pictures_that_nobody_prefills_are_bounded_in_memory(monkeypatch: pytest
     pictures.ahead.advance(slice_of(other(0), 1))
     pictures.ahead.advance(slice_of(MULTI, 1))
     assert list(pictures.ahead._pictures) == [MULTI.digest], "the older one goes, and never the one at hand"
-
-
-@torch.inference_mode()
-def test_pictures_of_the_waiting_are_encoded_together_and_taken_later() -> None:
-    wanted = {image.digest: image for image in (MULTI, other(0), other(1))}
-    whole = {digest: encoder().encode([chunk(image)])[0][digest] for digest, image in wanted.items()}
-    pictures = encoder()
-    pictures.encode_ahead({**wanted, "feed": None})
-    assert all(map(pictures.ahead.has_encoded, [*wanted, "feed"]))
-    forbid_encoding(pictures)
-    embedded, failures = pictures.encode([chunk(image, row) for row, image in enumerate(wanted.values())])
-    assert failures == {}
-    for digest in wanted:
-        torch.testing.assert_close(embedded[digest], whole[digest], rtol=0.0, atol=2e-5)
-    bad = PrefillChunk(9, 0, [ImageSpan("feed", POSITIONS, 1)], POSITIONS, samples=False)
-    assert list(pictures.encode([bad])[1]) == [9], "it is told when it is prefilled"
-
-
-def forbid_encoding(pictures: PictureEncoder) -> None:
-    pictures._vision.encode_crops = out_of_memory  # type: ignore[method-assign]
-
-
-@torch.inference_mode()
-def test_what_failed_ahead_is_tried_again() -> None:
-    pictures = encoder()
-    forbid_encoding(pictures)
-    pictures.encode_ahead({MULTI.digest: MULTI})
-    del pictures._vision.encode_crops
-    embedded, failures = pictures.encode([chunk(MULTI)])
-    assert list(embedded) == [MULTI.digest]
-    assert failures == {}

@@ -100,7 +100,6 @@ class Traffic:
             "steps_in_flight": st.integers(0, 1),
             "launch_waits": st.booleans(),
             "paces_pictures": st.booleans(),
-            "pictures_ahead": st.integers(0, 4),
             "num_adapter_slots": st.integers(1, 3),
         }
     ),
