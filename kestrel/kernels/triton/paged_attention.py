@@ -61,7 +61,7 @@ class RowsTuning:
         one program, and few splits are added up sooner than many."""
         if group > 1:
             if num_rows == 1:
-                return cls(block_keys=16, num_warps=4, target_programs=200)
+                return cls(block_keys=16, num_warps=4, target_programs=264 if head_dim > 64 else 200)
             if num_rows <= FEW_ROWS:
                 return cls(block_keys=32, num_warps=4, target_programs=132)
             if num_rows >= MANY_ROWS and head_dim > 64:
