@@ -6,8 +6,9 @@ Rows without a slot keep y bit by bit. An adapter may have a lower rank than the
 of `a` and columns of `b`. The two products run in the dtype of x, one adapter after the other.
 
 Who uses what is read from tensors, so that a captured step can be replayed for other rows, slots and ranks:
-`tile_slots` puts the rows of a batch in tiles of one slot each, which all layers share. `add_deltas` serves one matrix;
-each end of a block with parallel attention and MLP is one operation:
+`tile_slots` puts the rows of a batch in tiles of one slot each, which all layers share. `add_deltas` serves one matrix,
+and `small_adapted_linear` is a linear layer of a handful of rows with the deltas of that matrix. With many rows each end
+of a block with parallel attention and MLP is one operation:
 
     add_input_deltas:   qkv += Δqkv(y);  hidden = GELU_tanh(hidden + Δfc1(y))
     add_output_deltas:  total += Δproj(attention or y) + Δfc2(hidden)
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kestrel.kernels.linear import small_linear
+
 
 def low_rank(x_ND: Tensor, a_RD: Tensor, b_FR: Tensor) -> Tensor:
     """The delta of one adapter."""
@@ -29,7 +32,7 @@ def low_rank(x_ND: Tensor, a_RD: Tensor, b_FR: Tensor) -> Tensor:
 
 
 RANK_STEP = 16
-"""Ranks on the device are multiples of this, filled up with zeros, so that rows of `b` can be read in wide pieces."""
+"""Ranks on the device are multiples of this, filled up with zeros: what tensor cores multiply at a time."""
 
 
 def stored_rank(rank: int) -> int:
@@ -40,7 +43,8 @@ class SlotFactors(NamedTuple):
     """The factors of one matrix for all slots. The base model counts as one slot more: the last, of rank 0."""
 
     a_SRD: Tensor
-    b_SFR: Tensor
+    b_SRF: Tensor
+    """Ranks outermost, as of `a`: an adapter of a lower rank reads a part that lies together."""
     rank_S: Tensor
     """int32, one longer than the others; each is a `stored_rank`."""
 
@@ -87,6 +91,27 @@ def add_deltas(
             y_TF[rows_N] = functional.gelu(y_TF[rows_N], approximate="tanh")
 
 
+def small_adapted_linear(
+    tiles: SlotTiles,
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    bias_F: Tensor | None,
+    factors: SlotFactors,
+    other_MD: Tensor | None = None,
+    reads_other_S: Tensor | None = None,
+    is_base_M: Tensor | None = None,
+    scale_F: Tensor | None = None,
+    is_beside: bool = False,
+) -> Tensor:
+    """y = x · (scale · weight)ᵀ + bias + Δ(x), M ≤ 16; `other`, `reads_other_S` as of `add_deltas`. With `is_base_M`, which
+    says what rows are those of the base model, GELU_tanh follows. Rows of the base model get what `small_linear` gives
+    them, bit by bit."""
+    has_gelu = is_base_M is not None
+    y_MF = small_linear(x_MD, weight_FD, bias_F, None, has_gelu, scale_F, is_base_M, is_beside=is_beside)
+    add_deltas(tiles, y_MF, x_MD, factors, other_MD, reads_other_S, has_gelu)
+    return y_MF
+
+
 def add_input_deltas(
     tiles: SlotTiles,
     y_TD: Tensor,
@@ -128,4 +153,4 @@ def _rows_by_slot(tiles: SlotTiles, factors: SlotFactors) -> list[tuple[int, Ten
 
 def _slot_delta(x_ND: Tensor, factors: SlotFactors, slot: int) -> Tensor:
     rank = int(factors.rank_S[slot])
-    return low_rank(x_ND, factors.a_SRD[slot, :rank], factors.b_SFR[slot, :, :rank])
+    return low_rank(x_ND, factors.a_SRD[slot, :rank], factors.b_SRF[slot, :rank].T)

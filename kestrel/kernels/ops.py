@@ -23,7 +23,14 @@ from kestrel.kernels.linear import (
     silu_gate_to_fp8,
     small_linear,
 )
-from kestrel.kernels.low_rank import SlotTiles, add_deltas, add_input_deltas, add_output_deltas, tile_slots
+from kestrel.kernels.low_rank import (
+    SlotTiles,
+    add_deltas,
+    add_input_deltas,
+    add_output_deltas,
+    small_adapted_linear,
+    tile_slots,
+)
 from kestrel.kernels.moe_mlp import Work, moe_mlp, moe_mlp_adapted, moe_mlp_fp8, route_top_k, side_by_side
 from kestrel.kernels.norms import (
     add_layer_norm,
@@ -104,6 +111,7 @@ class Ops:
     fp8_linear: Op
     add_fp8_linear: Op
     tile_slots: Callable[..., SlotTiles]
+    small_adapted_linear: Op
     add_deltas: InPlaceOp
     add_input_deltas: InPlaceOp
     add_output_deltas: InPlaceOp
@@ -153,6 +161,7 @@ PLAIN = Ops(
     fp8_linear=fp8_linear,
     add_fp8_linear=add_fp8_linear,
     tile_slots=tile_slots,
+    small_adapted_linear=small_adapted_linear,
     add_deltas=add_deltas,
     add_input_deltas=add_input_deltas,
     add_output_deltas=add_output_deltas,

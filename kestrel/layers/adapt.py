@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kestrel.kernels.moe_mlp import Gate, gate_hidden, mix_experts
-from kestrel.layers.linear import ExpertMatrices
+from kestrel.layers.linear import ExpertMatrices, Linear
 
 
 class Adapt:
@@ -18,9 +18,6 @@ class Adapt:
 
     y may be changed in place; positions without an adapter keep their y bit by bit.
     """
-
-    is_base_T: Tensor | None = None
-    """Which positions use the base model alone; given by an `Adapt` of many adapters."""
 
     def linear(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
         """A matrix that no adapter of the model may change keeps its y."""
@@ -35,10 +32,14 @@ class Adapt:
         out_TD = self.linear(layer, "proj", mixed_TD, out_TD)
         return self.linear(layer, "proj_of_norm", y_TD, out_TD)
 
-    def gelu_of_adapted(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
-        """`linear` and GELU_tanh for the positions of adapters alone; those of the base model have had theirs. For an
-        `Adapt` with `is_base_T`."""
-        raise NotImplementedError
+    def product(self, layer: int, matrix: str, base: Linear, x_TD: Tensor, *, has_gelu: bool = False) -> Tensor:
+        """What a matrix of the base model makes of x, with the delta, and GELU_tanh behind both."""
+        y_TF = self.linear(layer, matrix, x_TD, base(x_TD))
+        return functional.gelu(y_TF, approximate="tanh") if has_gelu else y_TF
+
+    def proj_product(self, layer: int, base: Linear, mixed_TD: Tensor, y_TD: Tensor) -> Tensor:
+        """The same for `proj`."""
+        return self.proj(layer, mixed_TD, y_TD, base(mixed_TD))
 
     def parallel_inputs(self, layer: int, y_TD: Tensor, qkv_TF: Tensor, hidden_TF: Tensor) -> tuple[Tensor, Tensor]:
         """qkv, and GELU_tanh of hidden."""

@@ -114,9 +114,9 @@ class ParallelBlock(nn.Module):
 
     def _adapted_halves(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
         def attention() -> Tensor:
-            qkv_TF = adapt.linear(self.layer, "qkv", y_TD, self.attn.qkv(y_TD))
+            qkv_TF = adapt.product(self.layer, "qkv", self.attn.qkv, y_TD)
             mixed_TD = self.attn.mix(qkv_TF, self.layer, step)
-            return adapt.proj(self.layer, mixed_TD, self.ranks.columns(y_TD), self.attn.proj(mixed_TD))
+            return adapt.proj_product(self.layer, self.attn.proj, mixed_TD, self.ranks.columns(y_TD))
 
         if self._is_forked(y_TD):
             return self._side_by_side(attention, lambda: self.mlp.adapted(y_TD, self.layer, adapt), y_TD)
@@ -184,8 +184,8 @@ class SequentialBlock(nn.Module):
             x_TD, y = self.ln2.of_sum(x_TD, self.ranks.sums(a_TD), to_fp8=to_fp8)
             return x_TD, self.ranks.sums(self.mlp(y))
         assert not isinstance(y, Fp8Rows)
-        mixed_TD = self.attn.mix(adapt.linear(self.layer, "qkv", y, self.attn.qkv(y)), self.layer, step)
-        a_TD = adapt.linear(self.layer, "proj", mixed_TD, self.attn.proj(mixed_TD))
+        mixed_TD = self.attn.mix(adapt.product(self.layer, "qkv", self.attn.qkv, y), self.layer, step)
+        a_TD = adapt.product(self.layer, "proj", self.attn.proj, mixed_TD)
         x_TD, y = self.ln2.of_sum(x_TD, self.ranks.sums(a_TD))
         assert not isinstance(y, Fp8Rows)
         return _wanted(wanted_N, x_TD, self.ranks.sums(self.mlp.adapted(y, self.layer, adapt)))

@@ -123,14 +123,12 @@ class Linear(nn.Linear):
         """Of a handful of rows that go through an RMS norm first, in one operation."""
         return self.ops.small_linear(x_TD, self.weight, self.bias, scale_F=self.scale_F, norm=norm)
 
-    def gelu(self, x: Rows, only_M: Tensor | None = None) -> Tensor:
-        """GELU_tanh of this layer, in as few operations as the format allows. Of a handful of rows, `only_M` get it."""
+    def gelu(self, x: Rows) -> Tensor:
+        """GELU_tanh of this layer, in as few operations as the format allows."""
         if isinstance(x, Fp8Rows) or self.takes_fp8_rows(x):
             return functional.gelu(self(x), approximate="tanh")
         if self.is_small(x):
-            return self.ops.small_linear(
-                x, self.weight, self.bias, has_gelu=True, scale_F=self.scale_F, gelu_rows_M=only_M
-            )
+            return self.ops.small_linear(x, self.weight, self.bias, has_gelu=True, scale_F=self.scale_F)
         return self.ops.gelu_linear(x, self.weight, self.bias)
 
     def add_to(self, sum_TF: Tensor, x: Rows) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kestrel.kernels.moe_mlp import Gate
 from kestrel.kernels.ops import PLAIN, Ops
@@ -42,13 +41,8 @@ class Mlp(nn.Module):
         return self.fc2(self.hidden(x))
 
     def adapted(self, x: Tensor, layer: int, adapt: Adapt) -> Tensor:
-        """Of a handful of positions, those of the base model get what they get without adapters, bit by bit: their
-        GELU belongs to the product, while that of adapted ones must wait for the delta."""
-        if adapt.is_base_T is not None and self.fc1.is_small(x):
-            hidden_TF = adapt.gelu_of_adapted(layer, "fc1", x, self.fc1.gelu(x, only_M=adapt.is_base_T))
-        else:
-            hidden_TF = functional.gelu(adapt.linear(layer, "fc1", x, self.fc1(x)), approximate="tanh")
-        return adapt.linear(layer, "fc2", hidden_TF, self.fc2(hidden_TF))
+        hidden_TF = adapt.product(layer, "fc1", self.fc1, x, has_gelu=True)
+        return adapt.product(layer, "fc2", self.fc2, hidden_TF)
 
 
 class GatedMlp(nn.Module):
@@ -78,8 +72,8 @@ class GatedMlp(nn.Module):
         return self.down(self.ops.silu_gate(z_TF))
 
     def adapted(self, x: Tensor, layer: int, adapt: Adapt) -> Tensor:
-        hidden_TI = self.ops.silu_gate(adapt.linear(layer, "gate_up", x, self.gate_up(x)))
-        return adapt.linear(layer, "down", hidden_TI, self.down(hidden_TI))
+        hidden_TI = self.ops.silu_gate(adapt.product(layer, "gate_up", self.gate_up, x))
+        return adapt.product(layer, "down", self.down, hidden_TI)
 
 
 class Moe(nn.Module):
@@ -127,7 +121,7 @@ class Moe(nn.Module):
         )  # fmt: skip
 
     def adapted(self, x_TD: Tensor, layer: int, adapt: Adapt) -> Tensor:
-        routed = self._route(adapt.linear(layer, "router", x_TD, self.router(x_TD)))
+        routed = self._route(adapt.product(layer, "router", self.router, x_TD))
         return adapt.experts(layer, x_TD, *routed, self.fc1, self.fc2, self.gate)
 
     def to_fp8(self) -> None:

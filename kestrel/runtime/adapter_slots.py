@@ -18,7 +18,7 @@ from kestrel.kernels.low_rank import SlotFactors, stored_rank
 from kestrel.kernels.moe_mlp import ExpertDeltas, ExpertFactors, Gate
 from kestrel.kernels.ops import Ops
 from kestrel.layers.adapt import Adapt
-from kestrel.layers.linear import COLUMNS, ROWS, ExpertMatrices
+from kestrel.layers.linear import COLUMNS, ROWS, ExpertMatrices, Linear
 from kestrel.parallel.ranks import Part
 from kestrel.runtime.contract import AdapterLoad
 from kestrel.runtime.device import upload
@@ -36,7 +36,7 @@ class SlotBuffers(NamedTuple):
     a: Tensor
     """[slots, (experts,) rank, in]"""
     b: Tensor
-    """[slots, (experts,) out, rank], the adapter's scale built in"""
+    """[slots, (experts,) out, rank], the adapter's scale built in. Without experts the ranks lie outermost in memory."""
     rank_S: Tensor
     """One longer: the base model counts as the last slot, of rank 0."""
 
@@ -59,6 +59,8 @@ class AdapterSlots:
         def zeros(key: tuple[int, str], side: Side) -> Tensor:
             size, part = shape.place_shape(*key, side, rank), parts.get(key)
             own = part.own_shape(size) if part is not None and part.dim == SPLIT_SIDE[side] else size
+            if side == "b" and len(own) == 2:
+                return torch.zeros(num_slots, own[1], own[0], dtype=dtype, device=device).mT
             return torch.zeros(num_slots, *own, dtype=dtype, device=device)
 
         self._buffers = {
@@ -121,7 +123,8 @@ class AdapterSlots:
 
     def factors(self, layer: int, matrix: str) -> SlotFactors:
         """Of a single matrix."""
-        return SlotFactors(*self._buffers[layer, matrix])
+        a_SRD, b_SFR, rank_S = self._buffers[layer, matrix]
+        return SlotFactors(a_SRD, b_SFR.mT, rank_S)
 
     def expert_factors(self, layer: int, matrix: str) -> ExpertFactors:
         return ExpertFactors(*self._buffers[layer, matrix])
@@ -137,7 +140,7 @@ class SlotAdapt(Adapt):
 
     def __init__(self, slots: AdapterSlots, slot_T: Tensor, ops: Ops) -> None:
         """`slot_T`: of each position, -1 for the base model."""
-        self.is_base_T = slot_T < 0
+        self._is_base_T = slot_T < 0
         self._slots = slots
         self._slot_T = slot_T
         self._ops = ops
@@ -148,9 +151,25 @@ class SlotAdapt(Adapt):
             self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix))
         return y_TF
 
-    def gelu_of_adapted(self, layer: int, matrix: str, x_TD: Tensor, y_TF: Tensor) -> Tensor:
-        self._ops.add_deltas(self._tiles, y_TF, x_TD, self._slots.factors(layer, matrix), has_gelu=True)
-        return y_TF
+    def product(self, layer: int, matrix: str, base: Linear, x_TD: Tensor, *, has_gelu: bool = False) -> Tensor:
+        """Of a handful of positions, those of the base model get what they get without adapters, bit by bit: their
+        GELU belongs to the product, while that of adapted ones must wait for the delta."""
+        if not (base.is_small(x_TD) and self._slots.has(layer, matrix)):
+            return super().product(layer, matrix, base, x_TD, has_gelu=has_gelu)
+        return self._small_product(
+            base, x_TD, self._slots.factors(layer, matrix), is_base_M=self._is_base_T if has_gelu else None
+        )
+
+    def proj_product(self, layer: int, base: Linear, mixed_TD: Tensor, y_TD: Tensor) -> Tensor:
+        if not base.is_small(mixed_TD):
+            return super().proj_product(layer, base, mixed_TD, y_TD)
+        factors = self._slots.factors(layer, "proj")
+        return self._small_product(base, mixed_TD, factors, other_MD=y_TD, reads_other_S=self._slots.reads_norm_S)
+
+    def _small_product(self, base: Linear, x_MD: Tensor, factors: SlotFactors, **how: Tensor | None) -> Tensor:
+        return self._ops.small_adapted_linear(
+            self._tiles, x_MD, base.weight, base.bias, factors, scale_F=base.scale_F, is_beside=base.is_beside, **how
+        )
 
     def proj(self, layer: int, mixed_TD: Tensor, y_TD: Tensor, out_TD: Tensor) -> Tensor:
         factors = self._slots.factors(layer, "proj")

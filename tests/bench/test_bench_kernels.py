@@ -106,7 +106,7 @@ def test_timing_without_a_gpu_says_what_is_missing(
     [
         ["layer_norm", "attend_crops"],
         ["rms_norm", "add_rms_norm", "silu_gate", "rms_norm_to_fp8", "add_rms_norm_to_fp8", "silu_gate_to_fp8"],
-        ["moe_mlp_adapted", "add_deltas"],
+        ["moe_mlp_adapted", "add_deltas", "small_adapted_linear"],
     ],
 )
 def test_checking_runs_the_named_kernels_once(ops: list[str], capfd: pytest.CaptureFixture[str]) -> None:

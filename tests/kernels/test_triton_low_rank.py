@@ -15,6 +15,7 @@ from torch.nn import functional
 from kestrel.kernels import low_rank as plain
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
 from kestrel.kernels.triton import low_rank as fast
+from kestrel.kernels.triton.linear import small_linear
 from kestrel.kernels.triton.low_rank import Tuning
 from tests.exhaustive import sweep
 
@@ -24,6 +25,7 @@ SHAPES = {
     "one row": (1, 8, [8]),
     ODD: (37, 48, [6, 48, 0, 17]),
     "the largest rank beside a small one": (5, 512, [512, 8]),
+    "all adapters and the base": (16, 40, [33, 7, 40, 16]),
     "several tiles of one adapter": (70, 16, [16]),
     "more slots than rows": (3, 24, [8, 16, 24, 1, 2, 3]),
 }
@@ -48,9 +50,9 @@ class Block:
 
         def factors(num_out: int, num_in: int) -> SlotFactors:
             width = stored_rank(max_rank)
-            a, b = draw(len(ranks), width, num_in, scale=0.1), draw(len(ranks), num_out, width, scale=0.3)
+            a, b = draw(len(ranks), width, num_in, scale=0.1), draw(len(ranks), width, num_out, scale=0.3)
             for slot, rank in enumerate(ranks):
-                a[slot, rank : stored_rank(rank)] = b[slot, :, rank : stored_rank(rank)] = 0.0
+                a[slot, rank : stored_rank(rank)] = b[slot, rank : stored_rank(rank)] = 0.0
             stored = [stored_rank(rank) for rank in (*ranks, 0)]
             return SlotFactors(a, b, torch.tensor(stored, dtype=torch.int32, device=device))
 
@@ -65,7 +67,7 @@ class Block:
     def to(self, dtype: torch.dtype) -> Block:
         """A copy; hidden stays beside qkv."""
         wide = torch.cat((self.qkv, self.hidden), dim=1).to(dtype)
-        factors = {n: SlotFactors(f.a_SRD.to(dtype), f.b_SFR.to(dtype), f.rank_S) for n, f in self.factors.items()}
+        factors = {n: SlotFactors(f.a_SRD.to(dtype), f.b_SRF.to(dtype), f.rank_S) for n, f in self.factors.items()}
         copies = {
             field.name: getattr(self, field.name).to(dtype, copy=True)
             for field in fields(self)
@@ -89,7 +91,7 @@ class Block:
         def delta(name: str, x: Tensor, slot: int) -> Tensor:
             a, b, rank = self.factors[name]
             r = int(rank[slot])
-            return b[slot][:, :r] @ (a[slot][:r] @ x)
+            return b[slot][:r].T @ (a[slot][:r] @ x)
 
         for n, slot in enumerate(owners):
             if slot >= 0:
@@ -155,11 +157,95 @@ def test_the_deltas_of_one_matrix_alone_are_the_formula(shape: str, rows_per_til
                     assert torch.equal(got[n], was[n])
                     continue
                 a, b, rank = block.factors[name]
-                a, b = a[slot, : int(rank[slot])].double(), b[slot, :, : int(rank[slot])].double()
+                a, b = a[slot, : int(rank[slot])].double(), b[slot, : int(rank[slot])].double().T
                 true = was[n].double() + b @ (a @ source.double())
                 if name == "fc1":
                     true = functional.gelu(true, approximate="tanh")
                 assert distance(got[n], true) <= 4e-6 * true.norm()
+
+
+@dataclass
+class Layer:
+    """A linear layer of the base model, what it reads, and a delta of it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor
+    other: Tensor | None
+    name: str
+    has_gelu: bool
+
+    def through(self, ops: object, block: Block, tiles: SlotTiles, owners: Tensor) -> Tensor:
+        reads_other = None if self.other is None else block.reads_norm
+        return ops.small_adapted_linear(  # type: ignore[attr-defined]
+            tiles, self.x, self.weight, self.bias, block.factors[self.name], self.other, reads_other,
+            owners < 0 if self.has_gelu else None,
+        )  # fmt: skip
+
+    def of_base(self) -> Tensor:
+        return small_linear(self.x, self.weight, self.bias, None, self.has_gelu)
+
+    def exactly(self, block: Block, owners: list[int]) -> Tensor:
+        """The formula, row by row."""
+        out = []
+        for n, slot in enumerate(owners):
+            y = self.weight.double() @ self.x[n].double() + (0.0 if self.bias is None else self.bias.double())
+            if slot >= 0:
+                a, b, rank = block.factors[self.name]
+                x = self.other[n] if self.other is not None and block.reads_norm[slot] else self.x[n]
+                r = int(rank[slot])
+                y += b[slot, :r].double().T @ (a[slot, :r].double() @ x.double())
+            out.append(functional.gelu(y, approximate="tanh") if self.has_gelu else y)
+        return torch.stack(out)
+
+
+def layers_of(block: Block, device: str, dtype: torch.dtype) -> list[Layer]:
+    draw = Draw(device, dtype)
+
+    def weight(num_out: int, num_in: int) -> Tensor:
+        return draw(num_out, num_in, scale=0.1)
+
+    return [
+        Layer(weight(QKV, DIM), draw(QKV), block.y, None, "qkv", has_gelu=False),
+        Layer(weight(FF, DIM), draw(FF), block.y, None, "fc1", has_gelu=True),
+        Layer(weight(DIM, DIM), None, block.mixed, block.y, "proj", has_gelu=False),
+        Layer(weight(DIM, FF), draw(DIM), block.hidden, None, "fc2", has_gelu=False),
+    ]
+
+
+HANDFULS = ["one row", "all adapters and the base", "the largest rank beside a small one", "more slots than rows"]
+
+
+@devices
+@sweep("shape", HANDFULS, always=[*HANDFULS[:3]])
+def test_a_layer_of_a_handful_of_rows_with_its_deltas_is_the_formula_and_keeps_the_bits_of_the_base(
+    shape: str, device: str
+) -> None:
+    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    slot_T, num_slots = torch.tensor(owners, device=device), len(SHAPES[shape][2])
+    without = [n for n, slot in enumerate(owners) if slot < 0]
+    for a, b, rank in block.factors.values():
+        for slot, r in enumerate(rank.tolist()[:-1]):
+            a[slot, r:] = b[slot, r:] = torch.nan
+    for layer in layers_of(block, device, torch.float32):
+        expected = layer.exactly(block, owners)
+        for ops in (plain, fast):
+            got = layer.through(ops, block, ops.tile_slots(slot_T, num_slots), slot_T)
+            assert distance(got, expected) <= 3e-6 * expected.norm(), layer.name
+        assert torch.equal(got[without], layer.of_base()[without]), layer.name  # type: ignore[possibly-undefined]
+
+
+@devices
+def test_a_layer_with_its_deltas_in_half_precision_is_no_further_from_the_truth_than_the_plain_version(
+    device: str,
+) -> None:
+    shape = "all adapters and the base"
+    block, owners = Block.drawn(shape, device, HALF[device]), owners_of(shape)
+    slot_T, num_slots = torch.tensor(owners, device=device), len(SHAPES[shape][2])
+    for layer in layers_of(block, device, HALF[device]):
+        exact = layer.exactly(block, owners)
+        plainly, got = (layer.through(o, block, o.tile_slots(slot_T, num_slots), slot_T) for o in (plain, fast))
+        assert distance(got, exact) <= 1.05 * distance(plainly, exact), layer.name
 
 
 @devices
@@ -216,7 +302,7 @@ def test_a_slot_filled_with_another_rank_is_read_anew_and_never_beyond_its_rank(
     for a, b, rank in block.factors.values():
         rank.copy_(torch.tensor([16, 0, 32, 48, 0], device=device))
         for slot, r in enumerate(rank.tolist()[:-1]):
-            a[slot, r:] = b[slot, :, r:] = torch.nan
+            a[slot, r:] = b[slot, r:] = torch.nan
     got = block.adapt(fast, tiles)
     for mine, true in zip(got.results, block.to(torch.float64).by_rows(owners).results, strict=True):
         assert distance(mine, true) <= 2e-6 * true.norm()

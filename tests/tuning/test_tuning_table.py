@@ -100,8 +100,9 @@ def test_every_operation_with_tunings_has_cases_and_tunings_of_its_own_kinds() -
         found.setdefault(tuned_op(case), set()).update(kinds)
     assert {op: found[op] for op in TUNED_OPS} == {op: set(tuned.kinds) for op, tuned in TUNED_OPS.items()}
     # The vendor's attention is in the bundle. Experts with adapters run with the block sizes of moe_grouped, and
-    # projections with those of small_linear, so that sums are added in its order.
-    assert set(found) - set(TUNED_OPS) == {"attend_crops", "moe_mlp_adapted", "project_and_store"}
+    # projections and adapted layers with those of small_linear, so that sums are added in its order.
+    others = {"attend_crops", "moe_mlp_adapted", "project_and_store", "small_adapted_linear"}
+    assert set(found) - set(TUNED_OPS) == others
 
 
 def test_a_bundle_hands_its_table_to_every_operation_that_takes_one() -> None:

@@ -32,7 +32,7 @@ from kestrel.kernels.ops import PLAIN
 from kestrel.kernels.paged_attention import as_pages
 from kestrel.kernels.rotary import rope_tables
 from kestrel.kernels.triton.launch import HOPPER
-from kestrel.kernels.triton.linear import small_fp8_linear
+from kestrel.kernels.triton.linear import MAX_ROWS, small_fp8_linear
 from kestrel.kernels.triton.low_rank import usual_rows_per_tile
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import moe_small
@@ -409,6 +409,8 @@ def low_rank_cases(sizes: Sizes) -> Iterator[Case]:
     for rows in sizes.adapted_rows:
         for adapters in sizes.adapters:
             slots = _Slots(*adapters)
+            if 1 < rows <= MAX_ROWS:
+                yield from _layer_cases(sizes, rows, slots)
             yield _single_case(sizes, rows, slots)
             yield _input_case(sizes, rows, slots)
             yield _output_case(sizes, rows, slots)
@@ -422,7 +424,8 @@ class _Slots:
 
     def factors(self, maker: Maker, num_out: int, num_in: int) -> SlotFactors:
         width = stored_rank(self.max_rank)
-        a, b = (maker.numbers(self.count, *size, scale=size[1] ** -0.5) for size in ((width, num_in), (num_out, width)))
+        a = maker.numbers(self.count, width, num_in, scale=num_in**-0.5)
+        b = maker.numbers(self.count, width, num_out, scale=width**-0.5)
         ranks = [*[stored_rank(self.rank)] * self.count, 0]
         return SlotFactors(a, b, torch.tensor(ranks, dtype=torch.int32, device=maker.device))
 
@@ -475,6 +478,38 @@ def _single_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:
         return slots.tiles(maker, rows), y, x, slots.factors(maker, num_out, num_in)
 
     return _deltas_case("add_deltas", rows, slots, make, (1,), num_in + num_out, num_in + 2 * num_out)
+
+
+def _layer_cases(sizes: Sizes, rows: int, slots: _Slots) -> Iterator[Case]:
+    dim, qkv_dim, ff_dim = sizes.text.dim, sizes.text.qkv_dim, sizes.text.ff_dim
+    matrices = {"qkv": (qkv_dim, dim), "proj": (dim, dim), "fc1": (ff_dim, dim), "fc2": (dim, ff_dim)}
+    for name, size in matrices.items():
+        yield _layer_case(name, rows, slots, *size)
+
+
+def _layer_case(name: str, rows: int, slots: _Slots, num_out: int, num_in: int) -> Case:
+    """Every row has an adapter."""
+
+    def make(maker: Maker) -> tuple[Any, ...]:
+        weight, x = maker.numbers(num_out, num_in, scale=num_in**-0.5), maker.numbers(rows, num_in)
+        other, reads_other = None, None
+        if name == "proj":
+            other = maker.numbers(rows, num_in)
+            reads_other = torch.zeros(slots.count + 1, dtype=torch.int32, device=maker.device)
+        is_base = torch.zeros(rows, dtype=torch.bool, device=maker.device) if name == "fc1" else None
+        tiles, factors = slots.tiles(maker, rows), slots.factors(maker, num_out, num_in)
+        return tiles, x, weight, maker.numbers(num_out), factors, other, reads_other, is_base
+
+    factor_numbers = slots.count * slots.rank * (num_in + num_out)
+    return op_case(
+        "small_adapted_linear",
+        f"{name}, {slots.size(rows)}",
+        make,
+        bytes_moved=(num_out * num_in + factor_numbers + rows * (num_in + 3 * num_out)) * HALF_BYTES,
+        flop=2 * rows * (num_out * num_in + factor_numbers // slots.count),
+        tunings=low_rank_tunings(usual_rows_per_tile(rows), slots.max_rank),
+        is_plain_capturable=False,
+    )
 
 
 def _input_case(sizes: Sizes, rows: int, slots: _Slots) -> Case:

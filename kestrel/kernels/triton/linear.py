@@ -123,7 +123,7 @@ def _residual(ptr, stride, rows, outs, inside, IS_THERE: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def finish(
     total, scale, bias, residual, rows, outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_GELU: tl.constexpr,
     HAS_GELU_ROWS: tl.constexpr,
@@ -277,7 +277,7 @@ def _by_sums(
     if GATED:
         _finish_gate(y, y_up, scale, up_scale, own_rows, own_outs, inside, y_ptr, y_stride, HAS_SCALE)
     else:
-        _finish(
+        finish(
             y, scale, bias, residual, own_rows, own_outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
             HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
         )  # fmt: skip
@@ -313,7 +313,7 @@ def _by_dots(
     if GATED:
         _finish_gate(total, up_total, scale, up_scale, own_rows, own_outs, inside, y_ptr, y_stride, HAS_SCALE)
     else:
-        _finish(
+        finish(
             total, scale, bias, residual, own_rows, own_outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
             HAS_BIAS, HAS_RESIDUAL, HAS_SCALE, HAS_GELU, HAS_GELU_ROWS,
         )  # fmt: skip

@@ -6,6 +6,9 @@ slots and ranks: a tile without rows and the parts of a lower rank end immediate
 
 With few tiles the columns of x are split over programs. In small tiles whoever reads h adds up its parts, always in the
 same order; in large ones a kernel does it once, because each of many blocks of outputs would do it anew.
+
+The base model's product of 2 to 16 rows can make h as well (`small_adapted_linear`): a few more programs of a kernel that
+waits for its weights anyway, instead of a kernel between two others.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -20,7 +23,9 @@ from torch import Tensor
 
 from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
 from kestrel.kernels.triton.device_functions import gelu_tanh
-from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, wait_for_inputs
+from kestrel.kernels.triton import linear
+from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, has_room, wait_for_inputs
+from kestrel.kernels.triton.linear import MAX_ROWS, SUMMED_ROWS, finish, output_numbers, row_dots, small_linear
 from kestrel.kernels.triton.moe_grouped import group_pairs
 
 FEW_ROWS = 16
@@ -197,6 +202,51 @@ def _summed(shrunk: Shrunk, tiles: SlotTiles, first: SlotFactors, second: SlotFa
     return Shrunk(h, (1, num_matrices - 1))
 
 
+@triton.jit
+def _multiply_and_shrink(
+    x_ptr, other_ptr, w_ptr, y_ptr, bias_ptr, gelu_rows_ptr, h_ptr, slot_ptr, rows_ptr, reads_other_ptr, a_ptr, rank_ptr,
+    num_rows, num_out, num_in, x_stride, other_stride, w_stride, y_stride, a_stride, max_rank, num_shrinks,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, RANK_BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, HAS_OTHER: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The first programs make h of one tile each, the others outputs of the base model."""
+    is_shrink = tl.program_id(0) < num_shrinks
+    tile, block = tl.program_id(0) // RANK_BLOCKS, tl.program_id(0) - num_shrinks
+    rows, limit, source_ptr, source_stride = tl.arange(0, ROWS), num_out, x_ptr, x_stride
+    matrix_ptr, matrix_stride = w_ptr, w_stride
+    if is_shrink:
+        block = tl.program_id(0) % RANK_BLOCKS
+        slot = tl.load(slot_ptr + tile).to(tl.int64)
+        limit = tl.load(rank_ptr + slot, mask=slot >= 0, other=0)
+        # A tile's free places, and a block's places beyond the rank, compute what nobody reads.
+        rows = tl.maximum(tl.load(rows_ptr + tile * ROWS + tl.arange(0, ROWS)), 0).to(tl.int32)
+        matrix_ptr, matrix_stride = a_ptr + tl.maximum(slot, 0) * a_stride, num_in
+        if HAS_OTHER:
+            if tl.load(reads_other_ptr + slot, mask=slot >= 0, other=0) != 0:
+                source_ptr, source_stride = other_ptr, other_stride
+    outs = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    lines = tl.where(is_shrink, tl.minimum(outs, tl.maximum(limit, 1) - 1), outs)
+    wait_for_inputs(DEPENDENT)
+    if block * BLOCK_OUT >= limit:
+        return
+    place = matrix_ptr + lines.to(tl.int64)[:, None] * matrix_stride
+    total, _ = row_dots(
+        source_ptr, place, place, rows, outs, num_rows, limit, num_in, source_stride,
+        ROWS, BLOCK_OUT, BLOCK_IN, EVEN, False,
+    )  # fmt: skip
+    own_rows, own_outs = tl.arange(0, ROWS)[None, :], outs[:, None]
+    if is_shrink:
+        h_place = h_ptr + (tile * ROWS + own_rows).to(tl.int64) * max_rank
+        tl.store(h_place + own_outs, total.to(h_ptr.dtype.element_ty), mask=own_outs < limit)
+    else:
+        bias = output_numbers(bias_ptr, own_outs, num_out, HAS_BIAS)
+        inside = (own_rows < num_rows) & (own_outs < num_out)
+        finish(
+            total, 1.0, bias, 0.0, own_rows, own_outs, inside, y_ptr, gelu_rows_ptr, num_rows, y_stride,
+            HAS_BIAS, False, False, HAS_GELU, HAS_GELU,
+        )  # fmt: skip
+
+
 # ---------------------------------------------------------------------- b · h, added
 
 
@@ -215,7 +265,7 @@ def usual_rows_per_tile(num_rows: int) -> int:
 
 @triton.jit
 def _add_delta(
-    total, h_place, part_stride, b_ptr, f, rank, num_out, max_rank,
+    total, h_place, part_stride, b_ptr, f, rank, num_out,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """total + b · h; h, the sum of its parts, is rounded as the plain version does."""
@@ -227,7 +277,7 @@ def _add_delta(
         b_mask = (r < rank)[:, None]
         if not EVEN:
             b_mask = b_mask & (f < num_out)[None, :]
-        b = tl.load(b_ptr + f[None, :] * max_rank + r[:, None], mask=b_mask, other=0.0)
+        b = tl.load(b_ptr + r[:, None] * num_out + f[None, :], mask=b_mask, other=0.0)
         total = tl.dot(h.to(b.dtype), b, total, input_precision="ieee")
     return total
 
@@ -257,7 +307,7 @@ def _expand_inputs(
             f = block * OUTPUTS + tl.arange(0, OUTPUTS)
             b_ptr = b0_ptr + slot * b0_stride
             delta = _add_delta(
-                total, h_place, part_stride, b_ptr, f, rank, num_out0, max_rank, SPLITS, ROWS, RANKS, EVEN
+                total, h_place, part_stride, b_ptr, f, rank, num_out0, SPLITS, ROWS, RANKS, EVEN
             )
             y_place = qkv_ptr + rows.to(tl.int64)[:, None] * qkv_stride + f[None, :]
             mask = (rows >= 0)[:, None] & (f < num_out0)[None, :]
@@ -269,7 +319,7 @@ def _expand_inputs(
         f = (block - num_blocks0) * OUTPUTS + tl.arange(0, OUTPUTS)
         h_place += SPLITS * part_stride
         b_ptr = b1_ptr + slot * b1_stride
-        delta = _add_delta(total, h_place, part_stride, b_ptr, f, rank, num_out1, max_rank, SPLITS, ROWS, RANKS, EVEN)
+        delta = _add_delta(total, h_place, part_stride, b_ptr, f, rank, num_out1, SPLITS, ROWS, RANKS, EVEN)
         z_place = hidden_ptr + rows.to(tl.int64)[:, None] * hidden_stride + f[None, :]
         mask = (rows >= 0)[:, None] & (f < num_out1)[None, :]
         z = tl.load(z_place, mask=mask, other=0.0).to(tl.float32)
@@ -307,12 +357,12 @@ def _expand_outputs(
     y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
     delta = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     delta = _add_delta(
-        delta, h_place, part_stride, b0_ptr + slot * b0_stride, f, rank0, num_out, max_rank, SPLITS0, ROWS, RANKS, EVEN
+        delta, h_place, part_stride, b0_ptr + slot * b0_stride, f, rank0, num_out, SPLITS0, ROWS, RANKS, EVEN
     )
     if HAS_SECOND:
         h_place += SPLITS0 * part_stride
         b1_ptr += slot * b1_stride
-        delta = _add_delta(delta, h_place, part_stride, b1_ptr, f, rank1, num_out, max_rank, SPLITS1, ROWS, RANKS, EVEN)
+        delta = _add_delta(delta, h_place, part_stride, b1_ptr, f, rank1, num_out, SPLITS1, ROWS, RANKS, EVEN)
     y += delta
     if HAS_GELU:
         y = gelu_tanh(y.to(total_ptr.dtype.element_ty).to(tl.float32))
@@ -343,8 +393,8 @@ def add_input_deltas(
     blocks = [triton.cdiv(out_TF.shape[1], chosen.block_out) for out_TF in (qkv_TF, hidden_TF)]
     _expand_inputs[(num_tiles, sum(blocks))](
         shrunk.h, tiles.slot_K, tiles.rows_KN,
-        qkv_TF, qkv.b_SFR, qkv.rank_S, qkv_TF.shape[1], qkv_TF.stride(0), qkv.b_SFR.stride(0),
-        hidden_TF, fc1.b_SFR, fc1.rank_S, hidden_TF.shape[1], hidden_TF.stride(0), fc1.b_SFR.stride(0),
+        qkv_TF, qkv.b_SRF, qkv.rank_S, qkv_TF.shape[1], qkv_TF.stride(0), qkv.b_SRF.stride(0),
+        hidden_TF, fc1.b_SRF, fc1.rank_S, hidden_TF.shape[1], hidden_TF.stride(0), fc1.b_SRF.stride(0),
         max_rank, blocks[0], ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks, SPLITS=shrunk.splits[0],
         EVEN=all(t.shape[1] % chosen.block_out == 0 for t in (qkv_TF, hidden_TF)),
         num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
@@ -368,7 +418,7 @@ def add_output_deltas(
     _check_sizes(y_TD, proj, total_TD)
     _check_sizes(hidden_TF, fc2, total_TD)
     num_tiles, rows = tiles.rows_KN.shape
-    num_out, max_rank = proj.b_SFR.shape[1:]
+    max_rank, num_out = proj.b_SRF.shape[1:]
     if num_tiles == 0:
         return
     dims = rows, max_rank, y_TD.shape[1], hidden_TF.shape[1]
@@ -376,8 +426,8 @@ def add_output_deltas(
     chosen = found or Tuning.of(rows, len(y_TD), max_rank, y_TD.dtype)
     shrunk = shrink(tiles, chosen, mixed_TD, y_TD, reads_norm_S, proj, hidden_TF, fc2)
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.sum_block_out))](
-        shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SFR, proj.rank_S, fc2.b_SFR, fc2.rank_S,
-        num_out, total_TD.stride(0), proj.b_SFR.stride(0), fc2.b_SFR.stride(0), max_rank, len(proj.b_SFR),
+        shrunk.h, tiles.slot_K, tiles.rows_KN, total_TD, proj.b_SRF, proj.rank_S, fc2.b_SRF, fc2.rank_S,
+        num_out, total_TD.stride(0), proj.b_SRF.stride(0), fc2.b_SRF.stride(0), max_rank, len(proj.b_SRF),
         ROWS=rows, OUTPUTS=chosen.sum_block_out, RANKS=chosen.expand_ranks,
         SPLITS0=shrunk.splits[0], SPLITS1=shrunk.splits[1], HAS_SECOND=True, HAS_GELU=False,
         EVEN=num_out % chosen.sum_block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
@@ -399,17 +449,25 @@ def add_deltas(
 ) -> None:
     _check_sizes(x_TD, factors, y_TF)
     num_tiles, rows = tiles.rows_KN.shape
-    num_out, max_rank = factors.b_SFR.shape[1:]
     if num_tiles == 0:
         return
-    dims = rows, max_rank, x_TD.shape[1], num_out
+    max_rank = factors.a_SRD.shape[1]
+    dims = rows, max_rank, x_TD.shape[1], y_TF.shape[1]
     found = tuning or table.find("add_deltas", len(x_TD), dims, x_TD.dtype)
     chosen = found or Tuning.of(rows, len(x_TD), max_rank, x_TD.dtype)
-    shrunk = shrink(tiles, chosen, x_TD, other_TD, reads_other_S, factors)
+    _expand(shrink(tiles, chosen, x_TD, other_TD, reads_other_S, factors), tiles, y_TF, factors, chosen, has_gelu)
+
+
+def _expand(
+    shrunk: Shrunk, tiles: SlotTiles, y_TF: Tensor, factors: SlotFactors, chosen: Tuning, has_gelu: bool
+) -> None:
+    """y += b · h of one matrix."""
+    num_tiles, rows = tiles.rows_KN.shape
+    max_rank, num_out = factors.b_SRF.shape[1:]
     _expand_outputs[(num_tiles, triton.cdiv(num_out, chosen.block_out))](
         shrunk.h, tiles.slot_K, tiles.rows_KN, y_TF,
-        factors.b_SFR, factors.rank_S, factors.b_SFR, factors.rank_S,
-        num_out, y_TF.stride(0), factors.b_SFR.stride(0), factors.b_SFR.stride(0), max_rank, len(factors.b_SFR),
+        factors.b_SRF, factors.rank_S, factors.b_SRF, factors.rank_S,
+        num_out, y_TF.stride(0), factors.b_SRF.stride(0), factors.b_SRF.stride(0), max_rank, len(factors.b_SRF),
         ROWS=rows, OUTPUTS=chosen.block_out, RANKS=chosen.expand_ranks,
         SPLITS0=shrunk.splits[0], SPLITS1=0, HAS_SECOND=False, HAS_GELU=has_gelu,
         EVEN=num_out % chosen.block_out == 0, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
@@ -417,12 +475,83 @@ def add_deltas(
     )  # fmt: skip
 
 
+def small_adapted_linear(
+    tiles: SlotTiles,
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    bias_F: Tensor | None,
+    factors: SlotFactors,
+    other_MD: Tensor | None = None,
+    reads_other_S: Tensor | None = None,
+    is_base_M: Tensor | None = None,
+    scale_F: Tensor | None = None,
+    is_beside: bool = False,
+    *,
+    tuning: Tuning | None = None,
+    table: TuningTable = NO_TABLE,
+) -> Tensor:
+    """`tuning`: of the deltas. The product has that of `small_linear`, so that it adds up in the same order."""
+    num_rows, has_gelu = len(x_MD), is_base_M is not None
+    if num_rows <= SUMMED_ROWS or scale_F is not None:
+        y_MF = small_linear(
+            x_MD, weight_FD, bias_F, None, has_gelu, scale_F, is_base_M, is_beside=is_beside, table=table
+        )
+        add_deltas(tiles, y_MF, x_MD, factors, other_MD, reads_other_S, has_gelu, tuning=tuning, table=table)
+        return y_MF
+    y_MF = torch.empty(num_rows, len(weight_FD), dtype=x_MD.dtype, device=x_MD.device)
+    _check_sizes(x_MD, factors, y_MF)
+    rows, max_rank = tiles.rows_KN.shape[1], factors.a_SRD.shape[1]
+    dims = rows, max_rank, x_MD.shape[1], y_MF.shape[1]
+    found = tuning or table.find("add_deltas", num_rows, dims, x_MD.dtype)
+    chosen = found or Tuning.of(rows, num_rows, max_rank, x_MD.dtype)
+    h = _product_and_h(tiles, x_MD, weight_FD, bias_F, y_MF, factors, other_MD, reads_other_S, is_base_M, table)
+    _expand(Shrunk(h, (1, 0)), tiles, y_MF, factors, chosen, has_gelu)
+    return y_MF
+
+
+def _product_and_h(
+    tiles: SlotTiles,
+    x_MD: Tensor,
+    weight_FD: Tensor,
+    bias_F: Tensor | None,
+    y_MF: Tensor,
+    factors: SlotFactors,
+    other_MD: Tensor | None,
+    reads_other_S: Tensor | None,
+    is_base_M: Tensor | None,
+    table: TuningTable,
+) -> Tensor:
+    """h; y is what the base model makes of x."""
+    (num_rows, num_in), num_out = x_MD.shape, len(weight_FD)
+    num_tiles, rows = tiles.rows_KN.shape
+    assert rows == MAX_ROWS
+    assert weight_FD.stride(1) == 1
+    found = table.find("small_linear", num_rows, tuple(weight_FD.shape), x_MD.dtype, weight_FD.dtype)
+    room = has_room(x_MD.device)
+    chosen = found or linear.Tuning.of(num_rows, num_out, num_in, x_MD.element_size(), has_room=room)
+    max_rank = factors.a_SRD.shape[1]
+    rank_blocks = triton.cdiv(max_rank, chosen.block_out)
+    other = x_MD if other_MD is None else other_MD
+    h = torch.empty(1, num_tiles * rows, max_rank, dtype=x_MD.dtype, device=x_MD.device)
+    _multiply_and_shrink[(num_tiles * rank_blocks + triton.cdiv(num_out, chosen.block_out),)](
+        x_MD, other, weight_FD, y_MF, x_MD if bias_F is None else bias_F, x_MD if is_base_M is None else is_base_M,
+        h, tiles.slot_K, tiles.rows_KN, factors.rank_S if reads_other_S is None else reads_other_S,
+        factors.a_SRD, factors.rank_S, num_rows, num_out, num_in, x_MD.stride(0), other.stride(0),
+        weight_FD.stride(0), y_MF.stride(0), factors.a_SRD.stride(0), max_rank, num_tiles * rank_blocks,
+        ROWS=rows, BLOCK_OUT=chosen.block_out, BLOCK_IN=chosen.block_in,
+        EVEN=num_in % chosen.block_in == 0 and num_out % chosen.block_out == 0, RANK_BLOCKS=rank_blocks,
+        HAS_BIAS=bias_F is not None, HAS_GELU=is_base_M is not None, HAS_OTHER=other_MD is not None,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages, **dependent(),
+    )  # fmt: skip
+    return h
+
+
 def _check_sizes(x_TD: Tensor, factors: SlotFactors, y_TF: Tensor) -> None:
     num_slots, max_rank, num_in = factors.a_SRD.shape
-    assert factors.b_SFR.shape == (num_slots, y_TF.shape[1], max_rank)
+    assert factors.b_SRF.shape == (num_slots, max_rank, y_TF.shape[1])
     assert factors.rank_S.shape == (num_slots + 1,)
     assert max_rank % RANK_STEP == 0
     assert x_TD.shape == (len(y_TF), num_in)
     assert x_TD.stride(1) == y_TF.stride(1) == 1
     assert factors.a_SRD[0].is_contiguous()
-    assert factors.b_SFR[0].is_contiguous()
+    assert factors.b_SRF[0].is_contiguous()

@@ -22,7 +22,13 @@ from kestrel.kernels.triton.linear import (
     small_fp8_linear,
     small_linear,
 )
-from kestrel.kernels.triton.low_rank import add_deltas, add_input_deltas, add_output_deltas, tile_slots
+from kestrel.kernels.triton.low_rank import (
+    add_deltas,
+    add_input_deltas,
+    add_output_deltas,
+    small_adapted_linear,
+    tile_slots,
+)
 from kestrel.kernels.triton.moe_grouped import moe_grouped, moe_grouped_fp8
 from kestrel.kernels.triton.moe_mlp import moe_mlp, route_top_k
 from kestrel.kernels.triton.norms import (
@@ -96,6 +102,7 @@ def triton_ops(
         fp8_linear=partial(fp8_linear, max_small_rows=max_small_fp8_rows, table=table),
         add_fp8_linear=partial(add_fp8_linear, table=table),
         tile_slots=tile_slots,
+        small_adapted_linear=partial(small_adapted_linear, table=table),
         add_deltas=partial(add_deltas, table=table),
         add_input_deltas=partial(add_input_deltas, table=table),
         add_output_deltas=partial(add_output_deltas, table=table),
