@@ -48,6 +48,7 @@ CASES = {
     "large pages": (8, 2, 128, 64, MANY),
     "pages of three boxes": (4, 2, 64, 48, MANY),
     "more tiles than programs": (32, 8, 128, 16, [(0, 1500, TEXT)] * 3),
+    "more tiles than programs, 64": (32, 8, 64, 16, [(0, 1500, TEXT), (700, 1100, TEXT), (5, 193, TEXT)]),
 }
 
 
@@ -77,9 +78,10 @@ def test_it_is_no_further_from_the_truth_than_the_plain_version(case: str, overl
 
 @pytest.mark.gpu
 @on_hopper
-def test_it_gives_the_same_bits_every_time_and_in_a_graph_of_other_chunks() -> None:
+@pytest.mark.parametrize("case", ["groups of four, 128", "more tiles than programs, 64"])
+def test_it_gives_the_same_bits_every_time_and_in_a_graph_of_other_chunks(case: str) -> None:
     """A barrier in the wrong place shows now and then only."""
-    given = drawn("groups of four, 128")
+    given = drawn(case)
     owned, expected = given.owned(), attend_chunks_on_hopper(*given.arguments())
     held = replace(given, count=given.count * 0, start=given.start * 0)
     graph = torch.cuda.CUDAGraph()

@@ -205,6 +205,19 @@ def _scaled(sums, factor):
 
 
 @gluon.jit
+def _pass_blocks(barriers, block, count, num_passed, GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Blocks that lie behind all queries of a group: it only takes its turns, so that the others can go on."""
+    for n in range(num_passed):
+        stage, phase = (block + n) % STAGES, (block + n) // STAGES & 1
+        mbarrier.wait(barriers[K_ARRIVED].index(stage), phase)
+        wait_for_turn(barriers[TURNS], count + n, GROUP)
+        pass_turn(barriers[TURNS], GROUP, GROUPS)
+        mbarrier.arrive(barriers[K_FREE].index(stage))
+        mbarrier.wait(barriers[V_ARRIVED].index(stage), phase)
+        mbarrier.arrive(barriers[V_FREE].index(stage))
+
+
+@gluon.jit
 def _attend(
     q, tiles, barriers, block, count, num_blocks, least_seen, seen, score_scale,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, OVERLAP: gl.constexpr,
@@ -287,10 +300,13 @@ def _attend_tiles(
         seen = gl.minimum(least_seen + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES)), num_keys)
         at = (turn & 1) * GROUPS + GROUP
         mbarrier.wait(barriers[Q_ARRIVED].index(at), turn // 2 & 1)
+        own_blocks = gl.cdiv(gl.minimum(least_seen + QUERIES - 1, num_keys), KEYS)
+        passed = num_blocks - own_blocks
         # A tile has a turn for each of its blocks, and one more.
+        _pass_blocks(barriers, block, block + turn, passed, GROUP, GROUPS, STAGES)
         sums, weight = _attend(
             tiles[0].index(at), tiles, barriers,
-            block, block + turn, num_blocks, least_seen, seen, score_scale,
+            block + passed, block + turn + passed, own_blocks, least_seen, seen, score_scale,
             GROUP, GROUPS, STAGES, HALVES, OVERLAP,
         )  # fmt: skip
         mbarrier.arrive(barriers[Q_FREE].index(at))

@@ -66,13 +66,12 @@ class Tuning:
                 return cls(16, 256, 512, block_out=128, sum_block_out=32, expand_ranks=expand_ranks, num_warps=2)
             return cls(16, 256, 2048, block_out=32, sum_block_out=16, expand_ranks=64 if is_wide else 128)
         block_out = 64 if is_wide else 128
-        columns = (1024 if is_small else 2048) if num_rows <= 2048 else (2048 if is_small else 8192)
         return cls(
             rank_block=min(64, widest),
-            block_in=32 if is_wide else 64,
-            columns_per_split=columns,
+            block_in=32 if is_wide else 128 if is_small else 64,
+            columns_per_split=1024 if is_small else 2048 if num_rows <= 2048 else 8192,
             block_out=block_out,
-            sum_block_out=block_out,
+            sum_block_out=64 if is_small else block_out,
             expand_ranks=min(32 if is_small or is_wide else 64, widest),
             num_warps=4 if rows_per_tile <= 64 else 8,
         )
