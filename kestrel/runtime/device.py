@@ -10,6 +10,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -100,6 +101,18 @@ def shorten_turns() -> bool:
 # little more than the time of the longer one.
 
 
+@dataclass(frozen=True, slots=True)
+class MadeBeside:
+    """A tensor of the side stream, and the event behind it; None on a CPU."""
+
+    tensor: Tensor
+    event: torch.cuda.Event | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.event is None or self.event.query()
+
+
 class SideStream:
     """A second stream of a GPU; on a CPU everything runs in order, and this does nothing."""
 
@@ -128,15 +141,23 @@ class SideStream:
             yield
         main.wait_stream(self._stream)
 
-    def join(self, results: Iterable[Tensor]) -> None:
-        """From here on the main stream may use the results."""
-        waiting = list(results)
-        if self._stream is None or not waiting:
+    def made(self, tensors: Iterable[Tensor]) -> list[MadeBeside]:
+        """What has just been launched beside."""
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return [MadeBeside(tensor, event) for tensor in tensors]
+
+    def join(self, results: Iterable[MadeBeside]) -> None:
+        """From here on the main stream may use the results. For what was launched beside later it does not wait."""
+        if self._stream is None:
             return
         main = torch.cuda.current_stream(self._device)
-        main.wait_stream(self._stream)
-        for result in waiting:
-            result.record_stream(main)
+        for result in results:
+            assert result.event is not None
+            main.wait_event(result.event)
+            result.tensor.record_stream(main)
 
 
 # ---------------------------------------------------------------------- products on a CPU
