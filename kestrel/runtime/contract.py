@@ -154,6 +154,9 @@ class StepPlan:
     picture_ahead: WaitingPicture | None = None
     """Encoded beside a step that only decodes and kept until it is prefilled or unwanted; left out while the one before
     is still being encoded."""
+    is_told_whole: bool = False
+    """Collected when all its work is over, and not as soon as its tokens are known: what is left of a step would come
+    before the next token of a stream, together with all of the next step."""
 
     @property
     def is_empty(self) -> bool:

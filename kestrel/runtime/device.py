@@ -73,6 +73,15 @@ def upload_tensor(on_host: Tensor, device: torch.device) -> Tensor:
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
+def end_of_work(device: torch.device) -> torch.cuda.Event | None:
+    """Behind all that the current stream has been given; None on a CPU, where that is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def start_download(on_device: Tensor) -> Tensor:
     """Pinned host memory that holds a CUDA tensor's values once the stream has come this far."""
     target = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)

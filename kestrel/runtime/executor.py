@@ -33,6 +33,7 @@ from kestrel.runtime.device import (
     MadeBeside,
     SideStream,
     computing,
+    end_of_work,
     few_rows,
     on_device,
     shorten_turns,
@@ -178,6 +179,8 @@ class TorchStep:
     parts: list[SampledPart]
     failures: dict[int, Exception]
     prompts: PromptTensors | None = None
+    end: torch.cuda.Event | None = None
+    """To be waited for before anything is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,8 @@ class Executor:
             num_positions = sum(chunk.num_positions for chunk in prefill) + len(decode)
             with few_rows(self._model.device, self._model.dtype, num_positions):
                 self._run_flat(step, prefill, decode, {digest: made.tensor for digest, made in images.items()})
+        if plan.is_told_whole:
+            step.end = end_of_work(self._model.device)
         return step
 
     def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, MadeBeside], dict[int, Exception]]:
@@ -365,6 +370,8 @@ class Executor:
         return send_part(row_indices, [self._table.host[row] for row in row_indices], sampled)
 
     def collect(self, step: TorchStep) -> StepOutput:
+        if step.end is not None:
+            step.end.synchronize()
         output = StepOutput(step.step_id, failures=step.failures)
         for part in step.parts:
             read_part(part, output)
