@@ -210,6 +210,11 @@ class CacheManager:
                 return self._open_lease(namespace, match, num_positions)
         raise self._out_of_pages(f"{num_positions} positions need {num_pages} pages")
 
+    def holds(self, namespace: Hashable, items: Sequence[ContextItem]) -> bool:
+        """Whether all of a context is in the prefix cache now."""
+        keys = context_keys(items)
+        return next(self._prefixes.matches(namespace, keys)).num_positions == count_positions(keys)
+
     def stats(self) -> CacheStats:
         return CacheStats(
             queries=self._num_queries,

@@ -46,6 +46,8 @@ LEAST_FOR_FP8 = (8, 9)
 CROPS_ON_GPU, CROPS_ON_CPU = 72, 16
 CROPS_OF_A_PICTURE = 13
 """The most that a picture of usual shape comes in; narrow ones come in more."""
+MOST_ROWS_AHEAD = 8
+"""With more rows some are in prefill nearly always: pictures ahead gave 16 rows nothing (the log, 2026-11-19)."""
 SHARE_OF_STEPS = 0.2
 """Of the free memory, for as many crops as that holds."""
 logger = logging.getLogger("kestrel.runtime")
@@ -125,7 +127,16 @@ def measured_steps(decoder: DecoderModel, config: RuntimeConfig, path: FastPath,
     with on_device(decoder.device):
         working = measure_working_memory(decoder, budget, path.kv_dtype, is_captured, path.is_fused)
         torch.cuda.empty_cache()  # what the measurement took counts as free again
-    return replace(working, sampling=sampling_bytes(config.max_batch_size + 1, decoder.shape.vocab_size))
+    return replace(
+        working,
+        sampling=sampling_bytes(config.max_batch_size + 1, decoder.shape.vocab_size),
+        kept_pictures=pictures_ahead(config, decoder.shape, decoder.device) * embedding_bytes(decoder),
+    )
+
+
+def embedding_bytes(decoder: DecoderModel) -> int:
+    """Of one picture."""
+    return decoder.shape.num_image_positions * decoder.shape.hidden_dim * decoder.dtype.itemsize
 
 
 def cache_scales(found: Mapping[int, KvScale], kv_dtype: torch.dtype, num_layers: int) -> list[tuple[float, float]]:
@@ -352,4 +363,11 @@ def runtime_limits(
         num_adapter_slots=num_adapter_slots,
         streaming_prefill_tokens=streaming_budget(config, device),
         paces_pictures=device.type != "cuda",
+        pictures_ahead=pictures_ahead(config, shape, device),
     )
+
+
+def pictures_ahead(config: RuntimeConfig, shape: DecoderShape, device: torch.device) -> int:
+    """As many as can get rows next. Of several ranks each would have to be done with one at the same step."""
+    is_worth_it = device.type == "cuda" and shape.num_image_positions > 0 and config.max_batch_size <= MOST_ROWS_AHEAD
+    return config.max_batch_size if is_worth_it and config.tensor_parallel_size == 1 else 0

@@ -32,6 +32,8 @@ class RuntimeLimits:
     """Prefill positions of a step while an answer is streamed; 0: as at other times."""
     paces_pictures: bool = False
     """Pictures take seconds: they are encoded in slices, in a third of the time at most beside a stream."""
+    pictures_ahead: int = 0
+    """Pictures of requests without a row that may be kept encoded; 0: they are encoded when a row prefills them."""
     launch_waits: bool = True
     """Of a runtime with none in flight: a step has its results when it is launched. False: it runs beside the host."""
 
@@ -118,6 +120,14 @@ class PictureSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingPicture:
+    """The picture of a request that has no row yet."""
+
+    digest: str
+    image: Any
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRow:
     """One more token for a row whose last token is on the device; `position` is where that token goes."""
 
@@ -139,10 +149,22 @@ class StepPlan:
     """By row: the ids it may sample at most, packed as `TokenConstraint.allowed`; its grammar still holds."""
     adapter_loads: list[AdapterLoad] = field(default_factory=list)
     picture_slices: list[PictureSlice] = field(default_factory=list)
+    unwanted_pictures: list[str] = field(default_factory=list)
+    """Digests of pictures encoded ahead that nobody waits for any more."""
+    picture_ahead: WaitingPicture | None = None
+    """Encoded beside a step that only decodes and kept until it is prefilled or unwanted; left out while the one before
+    is still being encoded."""
+    is_told_whole: bool = False
+    """Collected when all its work is over, and not as soon as its tokens are known: what is left of a step would come
+    before the next token of a stream, together with all of the next step."""
 
     @property
     def is_empty(self) -> bool:
         return not self.prefill and not self.decode and not self.picture_slices
+
+    @property
+    def only_decodes(self) -> bool:
+        return bool(self.decode) and not self.prefill and not self.picture_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +222,7 @@ class Runtime(Protocol[StepT]):
     def collect(self, step: StepT) -> StepOutput: ...
 
     def has_encoded(self, digest: str) -> bool:
-        """Whether slices have named all crops of a picture, or failed at it: then prefilling tries again, and tells. It
-        is known until it is prefilled, or until several others have come after it."""
+        """Whether a picture was encoded ahead, or slices have named all its crops, or it failed: then prefilling tries
+        again, and tells. What slices made is known until it is prefilled, or until several others have come after it.
+        """
         ...

@@ -10,6 +10,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -72,6 +73,15 @@ def upload_tensor(on_host: Tensor, device: torch.device) -> Tensor:
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
+def end_of_work(device: torch.device) -> torch.cuda.Event | None:
+    """Behind all that the current stream has been given; None on a CPU, where that is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 def start_download(on_device: Tensor) -> Tensor:
     """Pinned host memory that holds a CUDA tensor's values once the stream has come this far."""
     target = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
@@ -98,6 +108,18 @@ def shorten_turns() -> bool:
 # ---------------------------------------------------------------------- a second stream
 # Pictures are encoded while rows decode: decoding waits for memory and encoding for arithmetic, so a GPU does both in
 # little more than the time of the longer one.
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBeside:
+    """A tensor of the side stream, and the event behind it; None on a CPU."""
+
+    tensor: Tensor
+    event: torch.cuda.Event | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.event is None or self.event.query()
 
 
 class SideStream:
@@ -128,15 +150,23 @@ class SideStream:
             yield
         main.wait_stream(self._stream)
 
-    def join(self, results: Iterable[Tensor]) -> None:
-        """From here on the main stream may use the results."""
-        waiting = list(results)
-        if self._stream is None or not waiting:
+    def made(self, tensors: Iterable[Tensor]) -> list[MadeBeside]:
+        """What has just been launched beside."""
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return [MadeBeside(tensor, event) for tensor in tensors]
+
+    def join(self, results: Iterable[MadeBeside]) -> None:
+        """From here on the main stream may use the results. For what was launched beside later it does not wait."""
+        if self._stream is None:
             return
         main = torch.cuda.current_stream(self._device)
-        main.wait_stream(self._stream)
-        for result in waiting:
-            result.record_stream(main)
+        for result in results:
+            assert result.event is not None
+            main.wait_event(result.event)
+            result.tensor.record_stream(main)
 
 
 # ---------------------------------------------------------------------- products on a CPU

@@ -23,15 +23,25 @@ from kestrel.runtime.contract import (
     POSITIONS_PER_CROP,
     AdapterLoad,
     DecodeRow,
-    PictureSlice,
     PrefillChunk,
     RuntimeLimits,
     StepOutput,
     StepPlan,
 )
 from kestrel.runtime.decode import FixedDecode, parts_for
-from kestrel.runtime.device import SideStream, computing, few_rows, on_device, shorten_turns, upload, upload_tensor
-from kestrel.runtime.pictures import PictureEncoder, VisionGraphs
+from kestrel.runtime.device import (
+    MadeBeside,
+    SideStream,
+    computing,
+    end_of_work,
+    few_rows,
+    on_device,
+    shorten_turns,
+    upload,
+    upload_tensor,
+)
+from kestrel.runtime.pictures import PictureEncoder, VisionGraphs, pictures_of
+from kestrel.runtime.pictures_to_come import PicturesToCome
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import GrammarTables, RowTable
 from kestrel.runtime.sampler import (
@@ -169,6 +179,8 @@ class TorchStep:
     parts: list[SampledPart]
     failures: dict[int, Exception]
     prompts: PromptTensors | None = None
+    end: torch.cuda.Event | None = None
+    """To be waited for before anything is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +224,11 @@ class Executor:
         self._limits = limits
         device = model.device
         self._beside = SideStream(device)
+        self._to_come = (
+            PicturesToCome(self._pictures, self._beside)
+            if self._pictures is not None and limits.pictures_ahead
+            else None
+        )
         self._kv = PagedKVCache(
             model.shape, limits.num_pages, limits.page_size, kv_dtype or model.dtype, device, kv_scales
         )
@@ -272,37 +289,46 @@ class Executor:
             if self._fast.decode.serves(wishes):
                 parts.append(self._sent(rows, self._fast.decode.run(decode, wishes)))
                 decode = []
-        self._advance_pictures(plan.picture_slices)
+        self._advance_pictures(plan)
         self._beside.join(images.values())
         prefill = in_packed_order([chunk for chunk in plan.prefill if chunk.row not in failures])
         step = TorchStep(plan.step_id, parts, failures)
         if prefill or decode:
             num_positions = sum(chunk.num_positions for chunk in prefill) + len(decode)
             with few_rows(self._model.device, self._model.dtype, num_positions):
-                self._run_flat(step, prefill, decode, images)
+                self._run_flat(step, prefill, decode, {digest: made.tensor for digest, made in images.items()})
+        if plan.is_told_whole:
+            step.end = end_of_work(self._model.device)
         return step
 
-    def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
+    def _encode_pictures(self, prefill: list[PrefillChunk]) -> tuple[dict[str, MadeBeside], dict[int, Exception]]:
         if self._pictures is None:
             return {}, {}
+        digests = (digest for _, digest in pictures_of(prefill))
+        known = {} if self._to_come is None else self._to_come.take(digests)
+        missing = [chunk for chunk, digest in pictures_of(prefill) if digest not in known]
+        if not missing:
+            return known, {}
         with self._beside.running():
-            images, failures = self._pictures.encode(prefill)
+            images, failures = self._pictures.encode(missing)
         if not self._model.ranks.is_alone:  # a rank that is short of memory would go on without rows that others run
             for error in failures.values():
                 if isinstance(error, torch.OutOfMemoryError):
                     raise error
-        return images, failures
+        return known | dict(zip(images, self._beside.made(images.values()), strict=True)), failures
 
-    def _advance_pictures(self, slices: list[PictureSlice]) -> None:
-        """After the rows that decode in fixed sizes, whose tokens people wait for."""
-        if self._pictures is None or not slices:
-            return
-        with self._beside.in_turn():
-            for slice_ in slices:
-                self._pictures.ahead.advance(slice_)
+    def _advance_pictures(self, plan: StepPlan) -> None:
+        """Those of later steps, after the rows that decode in fixed sizes, whose tokens people wait for."""
+        if self._to_come is not None:
+            self._to_come.follow(plan)
+        if self._pictures is not None and plan.picture_slices:
+            with self._beside.in_turn():
+                for slice_ in plan.picture_slices:
+                    self._pictures.ahead.advance(slice_)
 
     def has_encoded(self, digest: str) -> bool:
-        return self._pictures is not None and self._pictures.ahead.has_encoded(digest)
+        is_kept = self._to_come is not None and self._to_come.has_encoded(digest)
+        return is_kept or (self._pictures is not None and self._pictures.ahead.has_encoded(digest))
 
     def _run_flat(
         self,
@@ -344,6 +370,8 @@ class Executor:
         return send_part(row_indices, [self._table.host[row] for row in row_indices], sampled)
 
     def collect(self, step: TorchStep) -> StepOutput:
+        if step.end is not None:
+            step.end.synchronize()
         output = StepOutput(step.step_id, failures=step.failures)
         for part in step.parts:
             read_part(part, output)

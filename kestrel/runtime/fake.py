@@ -63,6 +63,12 @@ class FakeRuntime:
         self._next_collect = 0
         self.num_positions_computed = 0
         self.crops_ahead: Counter[str] = Counter()
+        self.kept_ahead: set[str] = set()
+        """Pictures of requests without a row that are encoded."""
+        self.encodes_ahead = False
+        """Whether one is being encoded still, so that no other is begun."""
+        self.num_encoded: Counter[str] = Counter()
+        """How often each picture was encoded, at whatever time."""
         self.failing_digests: dict[str, Exception] = {}
 
     @property
@@ -86,6 +92,7 @@ class FakeRuntime:
             self._copy_page(copy.source, copy.target)
         for slice_ in plan.picture_slices:
             self.crops_ahead[slice_.digest] += slice_.max_crops
+        self._encode_ahead(plan)
         for chunk in plan.prefill:
             if chunk.row not in output.failures:
                 self._prefill(chunk, output)
@@ -99,7 +106,24 @@ class FakeRuntime:
         return FakeStep(plan.step_id, output)
 
     def has_encoded(self, digest: str) -> bool:
-        return self.crops_ahead[digest] >= NUM_CROPS
+        return digest in self.kept_ahead or self.crops_ahead[digest] >= NUM_CROPS
+
+    def _encode_ahead(self, plan: StepPlan) -> None:
+        self.kept_ahead -= set(plan.unwanted_pictures)
+        if plan.picture_ahead is None:
+            return
+        assert plan.only_decodes, "a picture ahead takes the time of others"
+        assert not self.has_encoded(plan.picture_ahead.digest), "encoded twice"
+        if not self.encodes_ahead:
+            self.kept_ahead.add(plan.picture_ahead.digest)
+            self.num_encoded[plan.picture_ahead.digest] += 1
+        assert len(self.kept_ahead) <= self._limits.pictures_ahead, "more are kept than there is memory for"
+
+    def _take_picture(self, digest: str) -> None:
+        """For its prefill: what was not encoded is encoded now."""
+        self.num_encoded[digest] += digest not in self.kept_ahead
+        self.kept_ahead.discard(digest)
+        self.crops_ahead.pop(digest, None)
 
     def collect(self, step: FakeStep) -> StepOutput:
         assert step.step_id >= self._next_collect, "steps must be collected in order"
@@ -111,7 +135,7 @@ class FakeRuntime:
         position = chunk.start
         for item in chunk.items:
             if isinstance(item, ImageSpan):
-                self.crops_ahead.pop(item.digest, None)
+                self._take_picture(item.digest)
                 if item.digest in self.failing_digests:
                     output.failures[chunk.row] = self.failing_digests[item.digest]
                     row.failed = True

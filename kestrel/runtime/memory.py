@@ -46,10 +46,17 @@ class WorkingMemory:
     """Steps run in ordinary memory when they first come up, and in that of their graphs later."""
     sampling: int = 0
     """Of scores and what they are made from; made once."""
+    kept_pictures: int = 0
+    """Of embeddings of pictures whose requests have no row yet."""
 
     def planned(self, num_crops: int) -> int:
         """For pictures of so many crops together, beside a step."""
-        return ROOM + self.sampling + int(self._held_per_byte * (num_crops * self.per_crop + self.prefill))
+        return (
+            ROOM
+            + self.sampling
+            + self.kept_pictures
+            + int(self._held_per_byte * (num_crops * self.per_crop + self.prefill))
+        )
 
     def affordable_crops(self, num_bytes: int) -> int:
         """The most that `planned` keeps below this; not positive when even the rest takes more."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,6 +210,10 @@ class PictureEncoder:
         self._graphs = graphs
         self.ahead = PicturesAhead(vision, self._encode_crops, max_crops)
 
+    def encode_alone(self, image: Any) -> Tensor:
+        """The embedding of one picture."""
+        return self._embed([self._vision.prepare_image(image)])[0]
+
     def encode(self, prefill: list[PrefillChunk]) -> tuple[dict[str, Tensor], dict[int, Exception]]:
         """(embeddings by digest, failures by row): a picture that cannot be encoded fails its own rows only, so a
         group that fails is tried again picture by picture."""
@@ -231,7 +236,7 @@ class PictureEncoder:
     ) -> dict[str, PreparedImage]:
         """What is still to be encoded; the rest is added to `embedded` or `failures`."""
         prepared: dict[str, PreparedImage] = {}
-        for chunk, digest in _pictures(prefill):
+        for chunk, digest in pictures_of(prefill):
             if digest in prepared or digest in embedded:
                 continue
             try:
@@ -275,11 +280,12 @@ class PictureEncoder:
             try:
                 embedded[digest] = self._embed([image])[0]
             except Exception as error:
-                failures |= {chunk.row: error for chunk, own in _pictures(prefill) if own == digest}
+                failures |= {chunk.row: error for chunk, own in pictures_of(prefill) if own == digest}
         return embedded
 
 
-def _pictures(prefill: list[PrefillChunk]) -> Iterator[tuple[PrefillChunk, str]]:
+def pictures_of(prefill: list[PrefillChunk]) -> Iterator[tuple[PrefillChunk, str]]:
+    """Chunks that are pictures, with their digests."""
     for chunk in prefill:
         first = chunk.items[0]
         if isinstance(first, ImageSpan):

@@ -17,7 +17,7 @@ from kestrel.errors import OutOfPages
 from kestrel.request import CacheNamespace
 from kestrel.scheduler.queues import SlotWaiters, WaitingQueue
 from kestrel.scheduler.sequence import Sequence, SlotPool
-from kestrel.tokens import ContextItem
+from kestrel.tokens import ContextItem, ImageSpan
 
 
 class DeferReason(Enum):
@@ -75,6 +75,28 @@ class Admission:
                     self._queue.push(sequence)
                     self._waits_for_release = True
         return admitted
+
+    @property
+    def num_changes(self) -> int:
+        """`soonest` says the same until there is another."""
+        return self._queue.num_changes
+
+    def soonest(self, most: int, now_s: float) -> list[Sequence]:
+        """Who would be admitted next."""
+        return self._queue.soonest(most, now_s)
+
+    def picture_to_encode(self, sequence: Sequence) -> str | None:
+        """The digest of a waiting sequence's first picture, if that has to be encoded for it as things stand."""
+        leading, use = sequence.leading_picture, sequence.request.adapter
+        if leading is None or (use is not None and not self._slots.could_hold(use)):
+            return None
+        if sequence.reads_prefix_cache:
+            is_on_its_way = self._picture_key(sequence) in self._picture_owner
+            if is_on_its_way or self._cache.holds(sequence.request.namespace, leading):
+                return None
+        picture = leading[-1]
+        assert isinstance(picture, ImageSpan)
+        return picture.digest
 
     def _try_start(self, sequence: Sequence, now_s: float) -> DeferReason | None:
         """Why it cannot start on a free row now; None when it did."""

@@ -19,6 +19,7 @@ from kestrel.errors import ContextTooLong, RequestCancelled, RequestError
 from kestrel.request import GenerationRequest, StreamUpdate, require_free_id
 from kestrel.runtime.contract import Runtime, RuntimeLimits, StepT
 from kestrel.scheduler.admission import Admission
+from kestrel.scheduler.pictures_to_come import PicturesToCome
 from kestrel.scheduler.queues import WaitingQueue
 from kestrel.scheduler.sequence import Sequence, SlotPool, Stage
 from kestrel.scheduler.steps import Committer, LaunchedStep, Pipeline, PlannedStep, StepPlanner, reserve_next_token
@@ -55,6 +56,9 @@ class GenerationScheduler(Generic[StepT]):
         self._slots = SlotPool(limits.num_adapter_slots)
         self._admission = Admission(cache, self._queue, limits.max_batch_size, self._slots)
         self._planner = StepPlanner(limits, runtime.has_encoded, clock)
+        most_ahead = limits.pictures_ahead
+        assert not (most_ahead and limits.paces_pictures), "a picture ahead would take longer than it is meant to"
+        self._ahead = PicturesToCome(self._admission, runtime.has_encoded, most_ahead) if most_ahead else None
         self._pipeline: Pipeline[StepT] = Pipeline(limits.steps_in_flight, limits.launch_waits)
         self._committer = Committer(clock, self._admission.picture_done)
         self._sequences: dict[str, Sequence] = {}
@@ -197,6 +201,8 @@ class GenerationScheduler(Generic[StepT]):
         if planned.plan.is_empty:
             return None
         planned.plan.adapter_loads = self._slots.take_loads()
+        if self._ahead is not None and planned.plan.only_decodes and not any(s.is_streaming for s in self._running):
+            self._ahead.add_to(planned.plan, self._clock())
         return planned
 
     def _launch(self, planned: PlannedStep) -> None:

@@ -12,9 +12,9 @@ longest. There only the sign of a priority counts:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from itertools import count
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import Any, TypeAlias
 
 from kestrel.scheduler.sequence import Sequence
 
@@ -53,6 +53,15 @@ class Line:
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
+    def preview(self, most: int, ties: Iterator[int]) -> Line:
+        """The same line with its first few alone."""
+        line = Line(self.since)
+        line.num_rows = self.num_rows
+        waiting = (entry[2] for entry in in_order(self._heap) if entry[2] in self._waiting)
+        for sequence in islice(waiting, most):
+            line.push(sequence, next(ties))
+        return line
+
     def pop(self) -> Sequence:
         sequence = self.first()
         heapq.heappop(self._heap)
@@ -83,6 +92,8 @@ class WaitingQueue:
         self._num_waiting = 0
         self._num_urgent_in_a_row = 0
         self._stamps = count()
+        self.num_changes = 0
+        """Of what there is to wait for whom; `soonest` says the same until there is another."""
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -112,6 +123,24 @@ class WaitingQueue:
         self._num_waiting -= 1
         self._file(line)
         return sequence
+
+    def soonest(self, most: int, now_s: float) -> list[Sequence]:
+        """Who would get the next rows, if nobody came and no row were given back: tried on a copy of those whose turn
+        it could be."""
+        self._age(now_s)
+        preview = WaitingQueue(self._ageing_s)
+        preview._num_urgent_in_a_row = self._num_urgent_in_a_row
+        preview._stamps = count(next(self._stamps))
+        for turns in (self._urgent, self._normal, self._later):
+            for line in islice(self._in_turn(turns), most):
+                copied = line.preview(most, preview._stamps)
+                preview._lines[copied.first().request.client] = copied
+                preview._file(copied)
+        soonest: list[Sequence] = []
+        while len(soonest) < most and (sequence := preview.try_pop(now_s)) is not None:
+            preview.took_row(sequence)
+            soonest.append(sequence)
+        return soonest
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting here or put aside."""
@@ -169,6 +198,7 @@ class WaitingQueue:
     def _file(self, line: Line) -> None:
         """Enter the line by its first sequence; an earlier entry of it counts no more."""
         line.filed = next(self._stamps)
+        self.num_changes += 1
         if not len(line):
             return
         first = line.first()
@@ -182,6 +212,7 @@ class WaitingQueue:
         while (line := self._first_of(self._later)) is not None and self._later[0][0] <= now_s:
             heapq.heappop(self._later)
             self._enter(self._normal, (line.num_rows, line.since, line.filed, line))
+            self.num_changes += 1
 
     def _enter(self, turns: Turns, entry: tuple[float, int, int, Line]) -> None:
         heapq.heappush(turns, entry)
@@ -190,10 +221,25 @@ class WaitingQueue:
             heapq.heapify(turns)
 
     @staticmethod
+    def _in_turn(turns: Turns) -> Iterator[Line]:
+        """Those with an entry that counts, the first ones first."""
+        return (entry[3] for entry in in_order(turns) if entry[2] == entry[3].filed)
+
+    @staticmethod
     def _first_of(turns: Turns) -> Line | None:
         while turns and turns[0][2] != turns[0][3].filed:
             heapq.heappop(turns)
         return turns[0][3] if turns else None
+
+
+def in_order(heap: list[Any]) -> Iterator[Any]:
+    """The entries of a heap from the smallest on; it stays as it is, and what nobody asks for is not compared."""
+    nearest = [(heap[0], 0)] if heap else []
+    while nearest:
+        entry, place = heapq.heappop(nearest)
+        yield entry
+        for child in range(2 * place + 1, min(2 * place + 3, len(heap))):
+            heapq.heappush(nearest, (heap[child], child))
 
 
 class SlotWaiters:

@@ -268,6 +268,10 @@ class SlotPool:
     def holds(self, use: AdapterUse) -> bool:
         return use.key in self._slot_of
 
+    def could_hold(self, use: AdapterUse) -> bool:
+        """Whether the adapter has a slot or could have one now."""
+        return self.num_free > 0 or self.holds(use)
+
     def try_acquire(self, use: AdapterUse) -> SlotLease | None:
         """A lease on the adapter's slot, None when every slot is in use for another."""
         slot = self._slot_of.get(use.key)

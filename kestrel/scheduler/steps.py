@@ -2,8 +2,9 @@
 
 A step is one token for every running sequence, then prefill within the token budget. While an answer is streamed, the
 budget is smaller and pictures are encoded in slices before they are prefilled, so that a step takes about as long as
-the one before it. Where a picture takes seconds, it always comes in slices, and streams get more time for themselves
-than pictures take beside them.
+the one before it. Its tokens are then told when all of it is over, so that the gaps between them are as even. Where a
+picture takes seconds, it always comes in slices, and streams get more time for themselves than pictures take beside
+them.
 
 Invariants of the steps in flight:
 P1  Steps are collected in the order they were launched, each exactly once.
@@ -105,6 +106,7 @@ class StepPlanner:
         for sequence in running:
             if sequence.stage is Stage.PREFILL and budget > 0:
                 budget = self._plan_prefill(step, sequence, budget, in_slices)
+        step.plan.is_told_whole = is_streaming and not step.plan.only_decodes
         is_timed = limits.paces_pictures and _works_on_pictures(step.plan)
         self._pictures_at_s = self._clock() if is_timed else None
         return step

@@ -101,7 +101,8 @@ class StepCosts:
         return y1 + (max(y1 - y0, 0.0) if rows > x1 else y1 - y0) * (rows - x1) / (x1 - x0)
 
     def limits(self, max_batch_size: int) -> RuntimeLimits:
-        """As an engine with default settings plans them on this GPU."""
+        """As an engine with default settings plans them on this GPU. But no pictures ahead: they are encoded beside a
+        step, and here a step takes the sum of its parts."""
         pages_of_a_context = -(-int(self.max_context) // PAGE_SIZE)
         useful = max_batch_size * (1 + CACHED_CONTEXTS_PER_ROW) * pages_of_a_context
         budget = 2048

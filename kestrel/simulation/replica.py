@@ -70,7 +70,7 @@ class TimedRuntime(FakeRuntime):
 
     def _prefill(self, chunk: PrefillChunk, output: StepOutput) -> None:
         if isinstance(chunk.items[0], ImageSpan):
-            self.crops_ahead.pop(chunk.items[0].digest, None)
+            self._take_picture(chunk.items[0].digest)
         if chunk.samples:
             self._sample(chunk.row, chunk.start + chunk.num_positions - 1, output)
 
@@ -81,18 +81,22 @@ class TimedRuntime(FakeRuntime):
         output.rows.append(RowOutput(row_index, ANY_TOKEN, finish, grammar_state=0, phase_spent=row.generated))
 
     def has_encoded(self, digest: str) -> bool:
-        return self.crops_ahead[digest] >= self._num_crops
+        return digest in self.kept_ahead or self.crops_ahead[digest] >= self._num_crops
 
     def _crops_to_encode(self, plan: StepPlan) -> dict[str, int]:
-        """By digest: those of slices, and what slices before have left."""
+        """By digest: those of slices, what slices before have left, and a picture ahead."""
         crops: dict[str, int] = {}
+        if plan.picture_ahead is not None:
+            crops[plan.picture_ahead.digest] = self._num_crops
         for slice_ in plan.picture_slices:
             left = self._num_crops - self.crops_ahead[slice_.digest]
             crops[slice_.digest] = min(left, slice_.max_crops)
         for chunk in plan.prefill:
             first = chunk.items[0]
             if isinstance(first, ImageSpan):
-                crops[first.digest] = max(0, self._num_crops - self.crops_ahead[first.digest])
+                is_kept = first.digest in self.kept_ahead
+                left = self._num_crops - self.crops_ahead[first.digest]
+                crops[first.digest] = 0 if is_kept else max(0, left)
         return crops
 
     def _work(self, plan: StepPlan, pictures: dict[str, int]) -> Work:

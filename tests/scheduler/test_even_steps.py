@@ -133,6 +133,61 @@ def test_a_picture_that_fails_in_slices_fails_its_request_alone() -> None:
     assert tokens_of(final["reader"]) == by_hand(text(3, 4), 60, 50)
 
 
+# ---------------------------------------------------------------------- between two tokens of a stream
+
+
+class WorkingRuntime(FakeRuntime):
+    """Counts what its device has done, in positions, when the tokens of a step are known on the host. It works in the
+    order of a GPU: rows that decode, slices, prefill."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(limits(num_pages=3000, max_seq_length=1200, max_prefill_tokens=4096, max_batch_size=8,
+                                streaming_prefill_tokens=budget), vocab_size=50)  # fmt: skip
+        self.num_done = 0
+        self.told: list[int] = []
+        """By step."""
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        self.num_done += len(plan.decode)
+        known = self.num_done
+        self.num_done += sum(slice_.max_crops * POSITIONS_PER_CROP for slice_ in plan.picture_slices)
+        self.num_done += sum(chunk.num_positions for chunk in plan.prefill)
+        ends_later = plan.is_told_whole or any(chunk.samples for chunk in plan.prefill)
+        self.told.append(self.num_done if ends_later else known)
+        return super().launch(plan)
+
+
+@pytest.mark.parametrize("prompts", ["pictures", "long", "both"])
+def test_between_two_tokens_of_a_stream_there_is_no_more_work_than_a_step_may_have(prompts: str) -> None:
+    budget, rows = 5 * POSITIONS_PER_CROP, 8
+    runtime = WorkingRuntime(budget)
+    scheduler = GenerationScheduler(runtime, CacheManager(3000, 4))
+    start_reader(scheduler)
+    num_before = len(runtime.told)
+    for number in range(6):
+        if prompts != "long":
+            picture = image(f"{number:02}", 4 * POSITIONS_PER_CROP)
+            scheduler.add(request(f"picture{number}", [picture, *text(1, 2)], max_new_tokens=3))
+        if prompts != "pictures":
+            ids = [number + 1] * (budget + 300)
+            scheduler.add(request(f"long{number}", text(*ids), max_new_tokens=3))
+    while scheduler.has_begun("reader") and scheduler.has_work:
+        scheduler.step()
+    gaps = [after - before for before, after in itertools.pairwise(runtime.told[num_before - 1 :])]
+    assert max(gaps) > budget / 2
+    assert max(gaps) <= budget + rows
+
+
+def test_only_steps_beside_a_stream_are_told_whole_and_only_those_with_more_than_tokens() -> None:
+    for is_streaming in (True, False):
+        scheduler, plans = watched(TWO_CROPS)
+        start_reader(scheduler, is_streaming)
+        scheduler.add(request("guest", PROMPT, max_new_tokens=4))
+        check_answers(scheduler)
+        for plan in plans[1:]:
+            assert plan.is_told_whole == (is_streaming and not plan.only_decodes)
+
+
 # ---------------------------------------------------------------------- where a picture takes seconds
 
 

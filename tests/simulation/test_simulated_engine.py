@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from kestrel.cache import CacheManager
 from kestrel.config import RuntimeConfig
 from kestrel.models.contract import DecoderShape
 from kestrel.runtime import memory
 from kestrel.runtime.bring_up import runtime_limits
+from kestrel.scheduler import GenerationScheduler
 from kestrel.simulation.cluster import Cluster
 from kestrel.simulation.costs import H200, StepCosts, Work, load_costs
+from kestrel.simulation.replica import Clock, TimedRuntime
 from kestrel.simulation.tables import CHECK_HEAD, FITTED, Case, check_line, measured_rows
 from kestrel.simulation.traffic import Lengths, Traffic
 from tests.exhaustive import sweep
+from tests.scheduler.harness import image, request, run, text
 
 ROOT = Path(__file__).parents[2]
 ROWS = measured_rows(ROOT / "bench/results/engine.csv")
@@ -113,6 +117,23 @@ def test_streamed_answers_wait_less_for_each_token() -> None:
     assert streamed.token_gap_p99_ms < plain.token_gap_p99_ms / 2
 
 
+def test_crops_of_a_picture_ahead_are_counted_once() -> None:
+    """In the step that they stand beside, and not again when they are prefilled."""
+
+    def busy_s(pictures_ahead: int) -> float:
+        clock = Clock()
+        limits = replace(ROUND.limits(1), pictures_ahead=pictures_ahead)
+        runtime = TimedRuntime(limits, ROUND, clock, num_crops=2)
+        scheduler = GenerationScheduler(runtime, CacheManager(limits.num_pages, limits.page_size), clock=clock)
+        for tag in "abc":
+            scheduler.add(request(tag, [image(tag), *text(1, 2)], max_new_tokens=4))
+        run(scheduler)
+        assert sum(runtime.num_encoded.values()) == 3
+        return runtime.busy_s
+
+    assert busy_s(1) == pytest.approx(busy_s(0))
+
+
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("model", ["moondream2", "llama-3.1-8b"])
 def test_limits_are_those_of_an_engine_on_such_a_gpu(model: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +145,8 @@ def test_limits_are_those_of_an_engine_on_such_a_gpu(model: str, rows: int, monk
     for name, value in (("max_context", costs.max_context), ("num_image_positions", costs.num_image_positions)):
         object.__setattr__(shape, name, int(value))
     config = RuntimeConfig(max_batch_size=rows)
-    assert costs.limits(rows) == runtime_limits(shape, torch.device("cuda"), config, torch.bfloat16)
+    planned = runtime_limits(shape, torch.device("cuda"), config, torch.bfloat16)
+    assert costs.limits(rows) == replace(planned, pictures_ahead=0)
 
 
 # ---------------------------------------------------------------------- beside measured rows

@@ -23,7 +23,7 @@ class ProcessRuntime:
     """Used by one thread. Errors of a step arrive here as they were raised there."""
 
     def __init__(self, connection: Connection, limits: RuntimeLimits) -> None:
-        self._limits = replace(limits, launch_waits=False)
+        self._limits = replace(limits, launch_waits=False, pictures_ahead=0)
         self._connection = connection
         self._pictures = HeldPictures()
         self._encoded: frozenset[str] = frozenset()
