@@ -118,6 +118,11 @@ class PictureSlice:
     image: Any
     max_crops: int
 
+    def num_crops(self, num_left: int) -> int:
+        """Of so many that are left. Slices of this size are made as large as each other: steps take as long then."""
+        num_slices = -(-num_left // self.max_crops)
+        return -(-num_left // max(1, num_slices))
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingPicture:

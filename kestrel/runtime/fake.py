@@ -23,7 +23,16 @@ from dataclasses import dataclass, field
 from kestrel.errors import NumericalError
 from kestrel.grammar import END, Carries, State
 from kestrel.request import FinishReason, PromptReport, ScoredToken, SkillOutput, StreamDelta, TokenLogprobs
-from kestrel.runtime.contract import PrefillChunk, PromptPart, RowOutput, RowStart, RuntimeLimits, StepOutput, StepPlan
+from kestrel.runtime.contract import (
+    PictureSlice,
+    PrefillChunk,
+    PromptPart,
+    RowOutput,
+    RowStart,
+    RuntimeLimits,
+    StepOutput,
+    StepPlan,
+)
 from kestrel.runtime.prompt_targets import first_pooled, scored_ids
 from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, CoordToken, ImageSpan, SizeToken, TextToken, Token
@@ -62,6 +71,7 @@ class FakeRuntime:
         self._masks: Mapping[int, bytes] = {}
         self._next_collect = 0
         self.num_positions_computed = 0
+        self._num_crops = NUM_CROPS
         self.crops_ahead: Counter[str] = Counter()
         self.kept_ahead: set[str] = set()
         """Pictures of requests without a row that are encoded."""
@@ -91,7 +101,7 @@ class FakeRuntime:
         for copy in plan.page_copies:
             self._copy_page(copy.source, copy.target)
         for slice_ in plan.picture_slices:
-            self.crops_ahead[slice_.digest] += slice_.max_crops
+            self.crops_ahead[slice_.digest] += self._crops_of(slice_)
         self._encode_ahead(plan)
         for chunk in plan.prefill:
             if chunk.row not in output.failures:
@@ -106,7 +116,10 @@ class FakeRuntime:
         return FakeStep(plan.step_id, output)
 
     def has_encoded(self, digest: str) -> bool:
-        return digest in self.kept_ahead or self.crops_ahead[digest] >= NUM_CROPS
+        return digest in self.kept_ahead or self.crops_ahead[digest] >= self._num_crops
+
+    def _crops_of(self, slice_: PictureSlice) -> int:
+        return slice_.num_crops(self._num_crops - self.crops_ahead[slice_.digest])
 
     def _encode_ahead(self, plan: StepPlan) -> None:
         self.kept_ahead -= set(plan.unwanted_pictures)

@@ -61,7 +61,8 @@ class PicturesAhead:
             if known is None:
                 known = PictureAhead(self._vision.prepare_image(slice_.image))
                 self._keep(slice_.digest, known)
-            self._encode(known, slice_.max_crops)
+            if known.prepared is not None:
+                self._encode(known, slice_.num_crops(known.prepared.num_crops - known.num_encoded))
             self._make_room(slice_.digest)
         except Exception:
             has_failed = True

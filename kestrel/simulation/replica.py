@@ -80,17 +80,13 @@ class TimedRuntime(FakeRuntime):
         finish = FinishReason.LENGTH if row.generated >= row.start.max_total_tokens else None
         output.rows.append(RowOutput(row_index, ANY_TOKEN, finish, grammar_state=0, phase_spent=row.generated))
 
-    def has_encoded(self, digest: str) -> bool:
-        return digest in self.kept_ahead or self.crops_ahead[digest] >= self._num_crops
-
     def _crops_to_encode(self, plan: StepPlan) -> dict[str, int]:
         """By digest: those of slices, what slices before have left, and a picture ahead."""
         crops: dict[str, int] = {}
         if plan.picture_ahead is not None:
             crops[plan.picture_ahead.digest] = self._num_crops
         for slice_ in plan.picture_slices:
-            left = self._num_crops - self.crops_ahead[slice_.digest]
-            crops[slice_.digest] = min(left, slice_.max_crops)
+            crops[slice_.digest] = self._crops_of(slice_)
         for chunk in plan.prefill:
             first = chunk.items[0]
             if isinstance(first, ImageSpan):

@@ -52,6 +52,18 @@ def test_slices_give_the_embedding_of_the_whole(max_crops: int) -> None:
     assert not pictures.ahead.has_encoded(MULTI.digest), "what was prefilled is not kept"
 
 
+@pytest.mark.parametrize(
+    ("num_crops", "max_crops", "slices"),
+    [(9, 6, [5, 4]), (13, 6, [5, 4, 4]), (6, 6, [6]), (3, 6, [3]), (5, 2, [2, 2, 1]), (2, 1, [1, 1])],
+)
+def test_slices_of_a_picture_are_as_large_as_each_other(num_crops: int, max_crops: int, slices: list[int]) -> None:
+    left, found = num_crops, []
+    while left:
+        found.append(PictureSlice("", None, max_crops).num_crops(left))
+        left -= found[-1]
+    assert found == slices
+
+
 @torch.inference_mode()
 def test_a_picture_prefilled_early_is_finished_then() -> None:
     whole = encoder().encode([chunk(MULTI)])[0][MULTI.digest]
