@@ -7,8 +7,8 @@ of `a` and columns of `b`. The two products run in the dtype of x, one adapter a
 
 Who uses what is read from tensors, so that a captured step can be replayed for other rows, slots and ranks:
 `tile_slots` puts the rows of a batch in tiles of one slot each, which all layers share. `add_deltas` serves one matrix,
-and `small_adapted_linear` is a linear layer of a handful of rows with the deltas of that matrix. With many rows each end
-of a block with parallel attention and MLP is one operation:
+and `small_adapted_linear` is a linear layer of a handful of rows with the deltas of that matrix. With many rows each
+end of a block with parallel attention and MLP is one operation:
 
     add_input_deltas:   qkv += Δqkv(y);  hidden = GELU_tanh(hidden + Δfc1(y))
     add_output_deltas:  total += Δproj(attention or y) + Δfc2(hidden)
@@ -103,9 +103,9 @@ def small_adapted_linear(
     scale_F: Tensor | None = None,
     is_beside: bool = False,
 ) -> Tensor:
-    """y = x · (scale · weight)ᵀ + bias + Δ(x), M ≤ 16; `other`, `reads_other_S` as of `add_deltas`. With `is_base_M`, which
-    says what rows are those of the base model, GELU_tanh follows. Rows of the base model get what `small_linear` gives
-    them, bit by bit."""
+    """y = x · (scale · weight)ᵀ + bias + Δ(x), M ≤ 16; `other`, `reads_other_S` as of `add_deltas`. With `is_base_M`,
+    which says what rows are those of the base model, GELU_tanh follows. Rows of the base model get what `small_linear`
+    gives them, bit by bit."""
     has_gelu = is_base_M is not None
     y_MF = small_linear(x_MD, weight_FD, bias_F, None, has_gelu, scale_F, is_base_M, is_beside=is_beside)
     add_deltas(tiles, y_MF, x_MD, factors, other_MD, reads_other_S, has_gelu)

@@ -105,9 +105,9 @@ class ParallelBlock(nn.Module):
         return x_TD.shape[0] <= self.ops.max_forked_rows
 
     def _side_by_side(self, attention: Work, mlp: Work, y: Rows) -> tuple[Tensor, Tensor]:
-        """What comes second is preferred where both want the GPU: with many rows attention, which then takes longer
-        than the MLP beside it."""
-        if self.attn.qkv.is_small(y):
+        """What comes second is preferred where both want the GPU: attention, behind which waits another product. Of a
+        single row the MLP, where that was faster."""
+        if y.shape[0] == 1:
             return self.ops.side_by_side(attention, mlp)
         m_TD, a_TD = self.ops.side_by_side(mlp, attention)
         return a_TD, m_TD

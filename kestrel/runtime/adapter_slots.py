@@ -36,7 +36,7 @@ class SlotBuffers(NamedTuple):
     a: Tensor
     """[slots, (experts,) rank, in]"""
     b: Tensor
-    """[slots, (experts,) out, rank], the adapter's scale built in. Without experts the ranks lie outermost in memory."""
+    """[slots, (experts,) out, rank], the adapter's scale built in. Without experts ranks lie outermost in memory."""
     rank_S: Tensor
     """One longer: the base model counts as the last slot, of rank 0."""
 

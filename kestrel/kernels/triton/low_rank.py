@@ -7,8 +7,8 @@ slots and ranks: a tile without rows and the parts of a lower rank end immediate
 With few tiles the columns of x are split over programs. In small tiles whoever reads h adds up its parts, always in the
 same order; in large ones a kernel does it once, because each of many blocks of outputs would do it anew.
 
-The base model's product of 2 to 16 rows can make h as well (`small_adapted_linear`): a few more programs of a kernel that
-waits for its weights anyway, instead of a kernel between two others.
+The base model's product of 2 to 16 rows can make h as well (`small_adapted_linear`): a few more programs of a kernel
+that waits for its weights anyway, instead of a kernel between two others.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel.kernels.low_rank import RANK_STEP, SlotFactors, SlotTiles
-from kestrel.kernels.triton.device_functions import gelu_tanh
 from kestrel.kernels.triton import linear
+from kestrel.kernels.triton.device_functions import gelu_tanh
 from kestrel.kernels.triton.launch import NO_TABLE, TuningTable, dependent, has_room, wait_for_inputs
 from kestrel.kernels.triton.linear import MAX_ROWS, SUMMED_ROWS, finish, output_numbers, row_dots, small_linear
 from kestrel.kernels.triton.moe_grouped import group_pairs
@@ -203,7 +203,8 @@ def _summed(shrunk: Shrunk, tiles: SlotTiles, first: SlotFactors, second: SlotFa
 
 @triton.jit
 def _multiply_and_shrink(
-    x_ptr, other_ptr, w_ptr, y_ptr, bias_ptr, gelu_rows_ptr, h_ptr, slot_ptr, rows_ptr, reads_other_ptr, a_ptr, rank_ptr,
+    x_ptr, other_ptr, w_ptr, y_ptr, bias_ptr, gelu_rows_ptr,
+    h_ptr, slot_ptr, rows_ptr, reads_other_ptr, a_ptr, rank_ptr,
     num_rows, num_out, num_in, x_stride, other_stride, w_stride, y_stride, a_stride, max_rank, num_shrinks,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN: tl.constexpr, RANK_BLOCKS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_GELU: tl.constexpr, HAS_OTHER: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -221,7 +222,8 @@ def _multiply_and_shrink(
         rows = tl.maximum(tl.load(rows_ptr + tile * ROWS + tl.arange(0, ROWS)), 0).to(tl.int32)
         matrix_ptr, matrix_stride = a_ptr + tl.maximum(slot, 0) * a_stride, num_in
         if HAS_OTHER:
-            if tl.load(reads_other_ptr + slot, mask=slot >= 0, other=0) != 0:
+            reads_other = tl.load(reads_other_ptr + slot, mask=slot >= 0, other=0)
+            if reads_other != 0:
                 source_ptr, source_stride = other_ptr, other_stride
     outs = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     lines = tl.where(is_shrink, tl.minimum(outs, tl.maximum(limit, 1) - 1), outs)
@@ -305,9 +307,7 @@ def _expand_inputs(
         if rank > 0:
             f = block * OUTPUTS + tl.arange(0, OUTPUTS)
             b_ptr = b0_ptr + slot * b0_stride
-            delta = _add_delta(
-                total, h_place, part_stride, b_ptr, f, rank, num_out0, SPLITS, ROWS, RANKS, EVEN
-            )
+            delta = _add_delta(total, h_place, part_stride, b_ptr, f, rank, num_out0, SPLITS, ROWS, RANKS, EVEN)
             y_place = qkv_ptr + rows.to(tl.int64)[:, None] * qkv_stride + f[None, :]
             mask = (rows >= 0)[:, None] & (f < num_out0)[None, :]
             y = tl.load(y_place, mask=mask, other=0.0).to(tl.float32)
