@@ -30,7 +30,16 @@ from kestrel.runtime.contract import (
     StepPlan,
 )
 from kestrel.runtime.decode import FixedDecode, parts_for
-from kestrel.runtime.device import SideStream, computing, few_rows, on_device, shorten_turns, upload, upload_tensor
+from kestrel.runtime.device import (
+    SideStream,
+    computing,
+    few_rows,
+    look_for_garbage_less,
+    on_device,
+    shorten_turns,
+    upload,
+    upload_tensor,
+)
 from kestrel.runtime.pictures import PictureEncoder, VisionGraphs
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import GrammarTables, RowTable
@@ -226,6 +235,7 @@ class Executor:
         self._fast = None if make_fast_steps is None else make_fast_steps(model, self._kv, self._table)
         if device.type == "cuda":
             shorten_turns()
+            look_for_garbage_less()
 
     @torch.inference_mode()
     def prepare(self) -> None:
