@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,12 +15,21 @@ from starlette.testclient import TestClient
 
 from kestrel.cli.app import run
 from kestrel.engine import InferenceEngine
-from kestrel.errors import RequestError
+from kestrel.errors import RequestError, shown
 from kestrel.server.config import ServerConfig
 from kestrel.server.http import create_app
 from kestrel.server.schemas import TINY_PICTURE
 from kestrel.server.state import app_state
-from kestrel.settings import MAX_SEED, MAX_TOKENS, ROUTING, SETTINGS, SamplingParams, Schema, Setting
+from kestrel.settings import (
+    MAX_SEED,
+    MAX_TOKENS,
+    ROUTING,
+    SETTINGS,
+    SamplingParams,
+    Schema,
+    Setting,
+    some_token_ids,
+)
 from tests.engine.fake_engine import fake_engine
 from tests.scene import SCENE
 
@@ -57,6 +67,16 @@ OUTSIDE = [(name, value) for name, setting in ALL.items() for value in edges(set
 
 def names_of(cases: list[tuple[str, Any]]) -> list[str]:
     return [f"{name}-{str(value)[:20]}" for name, value in cases]
+
+
+@pytest.mark.parametrize("wrong", [True, -1, 2**31, 2**32, 2**64, -(2**64), 1.5, "1", None, [1]])
+def test_a_list_of_ids_names_the_first_entry_that_is_none(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"must hold token ids only; entry 1 is {shown(wrong)}")):
+        some_token_ids("prompt", [2**31 - 1, wrong, -1])
+
+
+def test_ids_with_a_point_are_taken_as_whole_numbers() -> None:
+    assert some_token_ids("prompt", [0, 7.0, 2**31 - 1]) == (0, 7, 2**31 - 1)
 
 
 @dataclass(frozen=True)

@@ -126,11 +126,12 @@ class PageLease:
             return
         if self._anchor is not None and self._anchor.keys[-1:] != context_keys(items[num_known - 1 : num_known]):
             raise CacheMisuse(f"{items[num_known - 1]} is published where {self._anchor.keys[-1]} was before")
-        added = context_keys(items[num_known:])
+        added = items[num_known:]
         end = self._num_published_positions + count_positions(added)
         if pages_for(end, self._manager._page_size) > len(self.pages):
             raise CacheMisuse(f"publish of {end} positions with {len(self.pages)} pages")
-        self._anchor = self._manager._prefixes.insert(self.namespace, self._anchor, added, self.pages)
+        keys, prefixes = context_keys(added), self._manager._prefixes
+        self._anchor = prefixes.insert(self.namespace, self._anchor, keys, self.pages, end)
         self._num_published_items = len(items)
         self._num_published_positions = end
 
@@ -199,7 +200,7 @@ class CacheManager:
         keys = context_keys(items)
         if not keys:
             raise CacheMisuse("a lease needs at least one context item")
-        num_positions = count_positions(keys)
+        num_positions = count_positions(items)
         num_pages = pages_for(num_positions, self._page_size)
         num_available = self._pool.num_free + self._prefixes.num_evictable_pages
         for match in self._prefixes.matches(namespace, keys[:-1] if reuse else ()):

@@ -52,7 +52,9 @@ class PagePool:
             raise CacheMisuse(f"cannot allocate {num_pages} pages")
         if num_pages > len(self._free):
             raise OutOfPages(f"{num_pages} pages are wanted, {len(self._free)} of {self.num_pages} are free")
-        pages = [self._free.pop() for _ in range(num_pages)]
+        first = len(self._free) - num_pages
+        pages = self._free[first:][::-1]
+        del self._free[first:]
         for page in pages:
             self._refcounts[page] = 1
         return pages
@@ -98,7 +100,8 @@ def context_keys(items: Sequence[ContextItem]) -> Keys:
     return tuple([item.id if isinstance(item, TextToken) else item for item in items] if ids is None else ids)
 
 
-def count_positions(keys: Keys) -> int:
+def count_positions(keys: Sequence[Key | ContextItem]) -> int:
+    """Of keys or of their items: where these are a `Text`, nothing is looked through."""
     if not has_pictures(keys):
         return len(keys)
     extra_positions = [key.num_positions - 1 for key in keys if isinstance(key, ImageSpan)]
@@ -293,18 +296,18 @@ class RadixPrefixCache:
         return table
 
     def insert(
-        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]
+        self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int], end: int
     ) -> RadixNode | None:
         """Makes sure that `keys` follow the locked `anchor`, moves its lock to their end and returns that node.
 
-        What is missing takes its pages from `table`, a page table from position 0.
+        What is missing takes its pages from `table`, a page table from position 0. `end` is the position after the keys.
         """
         start = anchor if anchor is not None else self._roots.setdefault(namespace, RadixRoot(namespace))
         node, cut, num_found = self._walk(start, keys)
         if cut < len(node.keys):
             node = self._split(node, cut)
         if num_found < len(keys):
-            node = self._add_child(node, keys[num_found:], table)
+            node = self._add_child(node, keys[num_found:], table, end)
         self._lock_path(node, anchor)
         return node
 
@@ -390,9 +393,8 @@ class RadixPrefixCache:
             self._unlocked.add(upper, upper.num_own_pages)
         return upper
 
-    def _add_child(self, parent: RadixNode, keys: Keys, table: Sequence[int]) -> RadixNode:
+    def _add_child(self, parent: RadixNode, keys: Keys, table: Sequence[int], end: int) -> RadixNode:
         start = parent.end
-        end = start + count_positions(keys)
         first_index = start // self._page_size
         pages = list(table[first_index : pages_for(end, self._page_size)])
         node = RadixNode(parent, keys, start, end, pages)
@@ -433,7 +435,7 @@ class NoPrefixCache(RadixPrefixCache):
     def matches(self, namespace: Hashable, keys: Keys) -> Iterator[PrefixMatch]:
         yield EMPTY_MATCH
 
-    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int]) -> None:
+    def insert(self, namespace: Hashable, anchor: RadixNode | None, keys: Keys, table: Sequence[int], end: int) -> None:
         return None
 
 

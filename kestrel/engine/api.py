@@ -248,8 +248,11 @@ class InferenceEngine(ServedEngine):
         self._refuse_for_others(
             self._room.weigh(stream.request_id, generation.num_prompt_positions), "max_queue_tokens"
         )
-        if not self._worker.try_send(Add(generation)):
+        if not self._worker.try_send(Add(generation), wakes=False):
             raise self._stopped()
+        # With all that are read in this round, so that the first step of a flood is a full one and is launched while
+        # nobody else wants the interpreter.
+        self._loop.call_soon(self._worker.wake)
 
     def _open_stream(self, route: Route, skill: str) -> EngineStream:
         request_id = route.request_id or uuid.uuid4().hex

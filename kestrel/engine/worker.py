@@ -81,20 +81,27 @@ class EngineWorker:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a turn runs now that is not just waiting for the device."""
-        return self._busy_since_s is not None and not self._scheduler.is_collecting
+        """Whether a turn runs now, or will once it is woken, that is not just waiting for the device."""
+        has_work = self._busy_since_s is not None or bool(self._commands)
+        return has_work and not self._scheduler.is_collecting
 
     def start(self) -> None:
         self._thread.start()
 
-    def try_send(self, command: Command) -> bool:
-        """Hand a command over; False when nobody will ever read it."""
+    def try_send(self, command: Command, *, wakes: bool = True) -> bool:
+        """Hand a command over; False when nobody will ever read it. Without `wakes` it is read at the next `wake`, or
+        before."""
         with self._wake:
             if self._closed:
                 return False
             self._commands.append(command)
-            self._wake.notify()
+            if wakes:
+                self._wake.notify()
             return True
+
+    def wake(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     @property
     def num_unread(self) -> int:

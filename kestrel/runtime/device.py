@@ -1,9 +1,10 @@
-"""The device: which one and in which numbers, tensors on their way to it, the GIL beside it, a second stream,
-and matrix products on processors whose library is slow at some of them.
+"""The device: which one and in which numbers, tensors on their way to it, the GIL and garbage beside it, a second
+stream, and matrix products on processors whose library is slow at some of them.
 """
 
 from __future__ import annotations
 
+import gc
 import platform
 import sys
 import threading
@@ -102,6 +103,23 @@ def shorten_turns() -> bool:
     if abs(sys.getswitchinterval() - PYTHONS_CHOICE_S) > PYTHONS_CHOICE_S / 100:
         return False
     sys.setswitchinterval(SHORT_S)
+    return True
+
+
+# ---------------------------------------------------------------------- garbage
+# Python looks through its youngest objects whenever there are 700 more of them, and through every entry of a list among
+# them. A flood of long prompts is read across that: 4 ms in which no thread goes on, just before the first step.
+
+
+MANY_YOUNG = 10_000
+
+
+def look_for_garbage_less() -> bool:
+    """For the whole process. False where the program looks as rarely already, or never."""
+    young, *older = gc.get_threshold()
+    if not 0 < young < MANY_YOUNG:
+        return False
+    gc.set_threshold(MANY_YOUNG, *older)
     return True
 
 

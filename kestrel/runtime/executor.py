@@ -35,6 +35,7 @@ from kestrel.runtime.device import (
     computing,
     end_of_work,
     few_rows,
+    look_for_garbage_less,
     on_device,
     shorten_turns,
     upload,
@@ -243,6 +244,7 @@ class Executor:
         self._fast = None if make_fast_steps is None else make_fast_steps(model, self._kv, self._table)
         if device.type == "cuda":
             shorten_turns()
+            look_for_garbage_less()
 
     @torch.inference_mode()
     def prepare(self) -> None:

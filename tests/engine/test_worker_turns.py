@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kestrel.engine import InferenceEngine
+from kestrel.engine.intake import READ_AT_ONCE
+from kestrel.engine.worker import Cancel
 from kestrel.errors import EngineStopped
 from kestrel.runtime.contract import StepOutput, StepPlan
 from kestrel.runtime.fake import FakeRuntime, FakeStep
@@ -45,6 +49,12 @@ async def until(condition: Callable[[], bool]) -> None:
     await asyncio.wait_for(wait(), WAIT_S)
 
 
+async def asleep(engine: InferenceEngine) -> None:
+    """Not before its first turn, in which a worker reads what is there."""
+    await asyncio.wait_for(engine.submit([100, 102], max_tokens=1, temperature=0.0), WAIT_S)
+    await until(lambda: engine.busy_since_s is None)
+
+
 async def a_short_one_behind_a_long_one(engine: InferenceEngine, runtime: StepsBeside) -> list[asyncio.Task]:
     """The long one's first step runs; of the short one's answer the second step is all."""
     long = asyncio.create_task(engine.submit([101, 102], max_tokens=3, temperature=0.0))
@@ -78,6 +88,37 @@ async def test_whoever_comes_while_a_step_runs_is_part_of_the_next() -> None:
         runtime.may_end.release(100)
         await asyncio.wait_for(asyncio.gather(*calls), WAIT_S)
     assert runtime.sizes == [1, 3]
+
+
+async def test_an_idle_worker_gets_all_of_a_round_for_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = StepsBeside()
+    runtime.may_end.release(100)
+    async with fake_engine(runtime) as engine:
+        await asleep(engine)
+        send = engine._send
+
+        def send_late(*request: Any) -> None:
+            time.sleep(0.01)  # leaves the interpreter to the worker, which could begin with the ones before
+            send(*request)
+
+        monkeypatch.setattr(engine, "_send", send_late)
+        asks = [engine.submit([100 + number, 102], max_tokens=1, temperature=0.0) for number in range(READ_AT_ONCE)]
+        await asyncio.wait_for(asyncio.gather(*asks), WAIT_S)
+    assert runtime.sizes == [1, READ_AT_ONCE]
+
+
+async def test_a_worker_that_will_be_woken_counts_as_preparing_a_step() -> None:
+    """So that the next round of a flood waits for it."""
+    runtime = StepsBeside()
+    runtime.may_end.release(100)
+    async with fake_engine(runtime) as engine:
+        await asleep(engine)
+        assert not engine._worker.is_preparing
+        engine._worker.try_send(Cancel("nobody"), wakes=False)
+        assert engine._worker.is_preparing
+        assert engine.busy_since_s is None, "it sleeps on"
+        engine._worker.wake()
+        await until(lambda: not engine._worker.is_preparing)
 
 
 async def test_an_answer_that_was_settled_before_a_fault_is_handed_out() -> None:
