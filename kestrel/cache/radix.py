@@ -300,7 +300,7 @@ class RadixPrefixCache:
     ) -> RadixNode | None:
         """Makes sure that `keys` follow the locked `anchor`, moves its lock to their end and returns that node.
 
-        What is missing takes its pages from `table`, a page table from position 0. `end` is the position after the keys.
+        What is missing takes its pages from `table`, a page table from position 0. `end` is the position after keys.
         """
         start = anchor if anchor is not None else self._roots.setdefault(namespace, RadixRoot(namespace))
         node, cut, num_found = self._walk(start, keys)
