@@ -35,6 +35,8 @@ class Admission:
         self._queue = queue
         self._slots = slots
         self._slot_waiters = SlotWaiters()
+        self._called: set[Sequence] = set()
+        """Back from there for a free slot, which others who wait must not refuse them."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_rows = num_rows
         self._waits_for_release = False
@@ -59,6 +61,7 @@ class Admission:
         admitted: list[Sequence] = []
         for _ in range(self._slots.num_free):
             for sequence in self._slot_waiters.pop_next(self._queue.turn_of):
+                self._called.add(sequence)
                 self._queue.push(sequence)
         while self._free_rows and not self._waits_for_release:
             sequence = self._queue.try_pop(now_s)
@@ -70,6 +73,7 @@ class Admission:
                 case DeferReason.IMAGE_IN_PROGRESS:
                     self._park(sequence)
                 case DeferReason.NO_ADAPTER_SLOT:
+                    self._called.discard(sequence)
                     self._slot_waiters.push(sequence, now_s)
                 case DeferReason.NO_PAGES:
                     self._queue.push(sequence)
@@ -104,7 +108,7 @@ class Admission:
             return DeferReason.IMAGE_IN_PROGRESS
         use = sequence.request.adapter
         slot = None
-        if use is not None and self._slot_waiters.may_pass(sequence, now_s):
+        if use is not None and (sequence in self._called or self._slot_waiters.may_pass(sequence, now_s)):
             slot = self._slots.try_acquire(use)
         if use is not None and slot is None:
             return DeferReason.NO_ADAPTER_SLOT
@@ -114,6 +118,7 @@ class Admission:
             if slot is not None:
                 slot.release()
             return DeferReason.NO_PAGES
+        self._called.discard(sequence)
         sequence.start(self._free_rows.pop(), lease, slot)
         self._queue.took_row(sequence)
         self._own_missing_picture(sequence)
@@ -148,6 +153,7 @@ class Admission:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a sequence that never started from the queue or the parked ones."""
+        self._called.discard(sequence)
         if sequence in self._slot_waiters:
             self._slot_waiters.remove(sequence)
         key = self._picture_key(sequence)

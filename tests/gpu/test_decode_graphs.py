@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps
 from kestrel.runtime.graph_pool import GraphPool
+from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
 from kestrel.settings import SamplingParams
+from kestrel.tokens import ImageSpan
 from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.grammars import text_grammar
 from tests.runtime.paged import Case, Paged, RecordingDecoder
@@ -29,16 +33,19 @@ from tests.runtime.test_sampling_options import OPTIONS
 pytestmark = pytest.mark.gpu
 
 
-def on_gpu(family: str, ops: Ops | None, *, is_fused: bool = False) -> Paged:
+def on_gpu(
+    family: str, ops: Ops | None, *, is_fused: bool = False, max_batch_size: int = 16, pictures_ahead: int = 0
+) -> Paged:
     """With captured steps over these operations, or, without any, with the usual steps."""
     model = copy.deepcopy(golden(family).model).to("cuda")
     limits = RuntimeLimits(
-        max_batch_size=16,
+        max_batch_size=max_batch_size,
         max_seq_length=model.config.text.max_context,
         num_pages=900,
         page_size=16,
         max_prefill_tokens=2048,
         steps_in_flight=1,
+        pictures_ahead=pictures_ahead,
     )
 
     def make(decoder: DecoderModel, kv: PagedKVCache, table: RowTable) -> FastSteps:
@@ -55,6 +62,37 @@ def on_gpu(family: str, ops: Ops | None, *, is_fused: bool = False) -> Paged:
             decoder, limits, make_fast_steps=None if ops is None else make, ops=ops or PLAIN, by_kernels=is_fused
         )
     return Paged(GenerationScheduler(runtime, CacheManager(limits.num_pages, 16, True)), decoder)
+
+
+def with_own_picture(case: Case) -> Case:
+    """Which no other request leaves in the prefix cache."""
+    items = [
+        replace(item, digest=f"{item.digest} of {case.name}") if isinstance(item, ImageSpan) else item
+        for item in case.items
+    ]
+    return replace(case, items=items, images={f"{digest} of {case.name}": of for digest, of in case.images.items()})
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2])
+def test_pictures_encoded_beside_decoding_give_the_same_answers(
+    max_batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a second stream: what is read too early, or written over too early, shows now and then only."""
+    ahead: list[str] = []
+    encode = PictureEncoder.encode_alone
+
+    def noted(encoder: PictureEncoder, image: Any) -> torch.Tensor:
+        ahead.append(image.digest)
+        return encode(encoder, image)
+
+    monkeypatch.setattr(PictureEncoder, "encode_alone", noted)
+    g = golden("md2")
+    crowd = [case for n in range(6) for case in all_skills(g, f"{n}", ("small", "multi")[n % 2])[2:5]]
+    cases = [with_own_picture(case) for case in crowd]
+    usual = on_gpu("md2", PLAIN, max_batch_size=max_batch_size).run(*cases)
+    engine = on_gpu("md2", PLAIN, max_batch_size=max_batch_size, pictures_ahead=max_batch_size)
+    assert engine.run(*cases) == usual
+    assert ahead, "none was encoded ahead"
 
 
 def test_captured_plain_steps_equal_the_usual_ones() -> None:

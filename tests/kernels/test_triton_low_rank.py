@@ -15,6 +15,8 @@ from torch.nn import functional
 from kestrel.kernels import low_rank as plain
 from kestrel.kernels.low_rank import SlotFactors, SlotTiles, stored_rank
 from kestrel.kernels.triton import low_rank as fast
+from kestrel.kernels.triton.launch import NO_TABLE, TunedSize, TuningTable
+from kestrel.kernels.triton.linear import Tuning as LinearTuning
 from kestrel.kernels.triton.linear import small_linear
 from kestrel.kernels.triton.low_rank import Tuning
 from tests.exhaustive import sweep
@@ -44,7 +46,9 @@ class Block:
     factors: dict[str, SlotFactors]
 
     @classmethod
-    def drawn(cls, shape: str, device: str, dtype: torch.dtype) -> Block:
+    def drawn(cls, shape: str, device: str, dtype: torch.dtype, dims: tuple[int, int, int] = (DIM, QKV, FF)) -> Block:
+        """`dims`: of rows, of the fused projection and of hidden rows."""
+        dim, qkv_dim, ff_dim = dims
         num_rows, max_rank, ranks = SHAPES[shape]
         draw = Draw(device, dtype)
 
@@ -56,16 +60,18 @@ class Block:
             stored = [stored_rank(rank) for rank in (*ranks, 0)]
             return SlotFactors(a, b, torch.tensor(stored, dtype=torch.int32, device=device))
 
-        sizes = {"qkv": (QKV, DIM), "fc1": (FF, DIM), "proj": (DIM, DIM), "fc2": (DIM, FF)}
+        sizes = {"qkv": (qkv_dim, dim), "fc1": (ff_dim, dim), "proj": (dim, dim), "fc2": (dim, ff_dim)}
         reads_norm = torch.tensor([slot % 2 for slot in range(len(ranks))] + [0], dtype=torch.int32, device=device)
-        wide = draw(num_rows, QKV + FF)
+        wide = draw(num_rows, qkv_dim + ff_dim)
         return cls(
-            draw(num_rows, DIM), wide[:, :QKV], wide[:, QKV:], draw(num_rows, DIM), draw(num_rows, DIM), reads_norm,
+            draw(num_rows, dim), wide[:, :qkv_dim], wide[:, qkv_dim:], draw(num_rows, dim), draw(num_rows, dim),
+            reads_norm,
             {name: factors(*size) for name, size in sizes.items()},
         )  # fmt: skip
 
     def to(self, dtype: torch.dtype) -> Block:
         """A copy; hidden stays beside qkv."""
+        width = self.qkv.shape[1]
         wide = torch.cat((self.qkv, self.hidden), dim=1).to(dtype)
         factors = {n: SlotFactors(f.a_SRD.to(dtype), f.b_SRF.to(dtype), f.rank_S) for n, f in self.factors.items()}
         copies = {
@@ -74,7 +80,7 @@ class Block:
             if field.name in ("y", "mixed", "total")
         }
         return Block(
-            **copies, qkv=wide[:, :QKV], hidden=wide[:, QKV:], reads_norm=self.reads_norm, factors=factors
+            **copies, qkv=wide[:, :width], hidden=wide[:, width:], reads_norm=self.reads_norm, factors=factors
         )  # fmt: skip
 
     def adapt(self, ops: object, tiles: SlotTiles) -> Block:
@@ -175,15 +181,15 @@ class Layer:
     name: str
     has_gelu: bool
 
-    def through(self, ops: object, block: Block, tiles: SlotTiles, owners: Tensor) -> Tensor:
+    def through(self, ops: object, block: Block, tiles: SlotTiles, owners: Tensor, **more: TuningTable) -> Tensor:
         reads_other = None if self.other is None else block.reads_norm
         return ops.small_adapted_linear(  # type: ignore[attr-defined]
             tiles, self.x, self.weight, self.bias, block.factors[self.name], self.other, reads_other,
-            owners < 0 if self.has_gelu else None,
+            owners < 0 if self.has_gelu else None, **more,
         )  # fmt: skip
 
-    def of_base(self) -> Tensor:
-        return small_linear(self.x, self.weight, self.bias, None, self.has_gelu)
+    def of_base(self, table: TuningTable) -> Tensor:
+        return small_linear(self.x, self.weight, self.bias, None, self.has_gelu, table=table)
 
     def exactly(self, block: Block, owners: list[int]) -> Tensor:
         """The formula, row by row."""
@@ -201,27 +207,40 @@ class Layer:
 
 def layers_of(block: Block, device: str, dtype: torch.dtype) -> list[Layer]:
     draw = Draw(device, dtype)
+    dim, qkv_dim, ff_dim = (part.shape[1] for part in (block.y, block.qkv, block.hidden))
 
     def weight(num_out: int, num_in: int) -> Tensor:
         return draw(num_out, num_in, scale=0.1)
 
     return [
-        Layer(weight(QKV, DIM), draw(QKV), block.y, None, "qkv", has_gelu=False),
-        Layer(weight(FF, DIM), draw(FF), block.y, None, "fc1", has_gelu=True),
-        Layer(weight(DIM, DIM), None, block.mixed, block.y, "proj", has_gelu=False),
-        Layer(weight(DIM, FF), draw(DIM), block.hidden, None, "fc2", has_gelu=False),
+        Layer(weight(qkv_dim, dim), draw(qkv_dim), block.y, None, "qkv", has_gelu=False),
+        Layer(weight(ff_dim, dim), draw(ff_dim), block.y, None, "fc1", has_gelu=True),
+        Layer(weight(dim, dim), None, block.mixed, block.y, "proj", has_gelu=False),
+        Layer(weight(dim, ff_dim), draw(dim), block.hidden, None, "fc2", has_gelu=False),
     ]
 
 
 HANDFULS = ["one row", "all adapters and the base", "the largest rank beside a small one", "more slots than rows"]
 
 
+ODD_DIMS, EVEN_DIMS = (DIM, QKV, FF), (128, 384, 256)
+"""What no block divides, and what those of both tables below do."""
+LARGE_BLOCKS = TuningTable(
+    {
+        TunedSize("small_linear", 16, (num_out, num_in), (torch.float32,) * 2): LinearTuning(64, 32, num_stages=2)
+        for num_out, num_in in ((384, 128), (256, 128), (128, 128), (128, 256))
+    }
+)
+"""Larger than ranks."""
+
+
 @devices
+@pytest.mark.parametrize(("dims", "table"), [(ODD_DIMS, NO_TABLE), (EVEN_DIMS, NO_TABLE), (EVEN_DIMS, LARGE_BLOCKS)])
 @sweep("shape", HANDFULS, always=[*HANDFULS[:3]])
 def test_a_layer_of_a_handful_of_rows_with_its_deltas_is_the_formula_and_keeps_the_bits_of_the_base(
-    shape: str, device: str
+    shape: str, dims: tuple[int, int, int], table: TuningTable, device: str
 ) -> None:
-    block, owners = Block.drawn(shape, device, torch.float32), owners_of(shape)
+    block, owners = Block.drawn(shape, device, torch.float32, dims), owners_of(shape)
     slot_T, num_slots = torch.tensor(owners, device=device), len(SHAPES[shape][2])
     without = [n for n, slot in enumerate(owners) if slot < 0]
     for a, b, rank in block.factors.values():
@@ -229,10 +248,11 @@ def test_a_layer_of_a_handful_of_rows_with_its_deltas_is_the_formula_and_keeps_t
             a[slot, r:] = b[slot, r:] = torch.nan
     for layer in layers_of(block, device, torch.float32):
         expected = layer.exactly(block, owners)
-        for ops in (plain, fast):
-            got = layer.through(ops, block, ops.tile_slots(slot_T, num_slots), slot_T)
-            assert distance(got, expected) <= 3e-6 * expected.norm(), layer.name
-        assert torch.equal(got[without], layer.of_base()[without]), layer.name  # type: ignore[possibly-undefined]
+        plainly = layer.through(plain, block, plain.tile_slots(slot_T, num_slots), slot_T)
+        got = layer.through(fast, block, fast.tile_slots(slot_T, num_slots), slot_T, table=table)
+        assert distance(plainly, expected) <= 3e-6 * expected.norm(), layer.name
+        assert distance(got, expected) <= 3e-6 * expected.norm(), layer.name
+        assert torch.equal(got[without], layer.of_base(table)[without]), layer.name
 
 
 @devices

@@ -65,6 +65,18 @@ def test_slices_of_a_picture_are_as_large_as_each_other(num_crops: int, max_crop
 
 
 @torch.inference_mode()
+def test_crops_are_encoded_in_slices_of_the_same_size() -> None:
+    pictures, sizes = encoder(), []
+    model = pictures._vision
+    num_crops, encode = model.prepare_image(MULTI).num_crops, model.encode_crops
+    model.encode_crops = lambda parts: (sizes.append(sum(map(len, parts))), encode(parts))[1]  # type: ignore[method-assign]
+    while not pictures.ahead.has_encoded(MULTI.digest):
+        pictures.ahead.advance(slice_of(MULTI, num_crops - 1))
+    assert num_crops > 4
+    assert sizes == [-(-num_crops // 2), num_crops // 2]
+
+
+@torch.inference_mode()
 def test_a_picture_prefilled_early_is_finished_then() -> None:
     whole = encoder().encode([chunk(MULTI)])[0][MULTI.digest]
     pictures = encoder()

@@ -133,6 +133,8 @@ class NotedEvent:
 @dataclass
 class NotedStream:
     waited: list[int] = field(default_factory=list)
+    readers: list[torch.Tensor] = field(default_factory=list)
+    """What it may read although another stream's memory holds it."""
 
     def wait_event(self, event: NotedEvent) -> None:
         self.waited.append(event.number)
@@ -151,7 +153,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[SideStream, NotedStream]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: NotedStream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: stream.readers.append(tensor))
     return SideStream(GPU), main
 
 
@@ -165,8 +167,10 @@ def test_a_prefill_waits_for_its_own_picture_and_not_for_one_that_was_encoded_af
     first, second = other(0), other(1)
     pictures.follow(order(first))
     pictures.follow(order(second))
-    beside.join(pictures.take([first.digest]).values())
+    taken = pictures.take([first.digest])
+    beside.join(taken.values())
     assert main.waited == [1]
+    assert [tensor is taken[first.digest].tensor for tensor in main.readers] == [True]
     beside.join(pictures.take([second.digest]).values())
     assert main.waited == [1, 2]
     beside.join([])

@@ -27,6 +27,27 @@ def test_sixteen_adapters_over_four_slots_answer_as_each_alone() -> None:
     assert scheduler.adapters.running == scheduler.adapters.waiting == []
 
 
+@pytest.mark.parametrize("clients", [("y", "z"), ("y", "y"), ("y", None)])
+def test_adapters_of_several_clients_that_have_waited_long_get_a_slot_one_after_the_other(
+    clients: tuple[str, str | None],
+) -> None:
+    """None of them may keep the slot from the one that is called for it."""
+    now_s = [0.0]
+    scheduler, _ = make(vocab_size=1000, clock=lambda: now_s[0], num_adapter_slots=1)
+    asks = zip("abc", ("red", "blue", "green"), ("x", *clients), strict=True)
+    for name, adapter, client in asks:
+        scheduler.add(request(name, text(1, 2), max_new_tokens=30, adapter=adapter, client=client))
+        now_s[0] += 0.1
+        scheduler.step()
+    num_steps = 0
+    while scheduler.has_work and num_steps < 500:
+        now_s[0] += 0.1
+        scheduler.step()
+        num_steps += 1
+    assert not scheduler.has_work
+    assert num_steps > 10 * PATIENCE_S, "they have waited long"
+
+
 def test_a_slot_keeps_its_adapter_until_the_one_left_longest_ago_must_go() -> None:
     pool = SlotPool(2)
     for key in ("a", "b"):

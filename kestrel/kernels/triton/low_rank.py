@@ -201,7 +201,7 @@ def _summed(shrunk: Shrunk, tiles: SlotTiles, first: SlotFactors, second: SlotFa
     return Shrunk(h, (1, num_matrices - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_shrinks"])
 def _multiply_and_shrink(
     x_ptr, other_ptr, w_ptr, y_ptr, bias_ptr, gelu_rows_ptr,
     h_ptr, slot_ptr, rows_ptr, reads_other_ptr, a_ptr, rank_ptr,
@@ -255,7 +255,8 @@ def tile_slots(slot_T: Tensor, num_slots: int, rows_per_tile: int | None = None)
     """From each row's slot, -1 for the base model."""
     rows = rows_per_tile or usual_rows_per_tile(len(slot_T))
     own_T = slot_T.masked_fill(slot_T < 0, num_slots)
-    blocks = group_pairs(own_T, num_slots + 1, rows)
+    # Its result is read by kernels before they wait: so none of them may start before it has ended.
+    blocks = group_pairs(own_T, num_slots + 1, rows, lets_next_start=False)
     return SlotTiles(blocks.expert_G, blocks.pairs_R.view(-1, rows))
 
 

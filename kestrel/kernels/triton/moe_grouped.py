@@ -82,7 +82,8 @@ def _group(
         start += tl.sum(is_own, axis=0)
 
 
-def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks:
+def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int, *, lets_next_start: bool = True) -> Blocks:
+    """`lets_next_start`: the next kernel may start meanwhile, and waits before it reads this."""
     assert ids_TK.is_contiguous()
     num_pairs = ids_TK.numel()
     num_blocks = max_blocks(num_pairs, num_experts, rows_per_block)
@@ -93,7 +94,7 @@ def group_pairs(ids_TK: Tensor, num_experts: int, rows_per_block: int) -> Blocks
             ids_TK, pairs_R, expert_G, num_pairs, num_blocks, num_experts,
             ROWS=rows_per_block, BINS=triton.next_power_of_2(num_experts + 1),
             AT_A_TIME=min(PAIRS_AT_A_TIME, max(32, triton.next_power_of_2(num_pairs))), PLACES=PLACES_AT_A_TIME,
-            **dependent(),
+            **(dependent() if lets_next_start else {"DEPENDENT": False}),
         )  # fmt: skip
     return Blocks(pairs_R, expert_G, rows_per_block)
 
