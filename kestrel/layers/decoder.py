@@ -11,6 +11,7 @@ first matrix wants.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,7 +27,6 @@ from kestrel.layers.linear import (
     ExpertMatrices,
     Fp8Rows,
     Linear,
-    Rows,
     normal_parameter,
     use_ops,
 )
@@ -94,7 +94,9 @@ class ParallelBlock(nn.Module):
         self, x_TD: Tensor, y: Tensor | Fp8Rows, step: Step, wanted_N: Tensor | None
     ) -> tuple[Tensor, Pending]:
         if wanted_N is None and self._is_forked(x_TD):
-            halves = self._side_by_side(lambda: self.attn(y, self.layer, step), lambda: self.mlp(y), y)
+            halves = self._side_by_side(
+                lambda: self.attn(y, self.layer, step), lambda: self.mlp(y), is_attention_first=x_TD.shape[0] > 1
+            )
             return x_TD, self.ranks.sums(*halves)
         a_TD = self.attn(y, self.layer, step, wanted_N)
         if wanted_N is not None:
@@ -104,10 +106,10 @@ class ParallelBlock(nn.Module):
     def _is_forked(self, x_TD: Tensor) -> bool:
         return x_TD.shape[0] <= self.ops.max_forked_rows
 
-    def _side_by_side(self, attention: Work, mlp: Work, y: Rows) -> tuple[Tensor, Tensor]:
-        """What comes second is preferred where both want the GPU: attention, behind which waits another product. Of a
-        single row the MLP, where that was faster."""
-        if y.shape[0] == 1:
+    def _side_by_side(self, attention: Work, mlp: Work, *, is_attention_first: bool) -> tuple[Tensor, Tensor]:
+        """What comes second for `ops` is preferred where both want the GPU. Behind attention waits another product; but
+        of a single row, and of a few with adapters, the MLP first was faster."""
+        if not is_attention_first:
             return self.ops.side_by_side(attention, mlp)
         m_TD, a_TD = self.ops.side_by_side(mlp, attention)
         return a_TD, m_TD
@@ -119,7 +121,9 @@ class ParallelBlock(nn.Module):
             return adapt.proj_product(self.layer, self.attn.proj, mixed_TD, self.ranks.columns(y_TD))
 
         if self._is_forked(y_TD):
-            return self._side_by_side(attention, lambda: self.mlp.adapted(y_TD, self.layer, adapt), y_TD)
+            is_few = self.attn.qkv.is_small(y_TD)
+            mlp = partial(self.mlp.adapted, y_TD, self.layer, adapt)
+            return self._side_by_side(attention, mlp, is_attention_first=not is_few)
         return attention(), self.mlp.adapted(y_TD, self.layer, adapt)
 
     def _adapted_dense(self, y_TD: Tensor, step: Step, adapt: Adapt) -> Pending:
