@@ -326,11 +326,11 @@ class Executor:
         if self._pictures is not None and plan.picture_slices:
             with self._beside.in_turn():
                 for slice_ in plan.picture_slices:
-                    self._pictures.ahead.advance(slice_)
+                    self._pictures.sliced.advance(slice_)
 
     def has_encoded(self, digest: str) -> bool:
         is_kept = self._to_come is not None and self._to_come.has_encoded(digest)
-        return is_kept or (self._pictures is not None and self._pictures.ahead.has_encoded(digest))
+        return is_kept or (self._pictures is not None and self._pictures.sliced.has_encoded(digest))
 
     def _run_flat(
         self,

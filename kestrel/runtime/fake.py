@@ -72,7 +72,7 @@ class FakeRuntime:
         self._next_collect = 0
         self.num_positions_computed = 0
         self._num_crops = NUM_CROPS
-        self.crops_ahead: Counter[str] = Counter()
+        self.sliced_crops: Counter[str] = Counter()
         self.kept_ahead: set[str] = set()
         """Pictures of requests without a row that are encoded."""
         self.encodes_ahead = False
@@ -101,7 +101,7 @@ class FakeRuntime:
         for copy in plan.page_copies:
             self._copy_page(copy.source, copy.target)
         for slice_ in plan.picture_slices:
-            self.crops_ahead[slice_.digest] += self._crops_of(slice_)
+            self.sliced_crops[slice_.digest] += self._crops_of(slice_)
         self._encode_ahead(plan)
         for chunk in plan.prefill:
             if chunk.row not in output.failures:
@@ -116,10 +116,10 @@ class FakeRuntime:
         return FakeStep(plan.step_id, output)
 
     def has_encoded(self, digest: str) -> bool:
-        return digest in self.kept_ahead or self.crops_ahead[digest] >= self._num_crops
+        return digest in self.kept_ahead or self.sliced_crops[digest] >= self._num_crops
 
     def _crops_of(self, slice_: PictureSlice) -> int:
-        return slice_.num_crops(self._num_crops - self.crops_ahead[slice_.digest])
+        return slice_.num_crops(self._num_crops - self.sliced_crops[slice_.digest])
 
     def _encode_ahead(self, plan: StepPlan) -> None:
         self.kept_ahead -= set(plan.unwanted_pictures)
@@ -136,7 +136,7 @@ class FakeRuntime:
         """For its prefill: what was not encoded is encoded now."""
         self.num_encoded[digest] += digest not in self.kept_ahead
         self.kept_ahead.discard(digest)
-        self.crops_ahead.pop(digest, None)
+        self.sliced_crops.pop(digest, None)
 
     def collect(self, step: FakeStep) -> StepOutput:
         assert step.step_id >= self._next_collect, "steps must be collected in order"

@@ -2,8 +2,8 @@
 
 Each is prepared alone, as many as fit are encoded together, and one with more crops than that in several goes. A
 picture of 13 crops keeps a GPU busy for as long as ten tokens of a running answer take; in slices, encoded before the
-step that prefills it (`PicturesAhead`), it leaves room for a token after each. On a GPU the encoder is replayed as CUDA
-graphs, one per number of crops (`VisionGraphs`): filling up to a coarser size would cost more.
+step that prefills it (`SlicedPictures`), it leaves room for a token after each. On a GPU the encoder is replayed as
+CUDA graphs, one per number of crops (`VisionGraphs`): filling up to a coarser size would cost more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_NUMBERS = 2**27
 
 
 @dataclass(slots=True, eq=False)
-class PictureAhead:
+class SlicedPicture:
     prepared: PreparedImage | None
     """None once it is encoded, or when that failed."""
     features: list[Tensor] = field(default_factory=list)
@@ -46,20 +46,20 @@ class PictureAhead:
         return patches + sum(part.numel() for part in self.features) + embedded
 
 
-class PicturesAhead:
+class SlicedPictures:
     def __init__(self, vision: VisionPart, encode_crops: EncodeCrops, max_crops: int) -> None:
         """`max_crops` are encoded together at most."""
         self._vision = vision
         self._encode_crops = encode_crops
         self._max_crops = max_crops
-        self._pictures: OrderedDict[str, PictureAhead] = OrderedDict()
+        self._pictures: OrderedDict[str, SlicedPicture] = OrderedDict()
 
     def advance(self, slice_: PictureSlice) -> None:
         """A picture that fails counts as encoded: when it is prefilled, it is tried again as a whole."""
         try:
             known = self._pictures.get(slice_.digest)
             if known is None:
-                known = PictureAhead(self._vision.prepare_image(slice_.image))
+                known = SlicedPicture(self._vision.prepare_image(slice_.image))
                 self._keep(slice_.digest, known)
             if known.prepared is not None:
                 self._encode(known, slice_.num_crops(known.prepared.num_crops - known.num_encoded))
@@ -69,7 +69,7 @@ class PicturesAhead:
         else:
             has_failed = False
         if has_failed:  # after the exception, which holds what the attempt had made on the device
-            self._keep(slice_.digest, PictureAhead(None))
+            self._keep(slice_.digest, SlicedPicture(None))
 
     def has_encoded(self, digest: str) -> bool:
         known = self._pictures.get(digest)
@@ -85,7 +85,7 @@ class PicturesAhead:
             self._encode(known, known.prepared.num_crops)
         return known.embedded
 
-    def _keep(self, digest: str, picture: PictureAhead) -> None:
+    def _keep(self, digest: str, picture: SlicedPicture) -> None:
         self._pictures[digest] = picture
         self._make_room(digest)
 
@@ -100,7 +100,7 @@ class PicturesAhead:
     def _num_numbers(self) -> int:
         return sum(picture.num_numbers for picture in self._pictures.values())
 
-    def _encode(self, picture: PictureAhead, max_crops: int) -> None:
+    def _encode(self, picture: SlicedPicture, max_crops: int) -> None:
         if picture.prepared is None:
             return
         patches_NPC, tiles_hw = picture.prepared.patches_NPC, picture.prepared.tiles_hw
@@ -209,7 +209,7 @@ class PictureEncoder:
         self._vision = vision
         self._max_crops = max_crops
         self._graphs = graphs
-        self.ahead = PicturesAhead(vision, self._encode_crops, max_crops)
+        self.sliced = SlicedPictures(vision, self._encode_crops, max_crops)
 
     def encode_alone(self, image: Any) -> Tensor:
         """The embedding of one picture."""
@@ -241,7 +241,7 @@ class PictureEncoder:
             if digest in prepared or digest in embedded:
                 continue
             try:
-                found = self.ahead.take(digest)
+                found = self.sliced.take(digest)
                 if found is None:
                     prepared[digest] = self._vision.prepare_image(chunk.images[digest])
                 else:

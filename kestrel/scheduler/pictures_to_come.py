@@ -28,7 +28,8 @@ class PicturesToCome:
         self._next_as_of = -1
 
     def add_to(self, plan: StepPlan, now_s: float) -> None:
-        """Order the next picture, and give up those whose requests are gone or found it in the prefix cache."""
+        """Order the next picture, and give up those whose requests are gone or found it in the prefix cache. They stay
+        until a step like this comes."""
         self._look_who_is_next(now_s)
         self._drop_unwanted(plan)
         if len(self._kept) >= self._most:

@@ -91,7 +91,7 @@ class TimedRuntime(FakeRuntime):
             first = chunk.items[0]
             if isinstance(first, ImageSpan):
                 is_kept = first.digest in self.kept_ahead
-                left = self._num_crops - self.crops_ahead[first.digest]
+                left = self._num_crops - self.sliced_crops[first.digest]
                 crops[first.digest] = 0 if is_kept else max(0, left)
         return crops
 

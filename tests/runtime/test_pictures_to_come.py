@@ -25,7 +25,7 @@ from tests.moondream.coarse import coarse
 from tests.moondream.goldens import golden
 from tests.runtime.paged import Paged, paged
 from tests.runtime.test_paged_equality import all_skills, dense
-from tests.runtime.test_pictures_ahead import MULTI, chunk, encoder, other, out_of_memory
+from tests.runtime.test_picture_slices import MULTI, chunk, encoder, other, out_of_memory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -11,7 +11,7 @@ from kestrel.grammar import free_text
 from kestrel.runtime import executor as executor_module
 from kestrel.runtime.contract import DecodeRow, PageWrite, PictureSlice, PrefillChunk, RowStart, RuntimeLimits, StepPlan
 from kestrel.runtime.executor import Executor
-from kestrel.runtime.pictures import PicturesAhead
+from kestrel.runtime.pictures import SlicedPictures
 from kestrel.settings import SamplingParams
 from kestrel.tokens import TextToken
 from tests.moondream.goldens import golden
@@ -41,7 +41,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Notes:
         return notes
 
     monkeypatch.setattr(Executor, "_run_flat", noted_flat)
-    monkeypatch.setattr(PicturesAhead, "advance", lambda *_: notes.append("slice"))
+    monkeypatch.setattr(SlicedPictures, "advance", lambda *_: notes.append("slice"))
     monkeypatch.setattr(executor_module, "end_of_work", noted_end)
     monkeypatch.setattr(executor_module, "read_part", lambda *_: notes.append("read"))
     return notes
