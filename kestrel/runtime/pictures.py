@@ -40,6 +40,10 @@ class SlicedPicture:
         return sum(map(len, self.features))
 
     @property
+    def num_left(self) -> int:
+        return 0 if self.prepared is None else len(self.prepared.patches_NPC) - self.num_encoded
+
+    @property
     def num_numbers(self) -> int:
         patches = 0 if self.prepared is None else self.prepared.patches_NPC.numel()
         embedded = 0 if self.embedded is None else self.embedded.numel()
@@ -61,8 +65,7 @@ class SlicedPictures:
             if known is None:
                 known = SlicedPicture(self._vision.prepare_image(slice_.image))
                 self._keep(slice_.digest, known)
-            if known.prepared is not None:
-                self._encode(known, slice_.num_crops(known.prepared.num_crops - known.num_encoded))
+            self._encode(known, slice_.num_crops(known.num_left))
             self._make_room(slice_.digest)
         except Exception:
             has_failed = True
@@ -81,8 +84,7 @@ class SlicedPictures:
         known = self._pictures.pop(digest, None)
         if known is None:
             return None
-        if known.prepared is not None:
-            self._encode(known, known.prepared.num_crops)
+        self._encode(known, known.num_left)
         return known.embedded
 
     def _keep(self, digest: str, picture: SlicedPicture) -> None:
@@ -100,12 +102,12 @@ class SlicedPictures:
     def _num_numbers(self) -> int:
         return sum(picture.num_numbers for picture in self._pictures.values())
 
-    def _encode(self, picture: SlicedPicture, max_crops: int) -> None:
+    def _encode(self, picture: SlicedPicture, num_crops: int) -> None:
         if picture.prepared is None:
             return
         patches_NPC, tiles_hw = picture.prepared.patches_NPC, picture.prepared.tiles_hw
         first = picture.num_encoded
-        picture.features += encode_in_goes(self._encode_crops, patches_NPC[first : first + max_crops], self._max_crops)
+        picture.features += encode_in_goes(self._encode_crops, patches_NPC[first : first + num_crops], self._max_crops)
         if picture.num_encoded == len(patches_NPC):
             picture.embedded = self._vision.join_crops([torch.cat(picture.features)], [tiles_hw])[0]
             picture.prepared = None
