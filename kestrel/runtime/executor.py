@@ -41,8 +41,7 @@ from kestrel.runtime.device import (
     upload,
     upload_tensor,
 )
-from kestrel.runtime.pictures import PictureEncoder, VisionGraphs, pictures_of
-from kestrel.runtime.pictures_to_come import PicturesToCome
+from kestrel.runtime.pictures import PictureEncoder, PicturesToCome, VisionGraphs, pictures_of
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import GrammarTables, RowTable
 from kestrel.runtime.sampler import (

@@ -9,7 +9,8 @@ CUDA graphs, one per number of crops (`VisionGraphs`): filling up to a coarser s
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kestrel.models.contract import EncodeCrops, PreparedImage, VisionPart
-from kestrel.runtime.contract import PictureSlice, PrefillChunk
+from kestrel.runtime.contract import PictureSlice, PrefillChunk, StepPlan, WaitingPicture
+from kestrel.runtime.device import MadeBeside, SideStream
 from kestrel.runtime.graph_pool import GraphPool, Replayable
 from kestrel.tokens import ImageSpan
 
@@ -293,3 +295,37 @@ def pictures_of(prefill: list[PrefillChunk]) -> Iterator[tuple[PrefillChunk, str
         first = chunk.items[0]
         if isinstance(first, ImageSpan):
             yield chunk, first.digest
+
+
+# ---------------------------------------------------------------------- pictures of requests without a row
+# Encoded on the second stream while rows decode, and kept. Each has an event of its own, so its prefill waits for
+# nothing that was encoded after it.
+
+
+class PicturesToCome:
+    def __init__(self, encoder: PictureEncoder, beside: SideStream) -> None:
+        self._encoder = encoder
+        self._beside = beside
+        self._kept: dict[str, MadeBeside | None] = {}
+        """None for one that failed: its prefill tries again, and tells."""
+
+    def follow(self, plan: StepPlan) -> None:
+        """Forget what is unwanted, encode what is ordered: one at a time, since a request that gets its row at once has
+        its picture encoded behind those that are on their way."""
+        for digest in plan.unwanted_pictures:
+            self._kept.pop(digest, None)
+        if plan.picture_ahead is not None and all(made is None or made.is_ready for made in self._kept.values()):
+            self._kept[plan.picture_ahead.digest] = self._encode(plan.picture_ahead)
+
+    def has_encoded(self, digest: str) -> bool:
+        return digest in self._kept
+
+    def take(self, digests: Iterable[str]) -> dict[str, MadeBeside]:
+        """Those that are there, which have to be joined."""
+        found = {digest: self._kept.pop(digest) for digest in set(digests) & set(self._kept)}
+        return {digest: made for digest, made in found.items() if made is not None}
+
+    def _encode(self, picture: WaitingPicture) -> MadeBeside | None:
+        with self._beside.running(), suppress(Exception):
+            return self._beside.made([self._encoder.encode_alone(picture.image)])[0]
+        return None

@@ -19,8 +19,7 @@ from kestrel.runtime.bring_up import MOST_ROWS_AHEAD, embedding_bytes, measured_
 from kestrel.runtime.contract import StepPlan, WaitingPicture
 from kestrel.runtime.device import SideStream
 from kestrel.runtime.memory import WorkingMemory
-from kestrel.runtime.pictures import PictureEncoder
-from kestrel.runtime.pictures_to_come import PicturesToCome
+from kestrel.runtime.pictures import PictureEncoder, PicturesToCome
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import golden
 from tests.runtime.paged import Paged, paged
