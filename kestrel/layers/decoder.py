@@ -108,7 +108,7 @@ class ParallelBlock(nn.Module):
 
     def _side_by_side(self, attention: Work, mlp: Work, *, is_attention_first: bool) -> tuple[Tensor, Tensor]:
         """What comes second for `ops` is preferred where both want the GPU. Behind attention waits another product; but
-        of a single row, and of a few with adapters, the MLP first was faster."""
+        of a single row the MLP first was faster, and of a few with adapters it may be (the log, 2026-11-19)."""
         if not is_attention_first:
             return self.ops.side_by_side(attention, mlp)
         m_TD, a_TD = self.ops.side_by_side(mlp, attention)

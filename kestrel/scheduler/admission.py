@@ -16,7 +16,7 @@ from kestrel.cache import CacheManager
 from kestrel.errors import OutOfPages
 from kestrel.request import CacheNamespace
 from kestrel.scheduler.queues import SlotWaiters, WaitingQueue
-from kestrel.scheduler.sequence import Sequence, SlotPool
+from kestrel.scheduler.sequence import Sequence, SlotPool, Stage
 from kestrel.tokens import ContextItem, ImageSpan
 
 
@@ -171,6 +171,7 @@ class Admission:
         for sequence, key in self._picture_of.items():
             assert self._picture_owner[key] is sequence, "a picture has two owners"
         assert len(self._picture_of) == len(self._picture_owner), "a picture has no owner"
+        assert all(sequence.stage is Stage.WAITING for sequence in self._called), "one is called that does not wait"
 
     def _waits_for_picture(self, sequence: Sequence) -> bool:
         key = self._picture_key(sequence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import DecodeGraphs
 from kestrel.runtime.executor import Executor, FastSteps
 from kestrel.runtime.graph_pool import GraphPool
-from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.prefill_graphs import PrefillGraphs
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
@@ -26,7 +24,7 @@ from kestrel.settings import SamplingParams
 from kestrel.tokens import ImageSpan
 from tests.moondream.goldens import FAMILIES, golden
 from tests.moondream.grammars import text_grammar
-from tests.runtime.paged import Case, Paged, RecordingDecoder
+from tests.runtime.paged import Case, Paged, RecordingDecoder, noted_pictures_ahead
 from tests.runtime.test_paged_equality import all_skills
 from tests.runtime.test_sampling_options import OPTIONS
 
@@ -78,14 +76,7 @@ def test_pictures_encoded_beside_decoding_give_the_same_answers(
     max_batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a second stream: what is read too early, or written over too early, shows now and then only."""
-    ahead: list[str] = []
-    encode = PictureEncoder.encode_alone
-
-    def noted(encoder: PictureEncoder, image: Any) -> torch.Tensor:
-        ahead.append(image.digest)
-        return encode(encoder, image)
-
-    monkeypatch.setattr(PictureEncoder, "encode_alone", noted)
+    ahead = noted_pictures_ahead(monkeypatch)
     g = golden("md2")
     crowd = [case for n in range(6) for case in all_skills(g, f"{n}", ("small", "multi")[n % 2])[2:5]]
     cases = [with_own_picture(case) for case in crowd]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,12 +24,26 @@ from kestrel.runtime.attention import PagedKVCache
 from kestrel.runtime.contract import RuntimeLimits
 from kestrel.runtime.decode import FixedDecode
 from kestrel.runtime.executor import Executor, FastSteps, MakeFastSteps
+from kestrel.runtime.pictures import PictureEncoder
 from kestrel.runtime.rows import RowTable
 from kestrel.scheduler import GenerationScheduler
 from kestrel.settings import SamplingParams
 from kestrel.tokens import ContextItem, Token
 from tests.moondream.seen_crops import encoded_once
 from tests.scheduler.harness import Recorder, run, tokens_of
+
+
+def noted_pictures_ahead(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Digests of pictures of requests without a row, as they are encoded."""
+    ahead: list[str] = []
+    encode = PictureEncoder.encode_alone
+
+    def noted(encoder: PictureEncoder, image: Any) -> Tensor:
+        ahead.append(image.digest)
+        return encode(encoder, image)
+
+    monkeypatch.setattr(PictureEncoder, "encode_alone", noted)
+    return ahead
 
 
 class RememberingVision(MoondreamVision):

@@ -19,10 +19,10 @@ from kestrel.runtime.bring_up import MOST_ROWS_AHEAD, embedding_bytes, measured_
 from kestrel.runtime.contract import StepPlan, WaitingPicture
 from kestrel.runtime.device import SideStream
 from kestrel.runtime.memory import WorkingMemory
-from kestrel.runtime.pictures import PictureEncoder, PicturesToCome
+from kestrel.runtime.pictures import PicturesToCome
 from tests.moondream.coarse import coarse
 from tests.moondream.goldens import golden
-from tests.runtime.paged import Paged, paged
+from tests.runtime.paged import Paged, noted_pictures_ahead, paged
 from tests.runtime.test_paged_equality import all_skills, dense
 from tests.runtime.test_picture_slices import MULTI, chunk, encoder, other, out_of_memory
 
@@ -77,14 +77,7 @@ def test_what_failed_ahead_counts_as_encoded_and_is_left_to_its_prefill(fault: s
 
 @pytest.mark.parametrize("settings", [{}, {"in_fixed_sizes": True, "is_fused": True}])
 def test_answers_are_those_of_the_dense_loop(settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead: list[str] = []
-    encode = PictureEncoder.encode_alone
-
-    def noted(encoder: PictureEncoder, image: Any) -> torch.Tensor:
-        ahead.append(image.digest)
-        return encode(encoder, image)
-
-    monkeypatch.setattr(PictureEncoder, "encode_alone", noted)
+    ahead = noted_pictures_ahead(monkeypatch)
     g = golden("md2")
     cases = all_skills(g, "a", "small")[2:5] + all_skills(g, "b", "multi")[2:5]
     engine = paged(g.model, max_batch_size=1, pictures_ahead=1, steps_in_flight=1, **settings)
